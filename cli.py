@@ -292,7 +292,7 @@ _ray = click.option(
 )  # fmt: skip
 _gpus_per_arm = click.option(
     "--gpus-per-arm", type=float, metavar="N",
-    help="Share of a GPU, up to 1, that each of Ray's actors takes.  [default: 1 with a GPU, else 0]",
+    help="GPUs that each of Ray's actors takes, or a share of one.  [default: 1 with a GPU, else 0]",
 )  # fmt: skip
 
 
@@ -411,6 +411,7 @@ tim-trace import auto outputs/token_exports -o runs/mine
 )
 @click.option("--tokenizer", metavar="DIR", help="With --model: the folder of the tokenizer, where it is another one.")
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
+@_ray
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
     """Make a trace of another tool's files, or add what is new to it.
 
@@ -427,7 +428,7 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     from .analysis.trace.sums import summarize
     from .tracer.importers.mapping import parse_map
 
-    with _library_output_held_back() if options["model"] else nullcontext():
+    with _library_output_held_back() if options["model"] or options["ray"] else nullcontext():
         imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
@@ -492,6 +493,7 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
 @click.option("-o", "--output", metavar="RUN2", help="Write it anew to a folder or a URL (s3://...), and leave RUN.")
 @click.option("--file-size", default="512MB", show_default=True, metavar="SIZE", help="About what a merged file takes.")
 @click.option("--force", is_flag=True, default=False, help="With --output: replace a trace that lies in that folder.")
+@_ray
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge the files of many writers into few, ordered by step and pass.
@@ -503,7 +505,8 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
     from .analysis import compact as run
     from .analysis.compact import compaction_text
 
-    found = run(trace, progress=_progress, **options)
+    with _library_output_held_back() if options["ray"] else nullcontext():
+        found = run(trace, progress=_progress, **options)
     form.answer(
         json=lambda: {"trace": found.trace, "tables": found.tables},
         text=lambda width: compaction_text(found, width),
@@ -704,6 +707,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
     "--veto", default=1e-4, show_default=True, type=float, metavar="R",
     help="A sequence with a token ratio below it is thrown out by veto.",
 )  # fmt: skip
+@_ray
 @_prints()
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
@@ -713,7 +717,9 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """
     from .analysis import corrections as would_have
 
-    form.table(would_have(list(traces), **options), "corrections")
+    with _library_output_held_back() if options["ray"] else nullcontext():
+        rows = would_have(list(traces), progress=_progress, **options)
+    form.table(rows, "corrections")
 
 
 @_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce --correction none --by step")
@@ -843,6 +849,9 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @click.option("--compile", is_flag=True, default=False, help="torch.compile of the backbone.")
 @click.option("--prefix-caching", type=click.Choice(["on", "off"]), help="vLLM's prefix cache.")
 @click.option("--attention-backend", metavar="NAME", help="vLLM's attention, by its own name, as FLASH_ATTN.")
+@click.option(
+    "--tensor-parallel-size", type=int, metavar="N", help="vLLM's: GPUs that each layer's weights are divided among."
+)
 @click.option("--deterministic", is_flag=True, default=False, help="Deterministic algorithms only.")
 @click.option("--temperature", type=float, metavar="T", help="Divide the logits by T.")
 @click.option("--top-p", type=float, metavar="P", help="Keep the smallest set of tokens of mass P.")

@@ -13,6 +13,7 @@ from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.results import Result
 from ..schemas.size import parse_size
 from ..schemas.sums import KINDS
+from ..tracer.cluster import connected
 from ..tracer.compaction.elsewhere import merge_to
 from ..tracer.compaction.merge import merge
 from ..tracer.index import write_index
@@ -53,6 +54,7 @@ def compact(
     output: str | os.PathLike[str] | None = None,
     file_size: str = FILE_SIZE,
     force: bool = False,
+    ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Compaction:
     """Merge the files of all writers into few of about `file_size` each, ordered by step and pass.
@@ -62,17 +64,22 @@ def compact(
     goes on. A trace that is being recorded is merged up to the step that all of its writers have closed. Replays keep files of
     their own, and distributions and weights theirs.
 
+    `ray` divides the steps among the actors of a Ray cluster: `local` for one that is started here, or the address of one that runs
+    (`auto`, `host:port`), whose nodes see the trace at the same path. Files begin with other steps than one process's then.
+
     Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace for a trace of which a part is
     missing.
     """
     file_bytes = parse_size(file_size, option="file_size")
     path = os.fspath(trace)
     if output is not None:
-        merged = merge_to(path, os.fspath(output), file_bytes, force=force, progress=progress)
+        with connected(ray):
+            merged = merge_to(path, os.fspath(output), file_bytes, force=force, progress=progress, ray=ray)
         path = os.fspath(output)
     else:
         sums = _kept_sums(path)
-        merged = merge(path, file_bytes, progress)
+        with connected(ray):
+            merged = merge(path, file_bytes, progress, ray)
         if any(table.files_before for table in merged):
             _keep_sums(path, sums)
     rows = [tuple(getattr(table, column) for column in COLUMNS) for table in merged]

@@ -10,6 +10,8 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from .correction_zones import Bounds, register
+
 _INFINITY = math.inf
 
 
@@ -114,8 +116,10 @@ def published(
     ]  # fmt: skip
 
 
-def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], sql: str) -> None:
-    """Define the macros of corrections for these rules; `sql` is their file."""
+def define(
+    connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], sql: str, zones: str | None = None
+) -> None:
+    """Define the macros of corrections for these rules; `sql` is their file, `zones` a query of zones that were read before."""
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]
     values: list[dict[str, Any]] = [
@@ -126,13 +130,17 @@ def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correcti
         f"CREATE OR REPLACE TABLE correction_rules AS SELECT place, {', '.join(columns)}, has_bounds FROM rules"
     )
     connection.unregister("rules")
-    connection.execute(sql.format(zone=_zone(rules), sequence_class=_sequence_class(rules)))
+    register(connection, token_bounds(rules))
+    connection.execute(sql.format(sequence_class=_sequence_class(rules)))
+    if zones is not None:
+        connection.execute(f"CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE {zones}")
 
 
-def _zone(rules: list[Correction]) -> str:
-    """How many of the rules' token bounds a ratio has passed, in SQL."""
+def token_bounds(rules: Iterable[Correction]) -> Bounds:
+    """The least and the largest ratios of tokens that rules have, ascending; they part ratios into zones."""
     of_tokens = [rule for rule in rules if rule.level == "token"]
-    return _passed("ratio", [rule.low for rule in of_tokens], [rule.high for rule in of_tokens])
+    lows = {rule.low for rule in of_tokens if math.isfinite(rule.low)}
+    return tuple(sorted(lows)), tuple(sorted({rule.high for rule in of_tokens if math.isfinite(rule.high)}))
 
 
 def _sequence_class(rules: list[Correction]) -> str:

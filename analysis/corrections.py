@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import pyarrow as pa
 
 from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceWarning
 from ..schemas.steps import ALL_STEPS
-from .correction import Correction, published
+from ..tracer.cluster import connected
+from ..tracer.progress import Progress, no_progress
+from .correction import Correction, published, token_bounds
+from .correction_zones import KEYS, TYPES, Bounds, zones_of_rows
 from .rows import Rows
-from .trace.database import Database, Traces, opened
+from .trace.database import Database, Traces, opened, quoted
 from .trace.pairs import parse_pair, quoted_pair, why_nothing
 from .trace.samples import tell_sampled
 from .trace.source import Pair
+from .trace.spread import spread
+from .trace.sums import Chunk, run_chunks
+
+_COLUMNS = ", ".join(TYPES)
 
 BY = {"run": "correction_runs", "step": "correction_steps", "length": "correction_lengths"}
 
@@ -27,6 +39,8 @@ def corrections(
     icepop: str = "0.5_5.0",
     geometric: str = "0.999_1.002",
     veto: float = 1e-4,
+    ray: str | None = None,
+    progress: Progress = no_progress,
 ) -> Rows:
     """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
 
@@ -47,16 +61,19 @@ def corrections(
       is no function of that ratio.
     - bias_bound, variance_bound: 2 (1 + chi2) / C and C^2 of a truncated sequence ratio (the same source).
 
+    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` for one that is started here), divides the tokens among its
+    actors, which send back sums.
+
     Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     if by not in BY:
         raise InvalidOption(f"got {by!r}; use {', '.join(BY)}", option="by")
     rules = _rules(names, token_threshold, sequence_threshold, icepop, geometric, veto)
-    database = opened(traces, steps)
-    database.define_corrections(rules)
+    database = opened(traces, steps, ray)
     tell_sampled(database, names)
-    rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
+    with connected(database.ray), _zones_read(database, names, rules, progress):
+        rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
     if not len(rows):
         raise NothingToCompare(why_nothing(database, names))
     _warn_of_advantages(database)
@@ -91,6 +108,57 @@ def _bounds(option: str, text: str) -> tuple[float, float]:
     if not 0 < bounds[0] <= bounds[1]:
         raise InvalidOption(f"got {text!r}; write two ratios above 0 as low_high, as 0.5_5.0", option=option)
     return bounds
+
+
+@contextmanager
+def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], progress: Progress) -> Iterator[None]:
+    """Read every token of a pair once, here or on a cluster; the macros of corrections are about what was read meanwhile."""
+    connection = database.connection
+    bounds = token_bounds(rules)
+    chunks = [chunk for source in database.sources for chunk in run_chunks(database, source.run)]
+    units = [(pair, chunk, bounds) for chunk in chunks]
+    connection.execute("SET threads = 1")  # one thread keeps the rows in their order
+    connection.execute(
+        f"CREATE OR REPLACE TEMP TABLE read_zones AS SELECT '' AS run, 0::BIGINT AS step, * FROM {_no_zones()} LIMIT 0"
+    )
+    num_sequences = 0
+    with progress("reading tokens", sum(chunk.num_tokens for chunk in chunks)) as advance:
+        for chunk, rows in zip(chunks, spread(database, _of_chunk, units), strict=True):
+            connection.execute("SET threads = 1")
+            connection.register("zones_of_chunk", rows)
+            connection.execute(
+                f"INSERT INTO read_zones SELECT {quoted(chunk.run)}, step, sequence + {num_sequences}, {_COLUMNS} FROM zones_of_chunk"
+            )
+            connection.unregister("zones_of_chunk")
+            num_sequences += rows["sequence"][-1].as_py() if rows.num_rows else 0
+            advance(chunk.num_tokens)
+    database.define_corrections(rules, zones="SELECT * FROM read_zones")
+    try:
+        yield
+    finally:
+        database.define_corrections(rules)
+        connection.execute("DROP TABLE read_zones")
+
+
+def _no_zones() -> str:
+    columns = ", ".join(f"NULL::{kind} AS {name}" for name, kind in TYPES.items())
+    return f"(SELECT 0::BIGINT AS sequence, {columns})"
+
+
+def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[pa.Table]:
+    """The groups of the sequences of some steps, which are numbered from 1."""
+    pair, chunk, bounds = unit
+    a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
+    query = f"SELECT * FROM correction_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})"
+    batches = list(database.connection.mapped_batches(query, partial(zones_of_rows, bounds)))
+    database.connection.register("zoneszones_of_rows", pa.Table.from_batches(batches))
+    try:
+        yield database.connection.sql(
+            f"""SELECT step, dense_rank() OVER (ORDER BY {", ".join(KEYS)}) AS sequence, {_COLUMNS}
+                FROM zoneszones_of_rows ORDER BY sequence, sign, zone"""
+        ).to_arrow_table()
+    finally:
+        database.connection.unregister("zoneszones_of_rows")
 
 
 def _warn_of_advantages(database: Database) -> None:

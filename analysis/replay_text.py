@@ -21,6 +21,10 @@ def plan_rows(plan: ReplayPlan) -> Rows:
     return Rows(tuple(names), [tuple(row) for row in rows])
 
 
+_LEAST_DEVICE_HOURS = 0.1
+"""Less costs nothing."""
+
+
 def estimate_sentence(plan: ReplayPlan) -> str:
     """How long a replay takes, in words."""
     assert plan.seconds is not None
@@ -31,9 +35,11 @@ def estimate_sentence(plan: ReplayPlan) -> str:
     whole = ""
     if any(arm.num_all_tokens > arm.num_tokens for arm in plan) and plan.all_seconds is not None:
         whole = f"; all sequences of these steps would take {_duration(plan.all_seconds)}"
+    hours = plan.device_hours or 0.0
+    device_hours = f", {hours:.2g} device hours" if hours >= _LEAST_DEVICE_HOURS else ""
     return (
         f"about {_duration(plan.seconds)}: {tokens:,} tokens in {len(arms)} arm{'s' * (len(arms) != 1)}{pace}, "
-        f"{loads:,} time{'s' * (loads != 1)} other weights{whole}"
+        f"{loads:,} time{'s' * (loads != 1)} other weights{device_hours}{whole}"
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..replay.cluster import connected
 from ..schemas.errors import InvalidOption, NothingToCompare, option
 from ..schemas.steps import ALL_STEPS
+from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
 from .distributions.summary import has_captured, summary
 from .frameworks.framework import Framework

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ..replay.arms import Arm, parse_arm
-from ..replay.cluster import gpus_of_actor
 from ..replay.engine import replay
+from ..replay.gpus import gpus_of_actor
 from ..replay.recorded import RecordedRun
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN

@@ -23,7 +23,7 @@ PACKABLE = (None, "math", "flash", "efficient", "cudnn")
 ROUTINGS = ("recorded",)
 ENGINES = ("hf", "vllm", "exact")
 AS_RECORDED = "as-recorded"
-_OF_VLLM = ("prefix_caching", "attention_backend")
+_OF_VLLM = ("prefix_caching", "attention_backend", "tensor_parallel_size")
 _NOT_OF = {
     "hf": _OF_VLLM,
     "vllm": (
@@ -73,6 +73,8 @@ class Arm:
     """vLLM's, on or off."""
     attention_backend: str | None = None
     """vLLM's, by its own name, such as FLASH_ATTN."""
+    tensor_parallel_size: int | None = None
+    """vLLM's: GPUs that each layer's weights are divided among; on CPUs processes."""
     deterministic: bool = False
     """torch.use_deterministic_algorithms."""
     temperature: float | None = None
@@ -104,6 +106,7 @@ class Arm:
             ("batch_size", self.batch_size),
             ("batch_tokens", self.batch_tokens),
             ("threads", self.threads),
+            ("tensor_parallel_size", self.tensor_parallel_size),
         ):
             if value is not None and value < 1:
                 raise InvalidOption(f"got {value}; use 1 or more", option=name)
@@ -177,7 +180,8 @@ class Arm:
     def is_heard(self) -> bool:
         """Whether `locate` can listen to what its operators take and give."""
         plain = self.engine == "hf" and self.mode == "prefill" and not self.compile
-        return plain or (self.engine == "vllm" and self.prefix_caching != "on")
+        in_process = self.prefix_caching != "on" and self.tensor_parallel_size in (None, 1)
+        return plain or (self.engine == "vllm" and in_process)
 
     @property
     def is_identity(self) -> bool:

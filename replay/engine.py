@@ -17,12 +17,13 @@ from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import TRAIN
 from ..schemas.steps import parse_steps
 from ..tracer.adopt import adopt
+from ..tracer.cluster import run_units
 from ..tracer.progress import Advance, Progress, no_progress
 from .arm_pass import ArmPass
 from .arms import Arm, check_distinct, parse_arm, read_arms
 from .batching import check_tokens
-from .cluster import device_here, gpus_of_actor, run_units
 from .differences import differences
+from .gpus import device_here, gpus_of_actor
 from .loaded import LoadedModel
 from .meter import Meter, Told, untold
 from .plan import ArmCount, Pace, ReplayPlan, extents
@@ -105,7 +106,7 @@ def replay(
 
     `ray` divides the steps among the actors of a Ray cluster: `local` for one that is started here, or the address of one that
     runs (`auto`, `host:port`), whose nodes see the trace at the same path. The bits are those of one process. A step whose node
-    dies is scored on another. `gpus_per_arm` is an actor's share of a GPU, up to 1; by default 1 where this machine has a GPU,
+    dies is scored on another. `gpus_per_arm` is the number of GPUs of an actor, or its share of one; by default 1 where this machine has a GPU,
     else 0. `at_estimate` is not called then.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound, NotInstalled.
@@ -231,6 +232,7 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
             sample=sample,
             keeps_batches=entry.scorer.keeps_batches,
             weights_version=entry.scorer.arm.weights_version,
+            num_devices=entry.scorer.num_devices,
         )
         for entry in wanted
     ]

@@ -42,6 +42,7 @@ class HfScorer:
 
     numerics_of: type[Numerics] = Numerics
     starts_with_weights = False
+    num_devices = 1
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device

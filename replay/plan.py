@@ -39,6 +39,13 @@ class ArmPlan:
     """Of one version's weights, measured here; None before."""
     num_all_tokens: int
     """Those of all sequences of these steps, where a sample is scored; else `num_tokens`."""
+    num_devices: int = 1
+    """GPUs, or CPUs, that it computes on at once."""
+
+    @property
+    def device_hours(self) -> float | None:
+        """Estimated hours of devices, by whose price it costs; None before a pace is known."""
+        return None if self.seconds is None else self.seconds * self.num_devices / 3600
 
     @property
     def seconds(self) -> float | None:
@@ -73,12 +80,17 @@ class ReplayPlan(list[ArmPlan], Table):
         return _total(arm.seconds for arm in self)
 
     @property
+    def device_hours(self) -> float | None:
+        """Estimated hours of devices of all arms together; None before a pace is known."""
+        return _total(arm.device_hours for arm in self)
+
+    @property
     def all_seconds(self) -> float | None:
         """The same without a sample."""
         return _total(arm.all_seconds for arm in self)
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        names = [field.name for field in fields(ArmPlan)] + ["seconds", "all_seconds"]
+        names = [field.name for field in fields(ArmPlan)] + ["seconds", "all_seconds", "device_hours"]
         return names, [[getattr(arm, name) for name in names] for arm in self]
 
 
@@ -130,11 +142,20 @@ class ArmCount:
         sample: Sample | None,
         keeps_batches: bool,
         weights_version: int | None,
+        num_devices: int = 1,
     ):
         """`lacks(step, sequence)` says whether the trace does not have a sequence of the arm."""
         self._lacks, self._sample, self._keeps_batches = lacks, sample, keeps_batches
         self._weights_version = weights_version
-        self._plan = ArmPlan(arm=name, num_steps=0, num_sequences=0, num_tokens=0, num_versions=0, num_all_tokens=0)
+        self._plan = ArmPlan(
+            arm=name,
+            num_steps=0,
+            num_sequences=0,
+            num_tokens=0,
+            num_versions=0,
+            num_all_tokens=0,
+            num_devices=num_devices,
+        )
         self._version: int | None = None
 
     def add(self, step: int, rows: Sequence[Extent]) -> None:

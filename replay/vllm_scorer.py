@@ -61,6 +61,11 @@ class VllmScorer:
         return ("vllm", *arguments, self._decodes, self.arm.adapter)
 
     @property
+    def num_devices(self) -> int:
+        """Devices that it computes on at once."""
+        return int(self._arguments().get("tensor_parallel_size") or 1)
+
+    @property
     def dtype(self) -> str:
         """torch's name of the engine's dtype: the arm's, the recorded engine's, or the trainer's."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
@@ -94,6 +99,8 @@ class VllmScorer:
             arguments["kv_cache_dtype"] = self.arm.kv_dtype
         if self.arm.attention_backend is not None:
             arguments["attention_backend"] = self.arm.attention_backend
+        if self.arm.tensor_parallel_size is not None:
+            arguments["tensor_parallel_size"] = self.arm.tensor_parallel_size
         if self.arm.mode.startswith("chunked"):
             size = self.arm.cached_tokens or 1
             arguments |= {"max_num_batched_tokens": size, "enable_chunked_prefill": True, "max_num_seqs": 1}

@@ -2,16 +2,33 @@
 
 from contextlib import contextmanager
 
+TRIES = 5
+"""Ray gives a raylet thirty seconds to start, which a busy machine does not keep."""
+
 
 @contextmanager
 def two_nodes():
     """A cluster and its two nodes, which take an actor each, beside a head that takes none."""
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
-    nodes = [made.add_node(num_cpus=1, object_store_memory=10**8) for _ in range(2)]
-    made.wait_for_nodes()
+    made, nodes = _started()
     try:
         yield made, nodes
     finally:
         made.shutdown()
+
+
+def _started():
+    from ray.cluster_utils import Cluster
+
+    for tries in range(TRIES):
+        made = Cluster()
+        try:
+            made.add_node(num_cpus=0, object_store_memory=10**8)
+            nodes = [made.add_node(num_cpus=1, object_store_memory=10**8) for _ in range(2)]
+            made.wait_for_nodes()
+        except Exception:
+            made.shutdown()
+            if tries == TRIES - 1:
+                raise
+        else:
+            return made, nodes
+    raise AssertionError

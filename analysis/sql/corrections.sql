@@ -1,8 +1,8 @@
 -- Corrections as counterfactuals: what a rule would have kept of the recorded tokens, and with which weights.
 --   rho_t = exp(d) of a token, rho_seq = exp(sum of d) and rho_geo = exp(mean of d) of a sequence, d = logprob(a) - logprob(b).
 --   Exponents are clamped to 20 nats either way, as verl does: exp(20) is 4.9e8.
--- The table correction_rules has one row a rule; {zone} says in which interval between the rules' token bounds a ratio lies.
--- Every rule treats the tokens of one interval alike, so that tokens are read once, however many rules there are.
+-- The table correction_rules has one row a rule. Every rule treats the tokens alike whose ratios lie in one interval between the
+-- rules' token bounds, so that tokens are read once, however many rules there are.
 
 -- NULL stays NULL, which greatest and least would pass over.
 CREATE OR REPLACE MACRO clamped(x) AS CASE WHEN x IS NOT NULL THEN greatest(least(x, 20.0::DOUBLE), -20.0::DOUBLE) END;
@@ -15,50 +15,31 @@ CREATE OR REPLACE MACRO corrected(ratio, low, high, truncates) AS
 CREATE OR REPLACE MACRO treatment(ratio, low, high, truncates) AS
     CASE WHEN ratio < low THEN 0 WHEN ratio <= high THEN 2 WHEN truncates THEN 1 ELSE 0 END;
 
--- correction_tokens(a, b): the tokens that count, with d NULL where it is not finite; sequences are numbered.
-CREATE OR REPLACE MACRO correction_tokens(a, b) AS TABLE
-    SELECT sequence, run, step, is_nan, d, clamped(d) AS c, exp(clamped(d)) AS ratio,
-           CASE WHEN isfinite(advantage) THEN sign(advantage)::INTEGER END AS sign,
-           CASE WHEN isfinite(advantage) THEN abs(advantage) END AS abs_advantage
-    FROM (
-        SELECT sequence, run, step, advantage,
-               isnan(logprob_a) OR isnan(logprob_b) AS is_nan,
-               CASE WHEN isfinite(logprob_a) AND isfinite(logprob_b) THEN logprob_a - logprob_b END AS d
-        FROM (
-            SELECT sequence, run, step, unnest(logprobs_a)::DOUBLE AS logprob_a, unnest(logprobs_b)::DOUBLE AS logprob_b,
-                   unnest(mask) AS mask, unnest(advantages) AS advantage
-            FROM (
-                SELECT row_number() OVER () AS sequence, s.run, s.step,
-                       scores_a.logprobs AS logprobs_a, scores_b.logprobs AS logprobs_b,
-                       coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true)) AS mask,
-                       coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage)) AS advantages
-                FROM sequences AS s
-                JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
-                JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
-                WHERE scores_a."pass" = a AND scores_b."pass" = b
-            )
-        )
-        WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL
-    );
+-- correction_lists(a, b, of_run, first_step, last_step): the lists of logprobs of the sequences that both passes have, the mask,
+-- empty where every token counts, and the advantages, empty where one is of the whole sequence. NULL asks for all.
+CREATE OR REPLACE MACRO correction_lists(a, b, of_run, first_step, last_step) AS TABLE
+    SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
+           coalesce(scores_a.logprobs, []::FLOAT[]) AS logprobs_a, coalesce(scores_b.logprobs, []::FLOAT[]) AS logprobs_b,
+           coalesce(s.response_mask, []::BOOLEAN[]) AS mask, s.advantage::DOUBLE AS advantage,
+           coalesce(s.advantages, []::FLOAT[]) AS advantages
+    FROM sequences AS s
+    JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
+    JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
+    WHERE scores_a."pass" = a AND scores_b."pass" = b
+      AND (of_run IS NULL OR (s.run = of_run AND scores_a.run = of_run AND scores_b.run = of_run))
+      AND (first_step IS NULL OR (s.step >= first_step AND scores_a.step >= first_step AND scores_b.step >= first_step))
+      AND (last_step IS NULL OR (s.step <= last_step AND scores_a.step <= last_step AND scores_b.step <= last_step));
 
--- correction_zones(a, b): one row a (sequence, sign of the advantage, interval of the ratio).
+-- correction_zones(a, b): one row a (sequence, sign of the advantage, zone of the ratio); zones are the intervals between the
+-- rules' token bounds, NULL for tokens with a logprob that is not finite. `ratio` is one of the zone's, max_k2 and min_ratio
+-- are the whole sequence's. c is d, clamped.
 CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE
-    SELECT sequence, any_value(run) AS run, any_value(step) AS step, sign, {zone} AS zone,
-           count(d) AS num_tokens,
-           count(*) FILTER (is_nan) AS num_nan,
-           count(*) FILTER (d IS NULL AND NOT is_nan) AS num_inf,
-           max(ratio) AS ratio,
-           sum(ratio) AS sum_ratio,
-           sum(ratio * ratio) AS sum_ratio2,
-           sum(abs(expm1(c))) AS sum_abs_growth,
-           sum(abs_advantage) FILTER (d IS NOT NULL) AS sum_abs_advantage,
-           sum(d) AS sum_d,
-           sum(c) AS sum_c,
-           sum(expm1_minus(c)) AS sum_k3,
-           max(c * c / 2) AS max_k2,
-           min(ratio) AS min_ratio
-    FROM correction_tokens(a, b)
-    GROUP BY sequence, sign, zone;
+    SELECT run, step, sequence, zone.*
+    FROM (
+        SELECT run, step, row_number() OVER () AS sequence,
+               unnest(correction_zones_of(logprobs_a, logprobs_b, mask, advantage, advantages)) AS zone
+        FROM correction_lists(a, b, NULL, NULL, NULL)
+    );
 
 -- correction_groups(a, b, by_step, by_length): one row a rule, of a run, a step of it, or a quarter of its sequences by length.
 --   {sequence_class} numbers the intervals between the rules' bounds on sequences. Rules treat sequences of one class alike, and

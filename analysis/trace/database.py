@@ -27,6 +27,7 @@ from ...tracer.trace_files import PROTOCOL, TraceFiles
 from ...tracer.verified_file import FileCursor
 from ..correction import Correction, published
 from ..correction import define as define_corrections
+from ..correction_zones import FUNCTION as CORRECTION_ZONES
 from ..distributions.function import COMPARE, ComparedDistributions
 from ..distributions.measures import MEASURES
 from ..frameworks import registry
@@ -204,7 +205,9 @@ class Database:
         found["routing"] = MacroFile(sql_file("routing"), self._define_routing, FUNCTIONS)
         found["distributions"] = MacroFile(sql_file("distributions"), self._define_distributions, (COMPARE,))
         found["corrections"] = MacroFile(
-            sql_file("corrections"), lambda: self.define_corrections(published()), ("correction_rules",)
+            sql_file("corrections"),
+            lambda: self.define_corrections(published()),
+            ("correction_rules", CORRECTION_ZONES),
         )
         found["changes"] = MacroFile(_CHANGES, self._define_changes)
         found["located"] = MacroFile(_LOCATED, self._define_located)
@@ -244,10 +247,10 @@ class Database:
         measures = ", ".join(f"measured.{measure}" for measure in MEASURES)
         self.connection.raw.execute(sql_file("distributions").format(measures=measures))
 
-    def define_corrections(self, corrections: Iterable[Correction]) -> None:
-        """Let the macros of corrections be over these rules."""
+    def define_corrections(self, corrections: Iterable[Correction], zones: str | None = None) -> None:
+        """Let the macros of corrections be over these rules, and the zones that a query gives, where tokens were read before."""
         sql = sql_file("corrections")
-        self.macros.redefine("corrections", partial(define_corrections, self.connection.raw, corrections, sql))
+        self.macros.redefine("corrections", partial(define_corrections, self.connection.raw, corrections, sql, zones))
 
     def _define_table(self, spec: Table) -> None:
         """Define the view of a table over the files and journals of every trace."""

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from ...replay.cluster import run_units
 from ...schemas.errors import InvalidOption
+from ...tracer.cluster import run_units
 from .database import Database
 from .threads import limit_threads
 

@@ -108,7 +108,7 @@ def _add_step_statistics(database: Database, pair: Pair) -> None:
     """Add the statistics of each step, from its sequences' sums."""
     a, b = quoted(pair[0]), quoted(pair[1])
     for source in database.sources:
-        for chunk in _run_chunks(database, source.run):
+        for chunk in run_chunks(database, source.run):
             groups = f"group_statistics({a}, {b}, true, {quoted(source.run)}, {chunk.first_step}, {chunk.last_step})"
             _insert(database, STEP_STATISTICS, pair, f"SELECT run, step, {', '.join(STATISTICS)} FROM {groups}")
 
@@ -406,7 +406,7 @@ def _whole_runs(chunks: list[Chunk]) -> set[str]:
     return found
 
 
-def _run_chunks(database: Database, run: str) -> list[Chunk]:
+def run_chunks(database: Database, run: str) -> list[Chunk]:
     """The steps of a run in ranges that are worked on at once, here or on a cluster."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences WHERE run = ? GROUP BY step ORDER BY step
@@ -460,7 +460,7 @@ def _read_again(database: Database, pair: Pair, run: str, progress: Progress) ->
     histogram = _histogram_of(database, pair, run)
     if not histogram.num_values:
         return 0, tuple(None for _ in SHARES)
-    chunks = _run_chunks(database, run)
+    chunks = run_chunks(database, run)
     gathered = Gathered(histogram)
     parts = spread(database, _gather, [(pair, chunk, histogram) for chunk in chunks])
     with progress("reading tokens", sum(chunk.num_tokens for chunk in chunks)) as advance:

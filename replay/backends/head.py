@@ -36,6 +36,7 @@ class Head:
 
         projection = Projection(model=model, dtype=self.projection_dtype)
         dtype = self.projection_dtype or hidden_NH.dtype
+        hidden_NH, ids_N = (tensor.to(projection.head.weight.device) for tensor in (hidden_NH, ids_N))
         result = self.logits_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
         chunk = max(1, CHUNK_BYTES // (projection.head.weight.shape[0] * max(4, result.itemsize)))
         parts = zip(projection.logits(hidden_NH, chunk), ids_N.split(chunk), strict=True)

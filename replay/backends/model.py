@@ -19,6 +19,8 @@ from . import adapters, packing, trusted
 
 Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From a version's tensors to those that a model is given."""
+_ROOM = 0.8
+"""Share of a GPU's free memory that weights may take; the rest is for what goes through them."""
 MAX_MODULES = 200_000
 """Modules and tensors of a model."""
 
@@ -50,7 +52,7 @@ def build(
         # Buffers stay as they were built: tables of rotary frequencies are float32 in models of any dtype.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
-        return model.to(device)
+        return _placed(model, device)
     trusted.check_experts(experts)
     path = str(identity.get("class", ""))
     model_class, config = trusted.model_class(path), trusted.safe_config(identity["config"])
@@ -67,7 +69,35 @@ def build(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
             f"that the trace names (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
         ) from error
+    return _placed(model, device)
+
+
+def _placed(model: Any, device: str) -> Any:
+    """The model on a device; one that is larger than a GPU with its layers on all that this process sees."""
+    import torch
+
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
+        return divided(model, {index: int(_ROOM * torch.cuda.mem_get_info(index)[0]) for index in range(num_gpus)})
     return model.to(device)
+
+
+def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
+    """The model with its layers on several devices (transformers' device_map), of which each has so many bytes of room.
+
+    What goes through it moves from device to device; each layer computes as it would on one. Raises CannotReplay.
+    """
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    whole = getattr(model, "_no_split_modules", None)
+    device_map = infer_auto_device_map(model, max_memory=dict(memory), no_split_module_classes=list(whole or ()))
+    if "disk" in device_map.values():
+        raise CannotReplay(
+            f"the model does not fit: its layers need more than the {sum(memory.values()):,} bytes of {len(memory)} devices; replay "
+            f"with more GPUs, on a cluster with {option('gpus_per_arm', 'N')}"
+        )
+    return dispatch_model(model, device_map, force_hooks=True)
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:

@@ -58,7 +58,9 @@ class TransformersScorer:
         with keep_double() if double else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
-            scored_N, before_N = (torch.from_numpy(part).to(self._device) for part in (batch.scored_N, batch.before_N))
+            # The last layer may be on another device than the first.
+            before_N = torch.from_numpy(batch.before_N).to(hidden_WH.device)
+            scored_N = torch.from_numpy(batch.scored_N).to(self._device)
             return self._head.logprobs(self._model, hidden_WH[before_N], ids_W[scored_N])
 
     @property

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class VllmEngine:
     """A vLLM engine of a recorded model, whose weights are put in version by version.
 
     On a CPU the engine keeps its linear layers plain: vLLM's packed ones could not take other weights. For a mixture of
-    experts it is started anew for every version there.
+    experts, and with tensor parallelism, it is started anew for every version there.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -52,16 +53,24 @@ class VllmEngine:
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these weights from now on. Raises CannotReplay."""
-        # On a CPU vLLM packs experts away when it starts, and would go on computing with the first version's.
-        if self.llm is not None and self.device == "cpu" and has_experts(self.config):
-            self.llm = None
+        # On a CPU vLLM packs experts away when it starts, and would go on computing with the first version's; in processes of its
+        # own every layer's weights.
+        packs = has_experts(self.config) or self._has_workers
+        if self.llm is not None and self.device == "cpu" and packs:
+            self._end()
             gc.collect()
             shutil.rmtree(self._model_folder)
         if self.llm is None:
             self._start(tensors)
             return
-        values = {name: to_torch(tensor) for name, tensor in tensors.items()}
-        self.llm.apply_model(lambda model: model.load_weights(iter(values.items())) and None)
+        if self._has_workers:
+            # Each process reads the whole, and keeps its part.
+            shutil.rmtree(self._model_folder)
+            write_folder(self._model_folder, tensors, self.config, {})
+            self.llm.apply_model(partial(load_folder, str(self._model_folder)))
+        else:
+            values = {name: to_torch(tensor) for name, tensor in tensors.items()}
+            self.llm.apply_model(lambda model: model.load_weights(iter(values.items())) and None)
         self.llm.reset_prefix_cache()
 
     def score(
@@ -100,13 +109,24 @@ class VllmEngine:
         return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows], distributions
 
     @property
+    def _has_workers(self) -> bool:
+        """Whether the model's parts are in processes of their own."""
+        return int(self.arguments.get("tensor_parallel_size") or 1) > 1
+
+    @property
     def _model_folder(self) -> Path:
         return Path(self._folder.name) / "model"
 
     def close(self) -> None:
         """Give the engine's memory back."""
-        self.llm = None
+        self._end()
         self._folder.cleanup()
+
+    def _end(self) -> None:
+        """Let go of the engine, and of its processes where it has some."""
+        if self.llm is not None and self._has_workers:
+            self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
 
     def _prompt(self, row: RecordedRow, prefill: bool) -> list[int]:
         return [*row.prompt_ids.tolist(), *(row.response_ids.tolist() if prefill else [])]
@@ -127,6 +147,8 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if self.device == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            if self._has_workers:  # there may be fewer NUMA nodes than processes
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         try:
             from vllm import LLM
         except ImportError as error:
@@ -154,6 +176,13 @@ class VllmEngine:
                 f"attention-backend {wanted}: this vLLM uses {', '.join(used)} for this model and device instead; give that "
                 "name, or leave the option out"
             )
+
+
+def load_folder(folder: str, model: Any) -> None:
+    """Put the weights of a folder into a model, or its part of them."""
+    from safetensors.torch import load_file
+
+    model.load_weights(iter(load_file(f"{folder}/model.safetensors").items()))
 
 
 def _first_line(error: Exception) -> str:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from ...schemas.errors import CannotReplay, InvalidOption, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
 from ...schemas.steps import parse_steps
+from ...tracer.cluster import run_units
 from ...tracer.progress import Advance, Progress, no_progress
 from ..arms import check_distinct
 from ..batching import check_tokens
-from ..cluster import gpus_of_actor, run_units
+from ..gpus import gpus_of_actor
 from ..meter import Meter, Told, untold
 from ..recorded import RecordedRun
 from .arm import GradientArm, corrected, parse_gradient_arm
@@ -62,7 +63,7 @@ def gradient(
     of its own. Nothing is written.
 
     `ray` divides the steps among the actors of a Ray cluster: `local` for one that is started here, or the address of one that
-    runs (`auto`, `host:port`), whose nodes see the trace at the same path. `gpus_per_arm` is an actor's share of a GPU, up to 1; by
+    runs (`auto`, `host:port`), whose nodes see the trace at the same path. `gpus_per_arm` is the number of GPUs of an actor, or its share of one; by
     default 1 where this machine has a GPU, else 0.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.

@@ -1,6 +1,7 @@
 """Verbs that divide their reading among the nodes of a real Ray cluster. What they give is compared with one process, to the last bit."""
 
 import shutil
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from builders import tim_trace
 from clusters import two_nodes
 from runs import train
 from segmented import make_run
-from tim_trace.analysis import check, gradient, objective, stats, triangulate, verify
+from tim_trace.analysis import check, corrections, gradient, objective, stats, triangulate, verify
 from tim_trace.schemas.errors import DamagedTrace, InvalidOption
 from tim_trace.tracer.recorder import Recorder
 
@@ -65,12 +66,34 @@ def test_sums_that_actors_made_are_those_of_one_process_and_are_kept(trace):
         partial(check, steps="3:"),
         objective,
         partial(objective, steps=":7"),
+        corrections,
+        partial(corrections, by="step", steps="2:9:3"),
+        partial(corrections, by="length", pair="current:rollout"),
         verify,
     ],
 )
 def test_two_nodes_give_the_digits_of_one_process(ask, trace, cluster):
     alone = ask(without_sums(trace))
     assert ask(without_sums(trace), ray=cluster[0].address) == alone
+
+
+@pytest.mark.slow
+def test_corrections_survive_a_node_that_is_removed_after_the_first_part(trace):
+    alone = corrections(trace, by="step")
+    told = []
+    with two_nodes() as (made, nodes):
+
+        @contextmanager
+        def removing(what, total):
+            def advance(num_tokens):
+                told.append(num_tokens)
+                if len(told) == 1:
+                    made.remove_node(nodes[0], allow_graceful=False)
+
+            yield advance
+
+        assert corrections(trace, by="step", ray=made.address, progress=removing) == alone
+    assert len(told) > 4
 
 
 @pytest.mark.slow
@@ -144,7 +167,7 @@ def test_a_trace_that_grows_is_not_divided(tmp_path):
         recorder.add_scores(name, batch, logprobs=[[-0.5, -0.25]])
     recorder.flush()
     try:
-        for ask in (stats, objective, verify):
+        for ask in (stats, objective, verify, corrections):
             with pytest.raises(InvalidOption, match=r"ray: .* is being recorded, or was not finished"):
                 ask(tmp_path / "run", ray="local")
     finally:
@@ -162,4 +185,4 @@ def test_the_command_line_takes_an_address(trace):
     assert "--ray: no cluster answers at '127.0.0.1:1'" in told.stderr
     told = tim_trace("triangulate", trace, "--gpus-per-arm", "1")
     assert told.code == 2
-    assert "--gpus-per-arm: is a share of a cluster's GPUs; add --ray auto" in told.stderr
+    assert "--gpus-per-arm: are of a cluster's GPUs; add --ray auto" in told.stderr

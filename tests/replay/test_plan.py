@@ -123,3 +123,13 @@ def test_times_are_said_in_words(seconds, words):
         [ArmPlan(arm="a", num_steps=1, num_sequences=1, num_tokens=100, num_versions=0, num_all_tokens=100)]
     ).at(100 / seconds, 0.0)
     assert estimate_sentence(plan).startswith(f"about {words}: 100 tokens in 1 arm at ")
+
+
+def test_device_hours_are_those_of_all_devices_and_are_said_where_they_cost_something():
+    arms = [ArmPlan(arm=name, num_steps=1, num_sequences=1, num_tokens=100, num_versions=0, num_all_tokens=100, num_devices=n)
+            for name, n in (("a", 1), ("b", 8))]  # fmt: skip
+    plan = ReplayPlan(arms).at(100 / 7200, 0.0)  # two hours an arm
+    assert plan.device_hours == pytest.approx(2 + 16)
+    assert ", 18 device hours" in estimate_sentence(plan)
+    assert "device hours" not in estimate_sentence(ReplayPlan(arms).at(100.0, 0.0))
+    assert ReplayPlan(arms).device_hours is None

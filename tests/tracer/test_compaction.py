@@ -1,7 +1,10 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
+import time
+from contextlib import contextmanager
 
 import duckdb
 import numpy as np
@@ -10,12 +13,13 @@ import polars
 import pyarrow.parquet as pq
 import pytest
 from builders import PROGRAMS, tim_trace
+from clusters import two_nodes
 from segmented import add_steps, make_run, rows_of
 from tim_trace.analysis import check, compact, objective, stats
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.verify import verify
-from tim_trace.schemas.errors import DamagedTrace, TraceExists
+from tim_trace.schemas.errors import DamagedTrace, InvalidOption, TraceExists
 from tim_trace.schemas.layout import TABLES
 from tim_trace.tracer.compaction import buckets, parts
 from tim_trace.tracer.compaction.merge import merge
@@ -264,3 +268,84 @@ def test_record_merges_at_its_end_where_that_is_asked_for(tmp_path):
     assert merged.startswith("scores/compact-")
     for by in ("run", "step", "sequence"):
         assert stats(tmp_path / "merged" / "run", by=by).rows == stats(tmp_path / "bare" / "run", by=by).rows
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with two_nodes() as made:
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore:.*:FutureWarning:ray")
+def test_two_nodes_write_the_rows_of_one_process(tmp_path, cluster, monkeypatch):
+    traces = {name: make_run(tmp_path / name / "run", writers=2, steps=8) for name in ("whole", "cut")}
+    alone = tmp_path / "alone" / "run"
+    shutil.copytree(traces["whole"], alone)
+    before = {"whole": answers(traces["whole"]), "cut": rows_of(traces["cut"])}
+    with monkeypatch.context() as patch:  # actors have buckets of the usual size
+        patch.setattr(parts, "BUCKET_TOKENS", 8 << 20)
+        compact(alone)
+        compact(traces["whole"], ray=cluster[0].address)
+    merge(str(traces["cut"]), 4000, no_progress, cluster[0].address)
+    assert answers(traces["whole"]) == before["whole"]
+    assert rows_of(traces["cut"]) == before["cut"]
+    for trace in traces.values():
+        assert verify(trace).is_whole
+        assert not verify(trace).ignored
+        assert not [entry.name for entry in trace.iterdir() if entry.name.startswith(".tmp-")]
+    for table in TABLES:
+        # Small enough for a file of one process: its rows in the same order.
+        files = [sorted((trace / table).glob("*.parquet")) for trace in (alone, traces["whole"])]
+        assert [len(found) for found in files] in ([1, 1], [0, 0])
+        if files[0]:
+            one, other = (pq.read_table(found[0]) for found in files)
+            assert one.equals(other)
+    assert len([*(traces["cut"] / "scores").iterdir()]) > 2
+    assert not compact(traces["whole"], ray=cluster[0].address).has_changed
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore:.*:FutureWarning:ray")
+def test_a_node_that_is_removed_and_a_driver_that_is_killed_leave_a_whole_trace(tmp_path):
+    trace = make_run(tmp_path / "run", writers=2, steps=8)
+    before = rows_of(trace)
+    told = []
+    with two_nodes() as (made, nodes):
+        program = (
+            "import sys; from tim_trace.tracer.compaction import merge, parts; from tim_trace.tracer.progress import no_progress; "
+            "parts.BUCKET_TOKENS = 1500; merge.merge(sys.argv[1], 4000, no_progress, sys.argv[2])"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(trace), made.address],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 400
+        while not [*trace.glob(".tmp-new-*/*/compact-*.parquet")] and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.kill()
+        process.wait()
+        assert rows_of(trace) == before
+
+        @contextmanager
+        def removing(what, total):
+            def advance(rows):
+                told.append(rows)
+                if len(told) == 1:
+                    made.remove_node(nodes[0], allow_graceful=False)
+
+            yield advance
+
+        merge(str(trace), 4000, removing, made.address)
+    assert len(told) > 4
+    assert rows_of(trace) == before
+    assert verify(trace).is_whole
+    assert not [entry.name for entry in trace.iterdir() if entry.name.startswith(".tmp-")]
+
+
+def test_what_a_cluster_does_not_write_is_refused(tmp_path, s3):
+    trace = make_run(tmp_path / "run", steps=2)
+    with pytest.raises(InvalidOption, match="ray: s3://bucket/run: is written by one process"):
+        compact(trace, output="s3://bucket/run", ray="local")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from ...schemas.errors import TraceExists
+from ...schemas.errors import InvalidOption, TraceExists
 from ...schemas.layout import DENSE, LOCATE, PASSES, TABLES, TOKENIZER, WEIGHTS, WRITERS
 from ..adopt import adopt
 from ..create import refuse_live, whole_trace
@@ -20,7 +20,9 @@ from .merge import MergedTable, chosen_files, merged_tables, state_of, whole_sna
 _COPY_BYTES = 16 << 20
 
 
-def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress: Progress) -> list[MergedTable]:
+def merge_to(
+    trace: str, output: str, file_bytes: int, *, force: bool, progress: Progress, ray: str | None = None
+) -> list[MergedTable]:
     """Write a trace with merged files to `output`, a folder or a URL; the trace itself stays as it is.
 
     Raises DamagedTrace for a trace of which a part is missing, and TraceExists where it is being recorded, or where something
@@ -37,7 +39,12 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
             f"{trace}: holds rows that are not sealed; compact it where it was recorded, and copy it then"
         )
     if "://" not in output:
-        return _write(snapshot, Path(output), file_bytes, force, progress)
+        return _write(snapshot, Path(output), file_bytes, force, progress, ray)
+    if ray is not None:
+        raise InvalidOption(
+            f"{output}: is written by one process; write to a folder that the nodes share, or leave the option out",
+            option="ray",
+        )
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as room:
         upload = Upload(Path(room, "trace"), output)
         upload.refuse_other()
@@ -47,13 +54,15 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
         return merged
 
 
-def _write(snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progress: Progress) -> list[MergedTable]:
+def _write(
+    snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progress: Progress, ray: str | None = None
+) -> list[MergedTable]:
     store = snapshot.store
     chosen = {table: chosen_files(snapshot, table, file_bytes) for table in TABLES}
     replaced = {entry.relative for entries in chosen.values() for entry in entries}
     left = [entry.relative for table in TABLES for entry in snapshot.files[table] if entry.relative not in replaced]
     with whole_trace(output, snapshot.manifest, force=force) as building:
-        files = write_merged(snapshot, chosen, building, file_bytes, progress)
+        files = write_merged(snapshot, chosen, building, file_bytes, progress, ray)
         for relative in left:
             _copy(store, relative, building)
         for folder in (PASSES, TOKENIZER, WEIGHTS, DENSE, LOCATE):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,6 +22,7 @@ from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.writer_state import CLOSED, COMPACTION, WriterState
 from .. import environment
 from ..adopt import adopt
+from ..cluster import run_units
 from ..create import grown_trace
 from ..liveness import liveness, this_process
 from ..lock import alone
@@ -29,7 +33,7 @@ from ..snapshot import Snapshot, TableFile, take_snapshot
 from ..store import Store
 from ..whole_file import trace_file, write_part
 from .buckets import sorted_groups
-from .parts import read_parts
+from .parts import Part, read_parts, sweeps
 
 _SPLIT = (*SPLIT_FLOATS, "prompt_ids", "response_ids")
 """Lists whose elements are split into their bytes: token ids take less so, too."""
@@ -52,8 +56,10 @@ class MergedTable:
     """Files that were left as they are: of steps that are not closed, of replays, and those that are large already."""
 
 
-def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
+def merge(trace: str, file_bytes: int, progress: Progress, ray: str | None = None) -> list[MergedTable]:
     """Merge the files of a local trace in its place. What a process that died began is finished first.
+
+    `ray` is the address of a cluster whose actors write the files, each those of some steps.
 
     A trace that is being recorded is merged up to the last step that all of its writers have closed. Raises DamagedTrace for
     a trace of which a part is missing, InvalidOption for one that is not local, TraceExists and StorageError.
@@ -73,7 +79,7 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
     if not any(chosen.values()):
         return merged_tables(snapshot, chosen, {})
     with grown_trace(trace, is_live=snapshot.is_live) as building:
-        files = write_merged(snapshot, chosen, building, file_bytes, progress)
+        files = write_merged(snapshot, chosen, building, file_bytes, progress, ray)
         replaced = tuple(entry.relative for entries in chosen.values() for entry in entries)
         write_part(building, *state_of(snapshot, files, replaced))
     with alone(folder):
@@ -96,30 +102,34 @@ def whole_snapshot(store: Store) -> Snapshot:
 
 
 def write_merged(
-    snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress
-) -> dict[str, SealedFile]:
+    snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress,
+    ray: str | None = None,
+) -> dict[str, SealedFile]:  # fmt: skip
     """Write the rows of the chosen files anew in a folder, and return what was written by its path in the trace."""
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
     found: dict[str, SealedFile] = {}
     with progress("merging", total) as advance:
-        for table, entries in chosen.items():
-            if entries:
-                found |= _write_table(snapshot.store, table, entries, writer, building, file_bytes, advance)
+        parts = {table: list(read_parts(snapshot.store, entries)) for table, entries in chosen.items() if entries}
+        if ray is not None:
+            return _on_cluster(snapshot.store, parts, writer, building, file_bytes, ray, advance)
+        for table, of_table in parts.items():
+            room = building / f"{table}-buckets"
+            room.mkdir()
+            found |= _write_table(snapshot.store, table, of_table, writer, 0, building, room, file_bytes, advance)
+            room.rmdir()
     return found
 
 
 def _write_table(
-    store: Store, table: str, entries: Sequence[TableFile], writer: str, building: Path, file_bytes: int,
+    store: Store, table: str, parts: Sequence[Part], writer: str, first: int, building: Path, room: Path, file_bytes: int,
     advance: Callable[[int], None],
 ) -> dict[str, SealedFile]:  # fmt: skip
-    room = building / f"{table}-buckets"
-    room.mkdir()
-    parts = list(read_parts(store, entries))
+    """Write the rows of parts to files that are numbered from `first` on; `room` is a folder for buckets."""
     groups = _Waiting(sorted_groups(store, TABLE_SPECS[table], parts, room, advance))
     found: dict[str, SealedFile] = {}
     while groups.has_more:
-        relative = Segment(writer, len(found)).parquet(table)
+        relative = Segment(writer, first + len(found)).parquet(table)
         steps: list[tuple[int, int]] = []
         with trace_file(building, relative) as temporary:
             written = write_checked(
@@ -127,8 +137,89 @@ def _write_table(
                 block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, split=_SPLIT),
             )  # fmt: skip
         found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
-    room.rmdir()
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """Rows of a table that an actor merges: those of some steps."""
+
+    table: str
+    parts: tuple[tuple[str, int, np.ndarray, np.ndarray, int], ...]
+    """Path of a file, and what a Part says of a row group."""
+    first: int
+    """Number of its first file."""
+    num_bytes: float
+    """About what the rows take in the files in which they are."""
+
+
+def _on_cluster(
+    store: Store, parts: dict[str, list[Part]], writer: str, building: Path, file_bytes: int, address: str,
+    advance: Callable[[int], None],
+) -> dict[str, SealedFile]:  # fmt: skip
+    """The merged files that actors wrote. A file of one that died is in no account, and is removed."""
+    units = [unit for table, of_table in parts.items() for unit in _units(table, of_table, file_bytes)]
+    for table in parts:
+        (building / table).mkdir(exist_ok=True)
+    trace = os.path.abspath(store.root) if store.is_local else store.url
+    worker = _UnitMerger(trace, writer, building, 2 * file_bytes)
+    found: dict[int, dict[str, SealedFile]] = {}
+    for number, written in run_units(address, worker, units, num_cpus=1, num_gpus=0):
+        found[number] = written
+        advance(sum(file.num_rows or 0 for file in written.values()))
+    files = {name: file for number in range(len(units)) for name, file in found[number].items()}
+    for table in parts:
+        for path in (building / table).iterdir():
+            if f"{table}/{path.name}" not in files:
+                path.unlink()
+    return files
+
+
+def _units(table: str, parts: Sequence[Part], file_bytes: int) -> Iterator[_Unit]:
+    """Buckets of steps that are next to each other, of together about a file's bytes."""
+    edges = np.array([*dict.fromkeys(edge for bounds in sweeps(parts) for edge in bounds)])
+    bytes_E = np.zeros(len(edges) - 1)
+    for part in parts:
+        at = np.searchsorted(edges, part.steps, side="right") - 1
+        np.add.at(bytes_E, at, part.num_bytes * part.tokens / max(part.tokens.sum(), 1))
+    first = start = 0
+    for end in range(1, len(edges)):
+        num_bytes = float(bytes_E[start:end].sum())
+        if end == len(edges) - 1 or num_bytes + bytes_E[end] / 2 > file_bytes:
+            own = [part.within(int(edges[start]), int(edges[end])) for part in parts]
+            yield _Unit(
+                table=table, first=first, num_bytes=num_bytes,
+                parts=tuple(
+                    (part.entry.relative, part.row_group, part.steps, part.tokens, part.num_bytes) for part in own if len(part.steps)
+                ),
+            )  # fmt: skip
+            first, start = first + 4 + int(4 * num_bytes / file_bytes), end
+
+
+class _UnitMerger:
+    """What an actor does: it looks at the trace once."""
+
+    def __init__(self, trace: str, writer: str, building: Path, file_bytes: int):
+        self._trace, self._writer, self._building, self._file_bytes = trace, writer, building, file_bytes
+        self._files: dict[str, TableFile] | None = None
+        self._store = Store(trace)
+
+    def run(self, unit: _Unit) -> dict[str, SealedFile]:
+        if self._files is None:
+            self._files = {
+                entry.relative: entry for of_table in take_snapshot(self._store).files.values() for entry in of_table
+            }
+        parts = [
+            Part(self._files[relative], number, steps, tokens, num_bytes)
+            for relative, number, steps, tokens, num_bytes in unit.parts
+        ]
+        with tempfile.TemporaryDirectory(prefix="tim-trace-") as room:
+            return _write_table(
+                self._store, unit.table, parts, self._writer, unit.first, self._building, Path(room), self._file_bytes, lambda rows: None
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Every file was moved to its place."""
 
 
 class _Waiting:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,13 @@ class Part:
     """The distinct steps of its rows, ascending."""
     tokens: np.ndarray
     """Response tokens of each of these, as far as the row group tells: its mean row's, times the rows."""
+    num_bytes: int
+    """Of the row group in the file."""
+
+    def within(self, first: int, stop: int) -> Part:
+        """The same of the steps from one on and before another."""
+        kept = (self.steps >= first) & (self.steps < stop)
+        return replace(self, steps=self.steps[kept], tokens=self.tokens[kept])
 
 
 def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
@@ -39,7 +46,9 @@ def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
         for number in range(file.num_row_groups):
             steps = np.asarray(read(store, entry, file, number, ["step"])["step"])
             found, rows = np.unique(steps, return_counts=True)
-            yield Part(entry, number, found, rows * (_num_values(file.metadata.row_group(number)) / len(steps)))
+            group = file.metadata.row_group(number)
+            num_bytes = sum(group.column(index).total_compressed_size for index in range(group.num_columns))
+            yield Part(entry, number, found, rows * (_num_values(group) / len(steps)), num_bytes)
 
 
 def _num_values(group: pq.RowGroupMetaData) -> int:

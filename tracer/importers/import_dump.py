@@ -25,6 +25,7 @@ from ...schemas.errors import (
 from ...schemas.manifest import Manifest
 from ...schemas.passes import ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
+from ..cluster import connected
 from ..create import grown_trace, whole_trace
 from ..progress import Progress, no_progress
 from ..store import Store
@@ -32,10 +33,12 @@ from ..weights.attach import attach_model, is_attached, load_folder
 from .dump import DumpFolder, Format, Part, Reading
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
+from .placeholders import ZeroLists
 from .remote_file import DumpFile, opened
 from .row_import import LOGPROBS, Imported, RowImport
 from .rowbatch import listed_names
 from .selection import Selection, check_sample
+from .unit_import import add_units, kept_manifest, room_of
 
 AUTO, PARQUET = "auto", "parquet"
 _READ_BYTES = 1 << 20
@@ -54,6 +57,7 @@ def import_dump(
     model_version: int = 0,
     tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
+    ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Imported:
     """Make a trace of another tool's files, or add what is new to the trace that an earlier import of them made.
@@ -73,16 +77,20 @@ def import_dump(
     Nothing in the files is executed: pickles are read as data, and a class that is no plain container is refused by name.
     One step is in memory at a time, or 512 rows of a file of lines.
 
+    `ray` divides the files, and the lines of large ones, among the actors of a Ray cluster: `local` for one that is started here,
+    or the address of one that runs (`auto`, `host:port`), whose nodes see the files and the folder at the same paths. An import
+    whose process was killed goes on where it was when it is started again with `ray`.
+
     Raises ImportFailed, naming file, field and row. A new trace is left unmade then, and one that was there as it was.
     """
     if model is None:
         if tokenizer is not None or model_version:
             name = "tokenizer" if tokenizer is not None else "model_version"
             raise InvalidOption(f"goes with {option('model', 'DIR')}, whose weights it is about", option=name)
-        return _imported(format, path, output, map, steps, sample, partial, force, progress)
+        return _imported(format, path, output, map, steps, sample, partial, force, ray, progress)
     # The model comes first: a folder that cannot be taken is refused before anything is written.
     loaded = load_folder(model, tokenizer)
-    result = _imported(format, path, output, map, steps, sample, partial, force, progress)
+    result = _imported(format, path, output, map, steps, sample, partial, force, ray, progress)
     if not is_attached(result.folder, model_version, model):
         try:
             result.attached = attach_model(result.folder, model_version, model, *loaded)
@@ -100,6 +108,7 @@ def _imported(
     sample: float,
     partial: bool,
     force: bool,
+    ray: str | None,
     progress: Progress,
 ) -> Imported:
     if format not in (AUTO, PARQUET, *FORMATS):
@@ -110,6 +119,8 @@ def _imported(
     if folder is None or format == PARQUET:
         if partial:
             raise ImportFailed("the format parquet has no incomplete steps; leave the option out", option="partial")
+        if ray is not None:
+            raise ImportFailed("the format parquet is read by one process; leave the option out", option="ray")
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
     given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]
@@ -129,7 +140,8 @@ def _imported(
             raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or f'holds no {chosen.files}'}")
         result = Imported(folder=Path(), format=chosen.name)
     else:
-        result = _written(job, parts, output, source, force=force, progress=progress)
+        with connected(ray):
+            result = _written(job, parts, output, source, force=force, ray=ray, progress=progress)
     result.folder = Path(os.path.abspath(os.path.expanduser(output)))
     result.held_back = tuple(held_back)
     result.num_known_files = 0 if before is None else before.num_known
@@ -137,23 +149,25 @@ def _imported(
 
 
 def _written(
-    job: _Job, parts: list[Part], output: str | os.PathLike[str], source: str, *, force: bool, progress: Progress
-) -> Imported:
+    job: _Job, parts: list[Part], output: str | os.PathLike[str], source: str, *, force: bool, ray: str | None,
+    progress: Progress,
+) -> Imported:  # fmt: skip
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
+    ordered = _are_ordered(job.format, parts)
+    room = None if ray is None else room_of(output)
+    if room is not None and job.before is None:
+        manifest = kept_manifest(room, source) or manifest
     place = whole_trace(output, manifest, force=force) if job.before is None else grown_trace(output)
     try:
         with (
             place as folder,
-            RowImport(
-                folder,
-                job.format.name,
-                job.folder.url,
-                selection=job.selection,
-                one_version=False,
-                ordered=_are_ordered(job.format, parts),
-            ) as rows,
+            job.open_rows(folder, ordered=ordered) as rows,
         ):
-            job.add_all(parts, rows, progress)
+            if ray is None or room is None:
+                num_read = job.add_all(parts, rows, progress)
+            else:
+                num_read = add_units(job, parts, rows, folder, room, ordered=ordered, address=ray, progress=progress)
+            job.finish(num_read, rows)
     except TimTraceError:
         raise
     except OSError as error:
@@ -189,13 +203,30 @@ class _Job:
         self.seen: set[str] = set()
         self.sources: dict[str, SealedFile] = {}
 
-    def add_all(self, parts: list[Part], rows: RowImport, progress: Progress) -> None:
-        """Read parts one after the other and record them. Raises ImportFailed."""
+    def fresh(self) -> _Job:
+        """The same before anything was read."""
+        return _Job(
+            self.format, self.folder, self.columns, self.selection, self.partial, self.before, self.options, self._given
+        )
+
+    def open_rows(self, folder: Path, *, ordered: bool, zero_lists: ZeroLists | None = None) -> RowImport:
+        """Where rows are recorded to."""
+        return RowImport(
+            folder, self.format.name, self.folder.url, selection=self.selection, one_version=False, ordered=ordered,
+            zero_lists=zero_lists,
+        )  # fmt: skip
+
+    def add_all(self, parts: list[Part], rows: RowImport, progress: Progress) -> int:
+        """Read parts one after the other and record them. The number of rows that were read. Raises ImportFailed."""
         num_read = 0
         with progress("importing", sum(self.folder.num_bytes(part.files) for part in parts)) as advance:
             for part in parts:
-                num_read += self._add(part, rows)
+                num_read += self.add(part, rows)
                 advance(self.folder.num_bytes(part.files))
+        return num_read
+
+    def finish(self, num_read: int, rows: RowImport) -> None:
+        """Say of an import what can be said once everything was read. Raises ImportFailed."""
         if not num_read and self.before is None:
             raise ImportFailed(f"{self.folder.url}: its files hold no rows; each is one sequence")
         if not rows.result.num_sequences and self.before is None:
@@ -211,9 +242,11 @@ class _Job:
         rows.state.sources = self.sources
         rows.state.import_options = self.options
 
-    def _add(self, part: Part, rows: RowImport) -> int:
-        """Read one part and record it."""
+    def add(self, part: Part, rows: RowImport, first_line: int | None = None) -> int:
+        """Read one part, or the lines of its one file from one on, and record it. The number of rows that were read."""
         reading = self._reading(part)
+        if first_line is not None:
+            reading.first_line = dict.fromkeys(part.files, first_line)
         num_rows = 0
         for batch in self.format.read(reading):
             num_rows += len(batch.numbers)
@@ -227,8 +260,26 @@ class _Job:
             self.sources[name] = reading.sources.get(name) or content_of(self.folder.path(name), lines=lines)
         return num_rows
 
+    def first_line(self, name: str) -> int:
+        """Number of the first line of a file that is new, from 1."""
+        return 1 if self.before is None else self.before.first_line(name)
+
+    def content(self, name: str, lines: int | None) -> SealedFile:
+        """What a file holds, or its first lines."""
+        return content_of(self.folder.path(name), lines=lines)
+
+    def still_holds(self, name: str, content: SealedFile) -> bool:
+        """Whether a file holds what it held, as far as it was read."""
+        grows = content.num_rows is not None
+        return content_of(self.folder.path(name), num_bytes=content.num_bytes if grows else None).hash == content.hash
+
+    @property
+    def name(self) -> str:
+        """Of what is imported how."""
+        return f"{self.format.name} {self.folder.url} {self.partial} {self.options}"
+
     def _reading(self, part: Part) -> Reading:
-        first = {} if self.before is None else {name: self.before.first_line(name) for name in part.files}
+        first = {name: self.first_line(name) for name in part.files}
         return Reading(
             folder=self.folder, part=part, columns=self.columns, seen=self.seen, first_line=first, partial=self.partial
         )

@@ -5,7 +5,7 @@ Shapes: B sequences, N response tokens of all of them together, R rows that a pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,9 +74,10 @@ class ZeroLists:
     whole import was never filled, where another pass of the policy was or there is none: then all of it is NULL.
     """
 
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-        self._filled: set[str] = set()
+    def __init__(self, seen: Iterable[str] = (), filled: Iterable[str] = ()) -> None:
+        """Passes that are known to have a value, and another one than 0.0."""
+        self.seen = set(seen)
+        self.filled = set(filled)
 
     def verdicts(self, passes: Mapping[str, PassRows], lengths: np.ndarray) -> dict[str, np.ndarray]:
         """[R] for each pass: KEPT, HOLES or OPEN. `lengths` [B] are those of the sequences' responses."""
@@ -84,9 +85,9 @@ class ZeroLists:
         for name, part in passes.items():
             values, known = part.logprobs.values, _known(part.logprobs)
             if known.any():
-                self._seen.add(name)
+                self.seen.add(name)
             if (known & (values != 0.0)).any():
-                self._filled.add(name)
+                self.filled.add(name)
         if not any(zeros.any() for zeros in zero_R.values()):
             return {name: np.full(len(part.rows), KEPT) for name, part in passes.items()}
         return self._judged(passes, lengths, zero_R)
@@ -115,19 +116,19 @@ class ZeroLists:
                 doubts = _any([known[name] & far[other] for other in others], known[name])
                 is_long = _sums(known[name], lengths, ends) >= 2
                 certain = (_sums(witnesses, lengths, ends) > 0) & (_sums(doubts, lengths, ends) == 0)
-                verdict_B[zero_B] = KEPT if name in self._filled else OPEN
+                verdict_B[zero_B] = KEPT if name in self.filled else OPEN
                 verdict_B[zero_B & is_long & ~certain] = HOLES
             found[name] = verdict_B[part.rows]
         return found
 
     def is_filled(self, name: str) -> bool:
         """Whether a pass was seen with another value than 0.0."""
-        return name in self._filled
+        return name in self.filled
 
     def was_never_filled(self, name: str) -> bool:
         """At the end of an import, whether the zeros of a pass without another value are placeholders."""
         others = {other for other in POLICY if other != name}
-        return bool(others & self._filled) or not others & self._seen
+        return bool(others & self.filled) or not others & self.seen
 
 
 def num_certain(logprobs: Ragged) -> int:

@@ -102,8 +102,9 @@ class RowImport:
         selection: Selection = EVERYTHING,
         one_version: bool = True,
         ordered: bool = False,
+        zero_lists: ZeroLists | None = None,
     ):
-        """`source` names the format, `path` where its files are.
+        """`source` names the format, `path` where its files are. `zero_lists` knows of the rest of an import, of which this is a part.
 
         `one_version` says that a row's `policy_version` holds for all of its passes; else it is that of the rollout. `ordered`
         says that steps do not go back.
@@ -113,7 +114,9 @@ class RowImport:
         self._selection, self._one_version = selection, one_version
         self._writer = ImportWriter(folder)
         self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
-        self._zero_lists = ZeroLists()
+        self._zero_lists = zero_lists or ZeroLists()
+        self.left_open: tuple[str, ...] = ()
+        """Passes about whose zeros was decided at the end."""
         self._open: dict[str, list[_Scores]] = {}
         self._num_read = 0
         self._unowned_entropy = False
@@ -196,7 +199,8 @@ class RowImport:
 
     def _finish(self) -> None:
         """Decide what was left open until everything was read."""
-        for name in list(self._open):
+        self.left_open = tuple(self._open)
+        for name in self.left_open:
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
         if self._unowned_entropy:
             self.result.ignored_columns = ("entropy",)

@@ -15,7 +15,6 @@ from ..schemas.errors import (
     InvalidOption,
     NotInstalled,
     TimTraceError,
-    option,
     speaking_options,
     speaks_options,
 )  # fmt: skip
@@ -64,28 +63,6 @@ class _Held:
 
     def close(self) -> None:
         self._worker.close()
-
-
-def device_here() -> str:
-    """`cuda` where torch has one, else `cpu`."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
-    """The share of a GPU that an actor with a model takes. Raises InvalidOption."""
-    if ray is None:
-        if gpus_per_arm is not None:
-            raise InvalidOption(f"is a share of a cluster's GPUs; add {option('ray', 'auto')}", option="gpus_per_arm")
-        return 0.0
-    if gpus_per_arm is None:
-        return 1.0 if device_here() == "cuda" else 0.0
-    if not 0 <= gpus_per_arm <= 1:
-        raise InvalidOption(
-            f"got {gpus_per_arm:g}; a model is on one GPU, or on none: use 0 to 1", option="gpus_per_arm"
-        )
-    return float(gpus_per_arm)
 
 
 def run_units(

@@ -1,0 +1,145 @@
+"""Tokens by the interval of the rules' bounds that their ratio lies in: all that corrections need of them.
+
+Each sequence's sums depend on its own tokens alone, so that they have the same digits whatever is computed beside them.
+
+Shapes: T tokens of several sequences, one after the other; G groups of a sequence's tokens by sign and zone.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from .statistics.estimators import Array
+from .trace.pair_sums import expm1_minus
+from .trace.ragged import Tokens, blocks, tokens_of
+
+FUNCTION = "correction_zones_of"
+"""Name of the function in SQL."""
+
+KEYS = ("step", "seq_id", "iteration_a", "iteration_b")
+TYPES = {
+    "sign": "INTEGER", "zone": "INTEGER", "num_tokens": "BIGINT", "num_nan": "BIGINT", "num_inf": "BIGINT", "ratio": "DOUBLE",
+    "sum_ratio": "DOUBLE", "sum_ratio2": "DOUBLE", "sum_abs_growth": "DOUBLE", "sum_abs_advantage": "DOUBLE", "sum_d": "DOUBLE",
+    "sum_c": "DOUBLE", "sum_k3": "DOUBLE", "max_k2": "DOUBLE", "min_ratio": "DOUBLE",
+}  # fmt: skip
+"""Columns of a group, with their types in SQL; corrections.sql says what each is."""
+_ARROW = {"INTEGER": pa.int32(), "BIGINT": pa.int64(), "DOUBLE": pa.float64()}
+_FIELDS = [pa.field(name, _ARROW[kind]) for name, kind in TYPES.items()]
+
+_MOST = 20.0
+"""Nats that an exponent is clamped to, as verl does: exp(20) is 4.9e8."""
+_SIGNS = 4
+"""Of an advantage: below 0, 0, above 0, and none that is finite."""
+
+Bounds = tuple[tuple[float, ...], tuple[float, ...]]
+"""The least and the largest ratios of tokens that rules have."""
+
+
+def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
+    """Give a connection `correction_zones_of(a, b, mask, advantage, advantages)`: a list of groups for each sequence."""
+    fields = ", ".join(f"{name} {kind}" for name, kind in TYPES.items())
+    with suppress(duckdb.InvalidInputException):  # there is none yet
+        connection.remove_function(FUNCTION)
+    connection.create_function(
+        FUNCTION, partial(_of_lists, bounds), ["FLOAT[]", "FLOAT[]", "BOOLEAN[]", "DOUBLE", "FLOAT[]"],
+        f"STRUCT({fields})[]", type="arrow", null_handling="special",
+    )  # fmt: skip
+
+
+def zones_of_rows(bounds: Bounds, rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The keys and groups of rows of `correction_lists`."""
+    names = ("logprobs_a", "logprobs_b", "mask", "advantage", "advantages")
+    row_G, columns = _groups(bounds, *(rows.column(name) for name in names))
+    keys = [rows.column(name).take(pa.array(row_G)) for name in KEYS]
+    return pa.RecordBatch.from_arrays([*keys, *columns], [*KEYS, *TYPES])
+
+
+def _of_lists(bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advantages: Any) -> pa.ListArray:
+    row_G, columns = _groups(bounds, a, b, mask, advantage, advantages)
+    ends_N = np.searchsorted(row_G, np.arange(len(a) + 1)).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends_N), pa.StructArray.from_arrays(columns, fields=_FIELDS))
+
+
+def _groups(
+    bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advantages: Any
+) -> tuple[np.ndarray, list[pa.Array]]:
+    """[G] which sequence, ascending, and the columns of TYPES."""
+    one = advantage.combine_chunks() if isinstance(advantage, pa.ChunkedArray) else advantage
+    tokens = tokens_of({"a": a, "b": b}, mask=mask, advantage=one.fill_null(np.nan), advantages=advantages)
+    kept = tokens.where(tokens.counted_T)
+    full_N = np.flatnonzero(kept.lengths_N)
+    full = Tokens(
+        logprobs=kept.logprobs, lengths_N=kept.lengths_N[full_N], advantage_T=kept.advantage_T,
+        advantage_N=None if kept.advantage_N is None else kept.advantage_N[full_N],
+    )  # fmt: skip
+    rows: list[np.ndarray] = [np.empty(0, np.int64)]
+    parts: list[dict[str, Array]] = []
+    for sequences, span, _ in blocks(full.lengths_N):
+        with np.errstate(over="ignore", invalid="ignore"):
+            row_G, found = _of_block(bounds, full.cut(sequences, span))
+        rows.append(full_N[sequences][row_G])
+        parts.append(found)
+    return np.concatenate(rows), [
+        pa.array(np.concatenate([np.empty(0), *(part[field.name] for part in parts)]), from_pandas=True).cast(
+            field.type
+        )
+        for field in _FIELDS
+    ]
+
+
+def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
+    """[G] which sequence of a block, and name of TYPES -> [G], NaN for NULL."""
+    a_T, b_T, row_T = tokens.logprobs["a"], tokens.logprobs["b"], tokens.sequence_T
+    assert tokens.advantage_N is not None
+    own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T
+    nan_T, finite_T = np.isnan(a_T) | np.isnan(b_T), np.isfinite(a_T) & np.isfinite(b_T)
+    d_T = np.where(finite_T, a_T - b_T, 0.0)
+    c_T = np.clip(d_T, -_MOST, _MOST)
+    ratio_T, growth_T = np.exp(c_T), np.expm1(c_T)
+    lows, highs = (np.array(side) for side in bounds)
+    num_zones = len(lows) + len(highs) + 1
+    zone_T = np.searchsorted(lows, ratio_T, "right") + np.searchsorted(highs, ratio_T, "left")
+    sign_T = np.where(np.isfinite(own_T), np.sign(own_T), 2).astype(np.int64) + 1
+    # What is not finite is a group of its own, behind the zones.
+    cell_T = (row_T * _SIGNS + sign_T) * (num_zones + 1) + np.where(finite_T, zone_T, num_zones)
+    cells, group_T, num_G = np.unique(cell_T, return_inverse=True, return_counts=True)
+    row_G, sign_G, zone_G = (
+        cells // (num_zones + 1) // _SIGNS,
+        cells // (num_zones + 1) % _SIGNS,
+        cells % (num_zones + 1),
+    )
+    inside_G, signed_G = zone_G < num_zones, sign_G < _SIGNS - 1
+    num_nan_G = np.bincount(group_T, nan_T, len(cells))
+
+    def total(values_T: Array) -> Array:
+        return np.where(inside_G, np.bincount(group_T, values_T, len(cells)), np.nan)
+
+    # Of a whole sequence, which its groups share; any ratio of a zone stands for it.
+    starts_N = tokens.starts_N
+    max_k2_N = np.maximum.reduceat(np.where(finite_T, c_T * c_T / 2, -np.inf), starts_N)
+    min_ratio_N = np.minimum.reduceat(np.where(finite_T, ratio_T, np.inf), starts_N)
+    one_G = np.empty(len(cells))
+    one_G[group_T] = ratio_T
+    return row_G, {
+        "sign": np.where(signed_G, sign_G - 1.0, np.nan),
+        "zone": np.where(inside_G, zone_G.astype(np.float64), np.nan),
+        "num_tokens": np.where(inside_G, num_G, 0.0),
+        "num_nan": num_nan_G,
+        "num_inf": np.where(inside_G, 0.0, num_G - num_nan_G),
+        "ratio": np.where(inside_G, one_G, np.nan),
+        "sum_ratio": total(ratio_T),
+        "sum_ratio2": total(ratio_T * ratio_T),
+        "sum_abs_growth": total(np.abs(growth_T)),
+        "sum_abs_advantage": np.where(signed_G, total(np.where(np.isfinite(own_T), np.abs(own_T), 0.0)), np.nan),
+        "sum_d": total(d_T),
+        "sum_c": total(c_T),
+        "sum_k3": total(expm1_minus(c_T, growth_T)),
+        "max_k2": np.where(inside_G, max_k2_N[row_G], np.nan),
+        "min_ratio": np.where(inside_G, min_ratio_N[row_G], np.nan),
+    }  # fmt: skip
