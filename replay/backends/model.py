@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -58,6 +59,7 @@ def build(
         chosen = {} if experts is None else {"experts_implementation": experts}
         chosen |= {"dtype": getattr(torch, dtype), "attn_implementation": attention}
         model = _of_transformers(model_class, config, chosen)
+        _keep_in_float32(model, dtype)
         if identity.get("adapters"):
             model = adapters.put_on(model, identity).get_base_model()
     except CannotReplay:
@@ -150,6 +152,19 @@ def _function(path: str) -> Any:
         ) from error
     finally:
         sys.path.remove(os.getcwd())
+
+
+def _keep_in_float32(model: Any, dtype: str) -> None:
+    """Give the tensors that transformers loads in float32, whatever narrower dtype is asked for, room for it: a router's bias and such."""
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
+    if dtype == "float16":
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not kept:
+        return
+    is_kept = re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(kept))})(?:\.|$)")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_kept.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:

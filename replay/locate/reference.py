@@ -22,6 +22,7 @@ from ..backends.double import keep_double
 from ..recorded import RecordedRow
 from . import bounds
 from .bounds import Rounding
+from .router_choice import follows
 from .taps import (
     ATTENTION,
     Call,
@@ -389,7 +390,7 @@ class _Run:
                     self._did_not_hear(name, outputs[0], self._bound_unheard(name, module, takes, outputs[0]))
                 return None
             if any(not value.is_floating_point() for value in outputs):
-                self._chosen(name, module, takes, outputs, call)
+                self._chosen(name, module, takes, outputs, call, lambda: outputs_of(module.forward(*args, **kwargs)))
                 new = [like(call.gives[slot], value) if _fits(call.gives, slot, value) else value
                        for slot, value in enumerate(outputs)]  # fmt: skip
             else:
@@ -645,8 +646,19 @@ class _Run:
         """Of an operator's weight; beside adapters that of the projection."""
         return dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
 
-    def _chosen(self, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call) -> None:
-        """Judge a router: its logits, which experts it chose (any whose logits lie within both bounds), and their scores."""
+    def _chosen(
+        self,
+        name: str,
+        module: Any,
+        takes: tuple[Any, ...],
+        outputs: list[Any],
+        call: Call,
+        again: Callable[[], list[Any]],
+    ) -> None:
+        """Judge a router: its logits, whether its choice follows from them, and the scores of what it chose.
+
+        Where the code that `again` runs has no logits to go on from, any choice whose logits lie within both bounds may fall either way.
+        """
         import torch
 
         kind, layer = kind_of(name), layer_of(name)
@@ -664,20 +676,24 @@ class _Run:
                 continue
             exact = value.reshape(given.shape)
             if not value.is_floating_point():
-                chosen = given, exact
+                chosen = given, exact, slot
             elif slot == of_all:
                 bound = self._bound(name, module, 0, value, takes, call, given)
                 # What the scores are made of: an error of theirs is counted with the scores.
                 self._add(name, kind, layer, given, exact, bound)
-                logits = exact, bound
+                logits = exact, bound, given
         if chosen is None:
             return
-        given, exact = chosen
+        given, exact, ids_slot = chosen
         differs = (given.sort(-1).values != exact.sort(-1).values).any(-1)
-        if logits is not None and exact.dim() == 2 and int(given.max()) < logits[0].shape[-1]:
-            values, bound = logits
-            least = values.gather(-1, exact).amin(-1) - values.gather(-1, given).amin(-1)
-            differs &= least > 2.0 * bound.amax(-1)
+        if bool(differs.any()) and logits is not None and exact.dim() == 2 and int(given.max()) < logits[0].shape[-1]:
+            values, bound, of_execution = logits
+            unit = max(bounds.unit(each.dtype) for each in call.gives if each is not None and each.is_floating_point())
+            made_right = follows(again, outputs[of_all], of_execution, given, ids_slot, max(unit, 2.0**-24))
+            if made_right is None:
+                least = values.gather(-1, exact).amin(-1) - values.gather(-1, given).amin(-1)
+                made_right = least <= 2.0 * bound.amax(-1)
+            differs &= ~made_right
         self._add_differing(name, kind, layer, differs, given.numel())
         same = (given == exact).all(-1)
         for slot, (value, score) in enumerate(zip(outputs, call.gives, strict=False)):

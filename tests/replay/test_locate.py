@@ -434,6 +434,26 @@ def test_the_bound_of_a_norm_that_adds_first_holds_where_its_kernel_does_not_rou
     assert 0.3 < ratios[True] < 1
 
 
+@pytest.mark.parametrize("shift", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("length", [8, 64, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_the_bound_of_a_layer_norm_allows_what_each_of_its_steps_rounds(dtype, length, shift):
+    """Where the mean is large beside the spread, its own rounding is most of it."""
+    torch.manual_seed(length)
+    norm = torch.nn.LayerNorm(length).double()
+    for parameter in norm.parameters():
+        parameter.copy_(torch.randn(length).div(2).add(parameter).to(dtype))
+    x = torch.randn(400, length).add(shift).to(dtype)
+    centred = x - x.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.var(-1, unbiased=False, keepdim=True) + norm.eps)
+    given = normed * norm.weight.to(dtype) + norm.bias.to(dtype)
+    exact = norm(x.double())
+    rounding = Rounding(given=dtype, taken=dtype, weight=dtype, recorded=dtype)
+    bound = bounds.of_module(norm, (x.double(),), exact, 0, rounding)
+    assert 0.3 < ((given.double() - exact).abs() / bound).max() < 1
+
+
 def test_layers_and_sequences_can_be_chosen(traces):
     found = locate(traces("llama"), arm="dtype=bf16", sequences="s2,s4", layers="1", patch="layers")
     assert {each.layer for each in found.operators} == {None, 1}
