@@ -104,7 +104,11 @@ def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, roundi
         return _norm(module, takes[0], exact, rounding) + floor
     if "Rotary" in kind:
         # Tables may be multiplied by a factor above 1, before they are rounded or behind.
-        return (2.0 * rounding.out) * max(1.0, float(exact.abs().amax())) - rounding.out + 4.0 * _rotary_angle(takes) * 2.0**-24
+        return (
+            (2.0 * rounding.out) * max(1.0, float(exact.abs().amax()))
+            - rounding.out
+            + 4.0 * _rotary_angle(takes) * 2.0**-24
+        )
     if "Embedding" in kind:
         scale = abs(float(getattr(module, "embed_scale", 1.0)))
         return (rounding.casts + 3.0 * rounding.out) * exact.abs() + rounding.least * scale + floor

@@ -495,7 +495,7 @@ class _Location:
     ) -> Judgement:
         return self.reference.judge(
             row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores,
-            attention_cut=execution.attention_cut, first_position=first_position, window=window,
+            attention_cut=execution.attention_cut, coarsest=execution.coarsest, first_position=first_position, window=window,
         )  # fmt: skip
 
     def _head(

@@ -25,6 +25,7 @@ from .bounds import Rounding
 from .router_choice import follows
 from .taps import (
     ATTENTION,
+    LAYER_NAME,
     Call,
     RowTaps,
     are_experts,
@@ -45,10 +46,11 @@ RESIDUAL, ROTARY, ACTIVATION, WIRING = "residual", "rotary", "activation", "wiri
 of gate and up, and anything else."""
 STATES = "queries", "keys", "values"
 """What reaches the core of attention, where there is no rotary before it, or keys alone are wrong: a cache lies in between."""
+INPUT = "input"
+"""What an operator takes where it should be what its layer takes, and is not."""
 _ORDERS = 10_000
 """More than a layer has operators."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
-_LAYER_END = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)$")
 _BEFORE_LAYERS = re.compile(r"embed|wte|wpe|rotary")
 _NORM_OF_LAYER = re.compile(r"\.\d+\.(?:\w*norm\w*|ln\w*)$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
@@ -58,6 +60,8 @@ _ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 _FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
 """Largest slope of the activations that models have: GELU's."""
+_OTHERWISE = 0.1
+"""Relative difference of queries and keys from which their dimensions may lie in another order."""
 _QKV, _QKV_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm", "v_norm")
 
 
@@ -147,7 +151,7 @@ class Reference:
         self.operators = operators(model)
         self.recorded_dtypes = recorded_dtypes or {}
         self._layers = {
-            int(found[1]): module for name, module in model.named_modules() if (found := _LAYER_END.search(name))
+            int(found[1]): module for name, module in model.named_modules() if (found := LAYER_NAME.search(name))
         }
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in self.operators)
 
@@ -159,20 +163,21 @@ class Reference:
         *,
         rounds_scores: bool,
         attention_cut: float = 0.0,
+        coarsest: Any = None,
         first_position: int | None = None,
         window: Window = EVERY_LAYER,
     ) -> Judgement:
         """The operators of a row's forward, in their order, but for the head, whose numbers alone are left in `taps`.
 
         `weight_dtypes` are those of the execution's weights, `rounds_scores` and `attention_cut` what its attention does to its numbers
-        (`bounds.of_attention`). Of a `window` that begins behind the first layer, `first_position`
+        (`bounds.of_attention`); `coarsest` is the dtype below which its operators should not round, whatever they give. Of a `window` that begins behind the first layer, `first_position`
         is the position of the row's first token.
         """
         import torch
 
         if first_position is None:
             first_position = position_of(taps)
-        run = _Run(self, taps, weight_dtypes, (rounds_scores, attention_cut), first_position, window)
+        run = _Run(self, taps, weight_dtypes, (rounds_scores, attention_cut), coarsest, first_position, window)
         with torch.no_grad(), keep_double(), run.listening(), self._only(window):
             self._hidden(row, first_position)
         return Judgement(run.judged, run.errors, first_position)
@@ -333,15 +338,19 @@ class _Run:
         taps: RowTaps,
         weight_dtypes: Mapping[str, Any],
         attention: tuple[bool, float],
+        coarsest: Any,
         first_position: int,
         window: Window,
     ):
         self._reference, self._taps, self._dtypes = reference, taps, weight_dtypes
         self._rounds_scores, self._cut = attention
+        self._coarsest = coarsest
         self.first_position, self._window = first_position, window
         self.judged: list[Judged] = []
         self.errors: dict[Point, Any] = {}
         self._num_calls: dict[str, int] = {}
+        self._entered: dict[int | None, Any] = {}
+        """Layer -> what it takes here."""
         self._attended: set[int | None] = set()
         """Layers whose attention has run."""
         self._branches: list[Any] = []
@@ -352,6 +361,15 @@ class _Run:
         """Layers of which the norms of queries, keys and values were heard."""
         self._last = list(taps.calls)[-2:]
         self._order = 0 if window.first is None else window.first * _ORDERS
+
+    def _rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
+        """Of numbers of these dtypes, or of the coarsest one that the execution has where they are coarser: that is no rounding of its own."""
+
+        def finer(dtype: Any) -> Any:
+            is_coarser = self._coarsest is not None and bounds.unit(dtype) > bounds.unit(self._coarsest)
+            return self._coarsest if is_coarser else dtype
+
+        return Rounding(given=finer(given), taken=finer(given if taken is None else taken), **rest)
 
     def _owns(self, layer: int | None) -> bool:
         """Whether what is there belongs to the window."""
@@ -367,8 +385,16 @@ class _Run:
                 before, after = self._hooks(name, module)
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+            for layer, module in self._reference._layers.items():
+                stack.callback(module.register_forward_pre_hook(self._entering(layer), with_kwargs=True).remove)
             stack.enter_context(attention_around(self._core))
             yield
+
+    def _entering(self, layer: int) -> Callable[..., None]:
+        def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._entered[layer] = args[0] if args else kwargs.get("hidden_states")
+
+        return enter
 
     def _hooks(self, name: str, module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -426,12 +452,15 @@ class _Run:
             given = original(module, *args, **kwargs)
             self._did_not_hear(name, given[0], self._core_unheard(args[:3], given, kwargs))
             return given
-        states = list(args[:3])
+        states, takes = list(args[:3]), list(call.takes)
+        order_D = _order_of_dimensions(states[:2], takes[:2])
+        if order_D is not None:
+            takes[:2] = (taken[..., order_D] for taken in takes[:2])
         are_right = True
-        for slot, (state, taken) in enumerate(zip(states, call.takes, strict=True)):
+        for slot, (state, taken) in enumerate(zip(states, takes, strict=True)):
             if taken is None:
                 continue
-            exact, rounding = state[0].transpose(0, 1), Rounding(given=taken.dtype, taken=taken.dtype)
+            exact, rounding = state[0].transpose(0, 1), self._rounding(taken.dtype)
             turns = slot < 2 and self._reference.has_rotary
             bound = bounds.of_sum(exact, rounding)
             if turns:
@@ -455,7 +484,7 @@ class _Run:
         if found is None:
             return given
         exact = given[0].reshape(found.shape)
-        rounding = Rounding(given=found.dtype, taken=call.takes[0].dtype)
+        rounding = self._rounding(found.dtype, call.takes[0].dtype)
         scaling = kwargs.get("scaling") or states[0].shape[-1] ** -0.5
         query, key, value = (state[0].transpose(0, 1) for state in states)
         bound = bounds.of_attention(
@@ -481,7 +510,10 @@ class _Run:
         if value.is_floating_point():
             if name.rpartition(".")[2] == "rotary_emb":
                 return value  # of the hidden states it reads the dtype alone: what lies before them is judged where a layer takes them
-            self._between(name, layer, taken, tokens_first(value, taken), (self._called(name), TAKES, slot))
+            exact, point = tokens_first(value, taken), (self._called(name), TAKES, slot)
+            if value is self._entered.get(layer) and self._is_apart(name, layer, taken, exact, point):
+                return like(taken, value)
+            self._between(name, layer, taken, exact, point)
         elif name.rpartition(".")[2] in ("rotary_emb", "wpe"):
             self._add_choice(f"{name}.positions", ROTARY, layer, taken, value.reshape(taken.shape))
         new = like(taken, value)
@@ -490,12 +522,33 @@ class _Run:
             return value.copy_(new)
         return new
 
+    def _is_apart(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
+        """Judge what the first operators of a layer took against what the layer took, where these are not the same numbers."""
+        if layer is None or layer in self._attended:
+            return False
+        entered = self._taps.entered.get(layer)
+        if entered is None or entered.shape != taken.shape or bool((entered == taken).all()):
+            return False
+        if not bool((entered.double() == exact).all()):
+            size, before = exact.abs(), layer - 1 if layer else None
+            for branch in self._branches:
+                if branch.numel() == exact.numel():
+                    size = size + branch.double().reshape(exact.shape).abs()
+            self._branches = []
+            rounding = self._rounding(entered.dtype)
+            bound = bounds.of_sum(size, rounding) + self._of_branches(exact, rounding)
+            self._add(f"layers.{before}.{RESIDUAL}", RESIDUAL, before, entered, exact, bound)
+        exact = entered.double()
+        bound = bounds.of_sum(exact.abs(), self._rounding(taken.dtype))
+        self._add(f"{name}.{INPUT}", kind_of(name), layer, taken, exact, bound, point)
+        return True
+
     def _between(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> None:
         """Judge what lies before an operator, unless it is what the operator before gave, unchanged."""
         if bool((taken.double() == exact).all()):
             return
         kind, of = self._between_kind(name, layer)
-        rounding = Rounding(given=taken.dtype, taken=taken.dtype)
+        rounding = self._rounding(taken.dtype)
         steps = {RESIDUAL: 3.0, ACTIVATION: 4.0}.get(kind, 8.0)
         size = exact.abs()
         if kind == RESIDUAL:
@@ -532,9 +585,9 @@ class _Run:
 
         def bound(dtype: Any) -> Any:
             weight = f"{name}.weight"
-            rounding = Rounding(
-                given=dtype, taken=dtype, weight=self._dtypes.get(weight), recorded=self._reference.recorded_dtypes.get(weight)
-            )  # fmt: skip
+            rounding = self._rounding(
+                dtype, weight=self._dtypes.get(weight), recorded=self._reference.recorded_dtypes.get(weight)
+            )
             found = bounds.of_module(module, takes, value, 0, rounding)
             return found if isinstance(found, float) else found.expand(value.shape)
 
@@ -545,7 +598,7 @@ class _Run:
         query, key, value = (state[0].transpose(0, 1) for state in states)
 
         def bound(dtype: Any) -> Any:
-            rounding = Rounding(given=dtype, taken=dtype)
+            rounding = self._rounding(dtype)
             last = self.first_position + len(query)
             turned = [bounds.of_rotary(state, last, rounding) for state in (query, key)]
             scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
@@ -634,8 +687,8 @@ class _Run:
         made_in: Any = None,
     ) -> Any:
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
-        rounding = Rounding(
-            given=made_in or given.dtype, taken=first.dtype, weight=self._weight_dtype(name, self._dtypes),
+        rounding = self._rounding(
+            made_in or given.dtype, first.dtype, weight=self._weight_dtype(name, self._dtypes),
             recorded=self._weight_dtype(name, self._reference.recorded_dtypes), adds=call.adds,
         )  # fmt: skip
         bound = bounds.of_module(module, takes, value, slot, rounding)
@@ -830,6 +883,29 @@ def _judged(
         dtype=str(found.dtype).removeprefix("torch."),
         point=point,
     )
+
+
+def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
+    """[D] where an execution has each dimension of queries and keys, if it has them in another order than the reference, alike in both.
+
+    Scores do not depend on that order: some rotate pairs of neighbours, and leave them where they are.
+    """
+    import torch
+
+    if any(taken is None for taken in takes):
+        return None
+    exact, found = [], []
+    for state, taken in zip(states, takes, strict=True):
+        exact.append(state[0].transpose(0, 1).flatten(0, 1))
+        found.append(taken.double().flatten(0, -2))
+        off = exact[-1].shape != found[-1].shape or float((found[-1] - exact[-1]).norm() / exact[-1].norm())
+        if off is True or not off > _OTHERWISE:
+            return None
+    order_D = torch.cdist(torch.cat(exact).mT, torch.cat(found).mT).argmin(1)
+    if len(order_D.unique()) < len(order_D):
+        return None
+    pairs = zip(exact, found, strict=True)
+    return order_D if all(float((b[:, order_D] - a).norm() / a.norm()) <= _OTHERWISE for a, b in pairs) else None
 
 
 def _fits(gives: Sequence[Any], slot: int, value: Any) -> bool:

@@ -5,6 +5,7 @@ Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ ATTENTION = "attention"
 _PASSED_OVER = ("Dropout", "Identity")
 _RECENT = 16
 """Tensors that are looked at for one that is kept already."""
+LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)$")
+"""The name of a layer, which holds operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class RowTaps:
 
     calls: dict[str, Call] = field(default_factory=dict)
     """Operator -> its call, in the order in which operators ran."""
+    entered: dict[int, Any] = field(default_factory=dict)
+    """Layer -> [T, H], what it took, where a layer is a module that is called."""
 
 
 def places(batch: ForwardBatch, index: int) -> np.ndarray:
@@ -244,7 +249,19 @@ class Taps:
                 keep(name, list(args[:3]), [given[0]], core=True)
             return given
 
+        def entering(layer: int) -> Callable[..., None]:
+            def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                hidden = args[0] if args else kwargs.get("hidden_states")
+                if isinstance(hidden, torch.Tensor):
+                    for index, taps in chosen.items():
+                        taps.entered[layer] = kept(hidden, index)
+
+            return enter
+
         handles = []
+        for name, module in self._model.named_modules():
+            if (found := LAYER_NAME.search(name)) and self._wanted(name):
+                handles.append(module.register_forward_pre_hook(entering(int(found[1])), with_kwargs=True))
         for name, module in operators(self._model).items():
             if self._wanted(name):
 

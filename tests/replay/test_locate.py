@@ -223,6 +223,22 @@ def fewer_experts(model):
     model.model.layers[1].mlp.gate.top_k = 2
 
 
+def input_in_lower_precision(model):
+    """Layer 1 computes from a rounded copy of what it takes, beside the residual stream."""
+    norm = model.model.layers[1].input_layernorm
+    norm.register_forward_pre_hook(lambda _module, args: (args[0].half().to(args[0].dtype),))
+
+
+def layer_in_autocast(model):
+    layer = model.model.layers[1]
+
+    def forward(hidden, original=layer.forward, **rest):
+        with torch.autocast("cpu", torch.bfloat16):
+            return original(hidden, **rest).to(hidden.dtype)
+
+    layer.forward = forward
+
+
 PLANTED = [
     ("qwen3", no_norm, "layers.1.self_attn.q_norm"),
     ("qwen3", other_eps, "layers.2.post_attention_layernorm"),
@@ -241,6 +257,7 @@ PLANTED = [
     ("granite", plain_branch, "layers.1.residual"),
     ("granite", plain_embedding, "layers.0.input_layernorm.residual"),
     ("qwen2_moe", fewer_experts, "layers.1.mlp.gate"),
+    ("llama", input_in_lower_precision, "layers.1.input_layernorm.input"),
 ]
 
 
@@ -255,6 +272,14 @@ def test_a_planted_fault_of_code_is_named_where_it_lies(traces, name, plant, ope
     assert found.first is not None
     assert found.first.side == "b"
     assert found.first.operator.endswith(operator)
+
+
+def test_a_layer_in_a_lower_precision_than_its_arm_is_no_rounding(traces):
+    """What it gives is of a coarser dtype than any of its weights."""
+    found = locate_operators(
+        traces("llama"), arm="dtype=fp32", against="dtype=fp32", patch="none", prepare_against=layer_in_autocast
+    )
+    assert (found.first.side, found.first.operator) == ("b", "model.layers.1.self_attn.q_proj")
 
 
 class OwnAttention:
@@ -272,15 +297,34 @@ class OwnAttention:
 
 
 def own_attention(model):
+    with_other_names(model, ALL_ATTENTION_FUNCTIONS=OwnAttention())
+
+
+def with_other_names(model, **names):
+    """Every attention layer finds these in the place of what its module has under these names."""
     for module in model.modules():
         if hasattr(module, "o_proj"):
             forward = type(module).forward
             while hasattr(forward, "__wrapped__"):
                 forward = forward.__wrapped__
-            known = {**forward.__globals__, "ALL_ATTENTION_FUNCTIONS": OwnAttention()}
+            known = {**forward.__globals__, **names}
             own = FunctionType(forward.__code__, known, None, forward.__defaults__, forward.__closure__)
             own.__kwdefaults__ = forward.__kwdefaults__
             module.forward = MethodType(own, module)
+
+
+def pairs_left_in_place(model):
+    """Queries and keys are rotated in pairs of neighbours and stay in that order: the same scores."""
+
+    def turned(x, cos, sin):
+        cos, sin = (table[..., : table.shape[-1] // 2].unsqueeze(1) for table in (cos, sin))
+        first, second = x[..., 0::2], x[..., 1::2]
+        return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+
+    def apply(query, key, cos, sin, **_):
+        return turned(query, cos, sin), turned(key, cos, sin)
+
+    with_other_names(model, apply_rotary_pos_emb_interleave=apply)
 
 
 def turned_wrongly(model):
@@ -321,6 +365,7 @@ def mlp_in_parts(model):
 
 
 HARMLESS = [
+    ("deepseek_v3", pairs_left_in_place),
     ("llama", mlp_in_parts),
     ("llama", own_attention), ("granite", fused_mlp), ("llama", fused_but_for_the_activation), ("gemma3", None), ("granite", None),
     ("qwen2_moe", None), ("opt", None), ("granite", own_attention), ("llama", fused_mlp),
