@@ -44,6 +44,7 @@ OF_OTHER_CODE = {
         "GraniteMoeShared", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
                              "shared_intermediate_size": 40, "experts_implementation": "eager"}
     ),
+    "hunyuan": ("HunYuanDenseV1", {"num_key_value_heads": 2, "head_dim": 12}),
     "gptj": ("GPTJ", {"rotary_dim": 8, "bos_token_id": 1, "eos_token_id": 1}),
     "deepseek_v3": (
         "DeepseekV3", {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -52,7 +53,7 @@ OF_OTHER_CODE = {
     ),
 }  # fmt: skip
 """Norms that add 1 to their weight, experts with a gate of their own, routers that give their choices first or choose among groups, an
-attention of its own."""
+attention of its own, norms behind the rotary."""
 
 
 def model_of(name):

@@ -156,7 +156,9 @@ def _function(path: str) -> Any:
 
 def _keep_in_float32(model: Any, dtype: str) -> None:
     """Give the tensors that transformers loads in float32, whatever narrower dtype is asked for, room for it: a router's bias and such."""
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
+    kept = (
+        set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
+    )
     if dtype == "float16":
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     if not kept:

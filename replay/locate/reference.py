@@ -11,13 +11,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...tracer.logits import scaled
+from ...tracer.store import first_line
 from ..backends.double import keep_double
 from ..recorded import RecordedRow
 from . import bounds
@@ -33,6 +34,7 @@ from .taps import (
     core_name,
     is_heads_first,
     like,
+    mixtures,
     operators,
     outputs_of,
     tensors_of,
@@ -46,12 +48,15 @@ RESIDUAL, ROTARY, ACTIVATION, WIRING = "residual", "rotary", "activation", "wiri
 of gate and up, and anything else."""
 STATES = "queries", "keys", "values"
 """What reaches the core of attention, where there is no rotary before it, or keys alone are wrong: a cache lies in between."""
+EXPERTS = "experts"
+"""All experts of a mixture, and their sum."""
 INPUT = "input"
 """What an operator takes where it should be what its layer takes, and is not."""
 _ORDERS = 10_000
 """More than a layer has operators."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
 _BEFORE_LAYERS = re.compile(r"embed|wte|wpe|rotary")
+_IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
 _NORM_OF_LAYER = re.compile(r"\.\d+\.(?:\w*norm\w*|ln\w*)$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
@@ -139,6 +144,8 @@ class Judgement:
     """What was introduced at each point: found less exact, float32 [T, ...]."""
     first_position: int
     """The position that the execution gave the row's first token."""
+    unjudged: dict[str, str] = field(default_factory=dict)
+    """Operator -> why it could not be judged."""
 
 
 class Reference:
@@ -180,7 +187,7 @@ class Reference:
         run = _Run(self, taps, weight_dtypes, (rounds_scores, attention_cut), coarsest, first_position, window)
         with torch.no_grad(), keep_double(), run.listening(), self._only(window):
             self._hidden(row, first_position)
-        return Judgement(run.judged, run.errors, first_position)
+        return Judgement(run.judged, run.errors, first_position, run.unjudged)
 
     def carried(
         self,
@@ -348,6 +355,7 @@ class _Run:
         self.first_position, self._window = first_position, window
         self.judged: list[Judged] = []
         self.errors: dict[Point, Any] = {}
+        self.unjudged: dict[str, str] = {}
         self._num_calls: dict[str, int] = {}
         self._entered: dict[int | None, Any] = {}
         """Layer -> what it takes here."""
@@ -385,6 +393,8 @@ class _Run:
                 before, after = self._hooks(name, module)
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+            for name, module in mixtures(self._reference.model).items():
+                stack.callback(module.register_forward_hook(self._mixing(name)).remove)
             for layer, module in self._reference._layers.items():
                 stack.callback(module.register_forward_pre_hook(self._entering(layer), with_kwargs=True).remove)
             stack.enter_context(attention_around(self._core))
@@ -396,17 +406,56 @@ class _Run:
 
         return enter
 
+    def _mixing(self, name: str) -> Callable[..., Any]:
+        """Name a mixture whose sum of experts and a shared one is not what these gave; otherwise its rounding is the residual's."""
+
+        def mix(_module: Any, _args: Any, given: Any) -> Any:
+            found, outputs = self._taps.mixed.get(name), outputs_of(given)
+            if found is None or not outputs or outputs[0].numel() != found.numel():
+                return None
+            exact, rounding, layer = tokens_first(outputs[0], found), self._rounding(found.dtype), layer_of(name)
+            parts = [
+                each.double().reshape(exact.shape).abs() for each in self._branches if each.numel() == exact.numel()
+            ]
+            bound = bounds.of_sum(sum(parts, exact.abs()), rounding) + self._of_branches(exact, rounding)
+            if judged(name, EXPERTS, layer, 0, found, exact, bound).ratio <= 1.0:
+                return None
+            self._add(f"{name}.{EXPERTS}", EXPERTS, layer, found, exact, bound)
+            return with_outputs(given, [like(found, outputs[0]), *outputs[1:]])
+
+        def judging(module: Any, args: Any, given: Any) -> Any:
+            with self._judging(name):
+                return mix(module, args, given)
+            return None
+
+        return judging
+
     def _hooks(self, name: str, module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with self._judging(name):
+                return take(module, args, kwargs)
+            return None
+
+        def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+            with self._judging(name):
+                return give(module, args, kwargs, given)
+            return None
+
+        def take(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = self._call(name, next_one=True)
             if call is None:
                 return None
             found = tensors_of(args, kwargs)
+            if name.rpartition(".")[2] != "rotary_emb" and _num_floating(call.takes) > _num_floating(found):
+                self.unjudged[name] = (
+                    f"takes {_num_floating(call.takes)} tensors where the recorded model's takes {_num_floating(found)}"
+                )
+                return None
             return with_tensors(
                 args, kwargs, [self._taken(name, slot, value, call) for slot, value in enumerate(found)]
             )
 
-        def after(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+        def give(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
             call = self._used(name)
             takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
             if call is None or all(
@@ -415,6 +464,10 @@ class _Run:
                 if outputs and outputs[0].is_floating_point():
                     self._did_not_hear(name, outputs[0], self._bound_unheard(name, module, takes, outputs[0]))
                 return None
+            if name in self.unjudged:
+                new = [like(call.gives[slot], value) if _fits(call.gives, slot, value) else value
+                       for slot, value in enumerate(outputs)]  # fmt: skip
+                return with_outputs(given, new)
             if any(not value.is_floating_point() for value in outputs):
                 self._chosen(name, module, takes, outputs, call, lambda: outputs_of(module.forward(*args, **kwargs)))
                 new = [like(call.gives[slot], value) if _fits(call.gives, slot, value) else value
@@ -424,6 +477,18 @@ class _Run:
             return with_outputs(given, new)
 
         return before, after
+
+    @contextmanager
+    def _judging(self, name: str) -> Iterator[None]:
+        """An operator of a form that is not understood is named, and the others are judged without it."""
+        import torch
+
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            self.unjudged.setdefault(name, f"{type(error).__name__}: {first_line(error)}")
 
     def _call(self, name: str, *, next_one: bool = False) -> Call | None:
         if next_one:
@@ -445,6 +510,13 @@ class _Run:
     def _core(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The core of an attention layer: queries, keys and values come in, [1, N, T, D] each."""
         name = core_name(self._reference._names.get(id(module), ""))
+        with self._judging(name):
+            return self._core_given(name, module, original, args, kwargs)
+        return original(module, *args, **kwargs)
+
+    def _core_given(
+        self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         call = self._call(name, next_one=True)
         layer = layer_of(name)
         self._attended.add(layer)
@@ -559,6 +631,8 @@ class _Run:
                     size = size + branch.double().reshape(exact.shape).abs()
             self._branches = []
         bound = bounds.of_sum(size, rounding, steps) + self._of_unheard(name, layer, kind, taken, exact)
+        if kind == ROTARY:
+            bound = bounds.of_rotary(exact, self.first_position + len(exact), rounding)
         if kind == RESIDUAL:
             bound = bound + self._of_branches(exact, rounding)
         elif kind == ATTENTION and layer not in self._attended:
@@ -652,6 +726,10 @@ class _Run:
             return ACTIVATION, layer
         if last in _ENDS_OF_ATTENTION:
             return ATTENTION, layer
+        if "norm" in last and _IN_ATTENTION.search(name):
+            return (
+                ROTARY if self._reference.has_rotary else WIRING
+            ), layer  # of queries and keys, behind what turns them
         if layer is None:
             return RESIDUAL, max((each for each in self._attended if each is not None), default=None)
         if layer in self._attended:
@@ -906,6 +984,10 @@ def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
         return None
     pairs = zip(exact, found, strict=True)
     return order_D if all(float((b[:, order_D] - a).norm() / a.norm()) <= _OTHERWISE for a, b in pairs) else None
+
+
+def _num_floating(values: Sequence[Any]) -> int:
+    return sum(value is not None and value.is_floating_point() for value in values)
 
 
 def _fits(gives: Sequence[Any], slot: int, value: Any) -> bool:

@@ -239,6 +239,16 @@ def layer_in_autocast(model):
     layer.forward = forward
 
 
+def other_shared_gate(model):
+    """The gate of the shared expert of layer 1 is no operator of its own: it is a part of the mixture's sum."""
+    mixture = model.model.layers[1].mlp
+    mixture.register_forward_hook(lambda module, args, given: given + 0.1 * module.shared_expert.forward(args[0]))
+
+
+def unscaled_logits(model):
+    model.register_forward_hook(lambda _module, _args, given: given.__setitem__("logits", 1.5 * given.logits))
+
+
 PLANTED = [
     ("qwen3", no_norm, "layers.1.self_attn.q_norm"),
     ("qwen3", other_eps, "layers.2.post_attention_layernorm"),
@@ -257,6 +267,8 @@ PLANTED = [
     ("granite", plain_branch, "layers.1.residual"),
     ("granite", plain_embedding, "layers.0.input_layernorm.residual"),
     ("qwen2_moe", fewer_experts, "layers.1.mlp.gate"),
+    ("qwen2_moe", other_shared_gate, "layers.1.mlp.experts"),
+    ("granite", unscaled_logits, "logits"),
     ("llama", input_in_lower_precision, "layers.1.input_layernorm.input"),
 ]
 
