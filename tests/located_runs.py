@@ -45,6 +45,10 @@ OF_OTHER_CODE = {
                              "shared_intermediate_size": 40, "experts_implementation": "eager"}
     ),
     "hunyuan": ("HunYuanDenseV1", {"num_key_value_heads": 2, "head_dim": 12}),
+    "ernie_moe": (
+        "Ernie4_5_Moe", {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1,
+                         "moe_layer_start_index": 1, "moe_layer_interval": 1, "experts_implementation": "eager"}
+    ),
     "gptj": ("GPTJ", {"rotary_dim": 8, "bos_token_id": 1, "eos_token_id": 1}),
     "deepseek_v3": (
         "DeepseekV3", {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -53,7 +57,8 @@ OF_OTHER_CODE = {
     ),
 }  # fmt: skip
 """Norms that add 1 to their weight, experts with a gate of their own, routers that give their choices first or choose among groups, an
-attention of its own, norms behind the rotary."""
+attention of its own, norms behind the rotary,
+routers that hold a module."""
 
 
 def model_of(name):

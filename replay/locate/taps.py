@@ -76,7 +76,7 @@ def operators(model: Any, *, adapters_apart: bool = False) -> dict[str, Any]:
     for name, module in model.named_modules():
         if not name or type(module).__name__ in _PASSED_OVER or name.startswith(whole or (" ",)):
             continue
-        if are_experts(module) or (is_adapted(module) and not adapters_apart):
+        if are_experts(module) or _is_router(module) or (is_adapted(module) and not adapters_apart):
             found[name] = module
             whole = (*whole, f"{name}.")
         elif not any(True for _ in module.children()):
@@ -88,6 +88,12 @@ def are_experts(module: Any) -> bool:
     """Whether a module holds the weights of all experts of a layer, as transformers' mixtures do."""
     own = dict(module.named_parameters(recurse=False))
     return {"gate_up_proj", "down_proj"} <= set(own) and own["down_proj"].dim() == 3
+
+
+def _is_router(module: Any) -> bool:
+    """Whether a module makes the logits of experts by a weight of its own, and chooses among them."""
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight is not None and weight.dim() == 2 and type(module).__name__.endswith("Router")
 
 
 def mixtures(model: Any) -> dict[str, Any]:
