@@ -191,7 +191,7 @@ def _replaced(value: Any, rest: Iterator[Any]) -> Any:
     if not (parts := _parts(value)):
         return value
     new = [_replaced(part, rest) for part in parts]
-    if isinstance(value, Mapping):  # as those of transformers, which know what they hold under names of their own
+    if isinstance(value, dict):  # those of transformers, too, which know what they hold under names of their own
         changed = copy(value)
         for name, part in zip(list(value), new, strict=True):
             changed[name] = part
