@@ -94,6 +94,7 @@ class Location(Result):
     patches: tuple[PatchShare, ...]
     operators: tuple[OperatorError, ...]
     unseen: tuple[str, ...]
+    unjudged: dict[str, str]
     """Operators that only one execution has."""
     engines: tuple[str, ...]
     """The sides that vLLM ran: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""
@@ -200,6 +201,7 @@ def location(found: Located, *, kept: str | None = None, not_kept: str | None = 
         patches=tuple(shares.patched()),
         operators=found.operators,
         unseen=found.unseen,
+        unjudged=found.unjudged,
         engines=found.engines,
         kept=kept,
         not_kept=not_kept,

@@ -14,7 +14,7 @@ _LEAST = 5e-4
 _REMOVES = 0.5
 """Share of the gap from which a patch is the answer."""
 _TRIES = {
-    "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32",
+    "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32", "logits": "--lm-head fp32",
     ROUTES: "--routing recorded",
 }  # fmt: skip
 """Kind of operator -> the replay that computes it with more digits."""
@@ -51,6 +51,14 @@ def location_text(found: Location, width: int | None = None) -> str:
         facts.append(("vllm", "eager: neither compiled nor in CUDA graphs, no prefix cache"))
     if found.unseen:
         facts.append(("not seen", f"{', '.join(found.unseen)}: in one execution alone"))
+    facts += [("unjudged", f"{name} ({why})") for name, why in list(found.unjudged.items())[:_MOST_ROWS]]
+    if found.unjudged:
+        facts.append(
+            (
+                "",
+                "the rest is judged without them; code that computes them one by one, as transformers' does, would show them",
+            )
+        )
     parts = [sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
     parts += [_weights(each) for each in found.weights[:_MOST_ROWS]]
     for by, name, value in (("kind", "locate_kinds", "carried"), ("patch", "locate_patches", "removed")):

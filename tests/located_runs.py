@@ -44,9 +44,21 @@ OF_OTHER_CODE = {
         "GraniteMoeShared", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
                              "shared_intermediate_size": 40, "experts_implementation": "eager"}
     ),
+    "hunyuan": ("HunYuanDenseV1", {"num_key_value_heads": 2, "head_dim": 12}),
+    "ernie_moe": (
+        "Ernie4_5_Moe", {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1,
+                         "moe_layer_start_index": 1, "moe_layer_interval": 1, "experts_implementation": "eager"}
+    ),
     "gptj": ("GPTJ", {"rotary_dim": 8, "bos_token_id": 1, "eos_token_id": 1}),
+    "deepseek_v3": (
+        "DeepseekV3", {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                       "v_head_dim": 12, "moe_intermediate_size": 24, "n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": 8,
+                       "topk_group": 3, "n_shared_experts": 1, "first_k_dense_replace": 1, "experts_implementation": "eager"}
+    ),
 }  # fmt: skip
-"""Norms that add 1 to their weight, experts with a gate of their own, routers that give their choices first, an attention of its own."""
+"""Norms that add 1 to their weight, experts with a gate of their own, routers that give their choices first or choose among groups, an
+attention of its own, norms behind the rotary,
+routers that hold a module."""
 
 
 def model_of(name):
@@ -62,6 +74,9 @@ def model_of(name):
                 parameter.normal_(0, 1.2 / parameter.shape[-1] ** 0.5)
             else:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.5)
     return model
 
 

@@ -35,7 +35,7 @@ NAMES = {
     "dense": "o_proj", "out_proj": "o_proj", "act_fn": "activation", "act": "activation", "fc2": "down_proj",
     "activation_fn": "activation", "embed_positions": "embedding", "dense_4h_to_h": "down_proj", "gate": "router", "norm": "final_norm", "final_layernorm": "final_norm",
     "final_layer_norm": "final_norm", "ln_f": "final_norm", "embed_out": "lm_head", "queries": "attention",
-    "keys": "attention", "values": "attention",
+    "keys": "attention", "values": "attention", "logits": "log_softmax",
 }  # fmt: skip
 """What transformers calls an operator -> its word in the list of faults."""
 FUSED = {

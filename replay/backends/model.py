@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -60,6 +61,7 @@ def build(
         chosen = {} if experts is None else {"experts_implementation": experts}
         chosen |= {"dtype": getattr(torch, dtype), "attn_implementation": attention}
         model = _of_transformers(model_class, config, chosen)
+        _set_dtypes(model, dtype)
         if identity.get("adapters"):
             model = adapters.put_on(model, identity).get_base_model()
     except CannotReplay:
@@ -180,6 +182,25 @@ def _function(path: str) -> Any:
         ) from error
     finally:
         sys.path.remove(os.getcwd())
+
+
+def _set_dtypes(model: Any, dtype: str) -> None:
+    """Give tensors their dtypes where a model in that dtype has others: float32 for those that transformers loads so whatever narrower
+    dtype is asked for (a router's bias and such), float64 for weights that a model makes in float32 whatever it is built in.
+    """
+    kept = (
+        set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
+    )
+    if dtype == "float16":
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    is_kept = re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, sorted(kept)))})(?:\.|$)")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if kept and is_kept.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    if dtype == "float64":
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.double()
 
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:

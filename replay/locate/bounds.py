@@ -103,7 +103,12 @@ def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, roundi
     if "Norm" in kind:
         return _norm(module, takes[0], exact, rounding) + floor
     if "Rotary" in kind:
-        return rounding.out + 4.0 * _rotary_angle(takes) * 2.0**-24
+        # Tables may be multiplied by a factor above 1, before they are rounded or behind.
+        return (
+            (2.0 * rounding.out) * max(1.0, float(exact.abs().amax()))
+            - rounding.out
+            + 4.0 * _rotary_angle(takes) * 2.0**-24
+        )
     if "Embedding" in kind:
         scale = abs(float(getattr(module, "embed_scale", 1.0)))
         return (rounding.casts + 3.0 * rounding.out) * exact.abs() + rounding.least * scale + floor
@@ -273,7 +278,9 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    rounds = 3.0 * out + of_sum + rounding.casts
+    # Code may round at each step: the mean, what is left without it, its square, their mean (the last two count half, under a root),
+    # the root, a quotient, a factor and a sum.
+    rounds = 7.0 * out + of_sum + rounding.casts
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
@@ -287,7 +294,8 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     dims = tuple(range(x.dim() - 1))
     scale = (exact - added).abs().sum(dims) / normed.sum(dims).clamp_min(1e-150)
     size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
-    return 2.0 * (per_sum + of_sum) * size + rounds * (exact.abs() + added.abs())
+    of_mean = out * scale * x.mean(-1, keepdim=True).abs() / spread
+    return 2.0 * (per_sum + of_sum) * size + of_mean + rounds * (exact.abs() + added.abs())
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:

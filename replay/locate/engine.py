@@ -14,11 +14,12 @@ import numpy as np
 
 from ...schemas.checksums import short_hash, whole_hash
 from ...schemas.contract import canonical_json
-from ...schemas.errors import CannotReplay, InvalidOption
+from ...schemas.errors import CannotReplay, InvalidOption, TimTraceError
 from ...schemas.passes import TRAIN
 from ...schemas.steps import parse_steps
 from ...tracer import environment
 from ...tracer.progress import Progress, no_progress
+from ...tracer.store import first_line
 from ...tracer.weights.reader import Tensor
 from ..arms import Arm, parse_arm
 from ..backends.adapters import PREFIX
@@ -63,6 +64,9 @@ _SHARE_OF_MEMORY = 0.25
 _SHARE_TO_GO_ON = 0.5
 """The same of a question that was interrupted, which needs the part that it had."""
 _UNKNOWN_FREE = 8 << 30
+_OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What code of the user's may end with where it meets dtypes, batches or surroundings that it does not know."""
+CARRIED = "what operators carry of the gap"
 _TASKS = 4
 """Of a sequence: both executions, what lies behind each, what both carry."""
 _NEAR_VERSIONS = 8
@@ -188,6 +192,7 @@ class _Pooled:
     carried: list[CarriedError] = field(default_factory=list)
     routers: dict[str, Router] = field(default_factory=dict)
     unseen: set[str] = field(default_factory=set)
+    unjudged: dict[str, str] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
     """Of all operators that could be judged."""
     are_whole: bool = True
@@ -208,6 +213,7 @@ class _Pooled:
             self.routers[router.operator] = router if known is None else _both(known, router)
         self.carried += found.carried
         self.unseen |= found.unseen
+        self.unjudged |= found.unjudged
         self.kinds |= found.kinds
         self.are_whole &= found.is_whole
 
@@ -261,6 +267,7 @@ class _Location:
         self.tensors = run.weights.load(self.version, rows[0].attempt)
         plain = HfScorer(run, Arm(dtype="fp64", attention="eager"), contract, device)
         model = plain.build()
+        _check_form(model)
         plain.put(model, self.tensors)
         # A trace of a model with adapters has PEFT's names, which the rebuilt one has not.
         dtypes = {name.removeprefix(PREFIX): _dtype(tensor.dtype) for name, tensor in self.tensors.items()}
@@ -338,8 +345,13 @@ class _Location:
                             self.unfinished.add_sequence(self.numbers[row.seq_id], found)
                     pooled.add(found)
                     advance(_TASKS - 1)
-                for side, execution in self.doubles.items():
-                    values, double = execution.listen(part, self.rows, self.wanted)
+                for side, execution in list(self.doubles.items()):
+                    try:
+                        values, double = execution.listen(part, self.rows, self.wanted)
+                    except _OF_CODE as error:  # such as code that knows one dtype alone
+                        pooled.unjudged[f"{side} in float64"] = f"{type(error).__name__}: {first_line(error)}"
+                        del self.doubles[side]
+                        continue
                     for row in part:
                         judgement = self._judge(execution, row, double[row.seq_id], None, EVERY_LAYER)
                         head = judge_head(execution, self.reference, row, double[row.seq_id], values[row.seq_id], _LAST)
@@ -375,6 +387,7 @@ class _Location:
             routers=tuple(sorted(pooled.routers.values(), key=lambda each: (each.layer or 0, each.operator))),
             patches=tuple(self._patched(patch, pooled)) if patch != "none" and np.any(flat) else (),
             unseen=tuple(sorted(pooled.unseen)),
+            unjudged=pooled.unjudged,
             first=_first(operators, weights),
             engines=tuple(side for side, each in self.executions.items() if isinstance(each, VllmExecution)),
             only=self.only,
@@ -418,9 +431,16 @@ class _Location:
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window, logprobs: dict[str, dict[str, np.ndarray]]
     ) -> dict[str, RowTaps]:
-        values, taps = self.executions[side].listen(
-            part, self.rows, lambda name: self.wanted(name) and window.needs(name)
-        )
+        execution = self.executions[side]
+        try:
+            values, taps = execution.listen(part, self.rows, lambda name: self.wanted(name) and window.needs(name))
+        except _OF_CODE as error:
+            if isinstance(error, TimTraceError) or not execution.is_other_code:
+                raise
+            raise CannotReplay(
+                f"{side} ({self.arms[side].name}): the code of this side ended with {type(error).__name__}: {first_line(error)}; "
+                "run it by itself in these batches, or choose others (padding=packed, batch-size=1)"
+            ) from error
         logprobs[side] |= values
         return taps
 
@@ -455,6 +475,7 @@ class _Location:
                 if window is windows[-1]:
                     heads[side] = self._head(side, row, taps[side], logprobs)
                 judged[side, window] = judgement
+                result.unjudged |= {f"{side} {name}": why for name, why in judgement.unjudged.items()}
                 del taps[side]
             return [judged[side, window].errors for side in sides]
 
@@ -468,7 +489,10 @@ class _Location:
 
             products: list[dict[Point, float]] = [{} for _ in sides]
             if d_T.any():
-                products = self.reference.carried(row, d_T, temperature, position, windows, errors_of)
+                try:
+                    products = self.reference.carried(row, d_T, temperature, position, windows, errors_of)
+                except _OF_CODE as error:  # such as code that autograd cannot follow
+                    result.unjudged[CARRIED] = f"{type(error).__name__}: {first_line(error)}"
             for window in reversed(windows):
                 if (sides[0], window) not in judged:
                     judge(sides, window)
@@ -495,7 +519,7 @@ class _Location:
     ) -> Judgement:
         return self.reference.judge(
             row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores,
-            attention_cut=execution.attention_cut, first_position=first_position, window=window,
+            attention_cut=execution.attention_cut, coarsest=execution.coarsest, first_position=first_position, window=window,
         )  # fmt: skip
 
     def _head(
@@ -557,10 +581,17 @@ class _Location:
                 for number, (name, operators) in enumerate(plans[side]):
                     found = done.get((side, number))
                     if found is None:
-                        if operators is None:
-                            scored = self._routed(self.executions[side], self.executions[other])
-                        else:
-                            scored = graft.score(operators, self.chosen.rows, self.rows)
+                        try:
+                            if operators is None:
+                                scored = self._routed(self.executions[side], self.executions[other])
+                            else:
+                                scored = graft.score(operators, self.chosen.rows, self.rows)
+                        except _OF_CODE as error:
+                            if not any(each.is_other_code for each in self.executions.values()):
+                                raise
+                            pooled.unjudged[f"patch {name} in {side}"] = f"{type(error).__name__}: {first_line(error)}"
+                            advance(1)
+                            continue
                         changed = flipped if operators is None else len(operators)
                         found = tuple(self._left(name, side, changed, scored, pooled.logprobs[other]))
                         if self.unfinished is not None:
@@ -605,6 +636,21 @@ class _Location:
                 part = frozenset(name for name in names if (layer := layer_of(name)) is not None and layer <= end)
                 yield f"layers 0 to {end}", part
         yield "all operators", frozenset(names)
+
+
+def _check_form(model: Any) -> None:
+    """Raises CannotReplay for a model of which the float64 one cannot be listened to."""
+    needs = ("base_model", "get_input_embeddings", "get_output_embeddings")
+    missing = [name for name in needs if not hasattr(model, name)]
+    if not missing and model.get_output_embeddings() is None:
+        missing = ["a module that gives logits"]
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        missing.append("a config of transformers")
+    if missing:
+        raise CannotReplay(
+            f"{type(model).__name__} is no model of transformers' form: it has no {', no '.join(missing)}; its operators cannot be "
+            "seen. Derive it from transformers' PreTrainedModel, or hold dumps of both sides against each other: tim-trace locate --from-dumps A B"
+        )
 
 
 def _carried(side: str, each: Judged, row: RecordedRow, product: float) -> CarriedError:

@@ -46,6 +46,11 @@ class ExactExecution(Execution):
         self.scorer.attach(self.exact)
 
     @property
+    def coarsest(self) -> Any:
+        """It rounds once, to the dtype of what it gives."""
+        return None
+
+    @property
     def attention_cut(self) -> float:  # type: ignore[override]
         """What its attention cuts off weighted values, as a share of the largest."""
         slices = self.exact.precision.slices

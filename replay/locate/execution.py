@@ -17,6 +17,7 @@ from ..batching import ForwardBatch
 from ..hf_scorer import HfScorer
 from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
+from .bounds import unit
 from .taps import RowTaps, Taps
 
 Prepare = Callable[[Any], None]
@@ -100,6 +101,16 @@ class Execution:
     def weight_dtypes(self) -> dict[str, Any]:
         """Parameter -> torch's dtype."""
         return {name: parameter.dtype for name, parameter in self.held()}
+
+    @property
+    def coarsest(self) -> Any:
+        """torch's coarsest dtype of its weights, which is that of its numbers, too; None where these may be narrower."""
+        if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
+            return None
+        return max(
+            (parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point()),
+            key=unit, default=None,
+        )  # fmt: skip
 
     def held(self) -> Iterator[tuple[str, Any]]:
         """The weights that it computes with."""

@@ -18,7 +18,7 @@ from ..batching import ForwardBatch, PaddedBatch
 from ..recorded import RecordedRow
 from ..settings import autocast
 from .execution import Execution
-from .taps import ATTENTION, attention_around, core_name, operators, tensors_of
+from .taps import ATTENTION, attention_around, core_name, operators, outputs_of, tensors_of, with_outputs, with_tensors
 
 
 class Graft:
@@ -77,11 +77,9 @@ class Graft:
             if self._autocast is not None:
                 given_dtypes = [value.dtype for value in tensors_of(args, kwargs) if value.is_floating_point()]
                 dtype = self._narrowed(given_dtypes[0]) if given_dtypes else dtype
+            args, kwargs = with_tensors(args, kwargs, [cast(value, dtype) for value in tensors_of(args, kwargs)])
             with self.as_giver():
-                new = theirs(
-                    *(cast(value, dtype) for value in args),
-                    **{key: cast(value, dtype) for key, value in kwargs.items()},
-                )
+                new = theirs(*args, **kwargs)
             return as_given(new, given)
 
         return graft
@@ -169,8 +167,5 @@ def as_given(new: Any, given: Any) -> Any:
     import torch
 
     with torch._C.DisableTorchFunction():  # in the surroundings of float64 nothing becomes narrower
-        if isinstance(given, torch.Tensor):
-            return new.to(given.dtype)
-        return type(given)(
-            part.to(old.dtype) if isinstance(old, torch.Tensor) else part for part, old in zip(new, given, strict=True)
-        )
+        pairs = zip(outputs_of(new), outputs_of(given), strict=True)
+        return with_outputs(given, [part.to(old.dtype) for part, old in pairs])

@@ -17,7 +17,8 @@ from .reference import Judged, Reference, judged
 from .taps import RowTaps
 from .vllm_execution import AnyExecution
 
-LOG_SOFTMAX = "log_softmax"
+LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
+"""What lies behind the head. Of code of the user's it is what that code makes of the head's result (a scale, a cap): the log-softmax is ours."""
 Head = list[tuple[Judged, np.ndarray]]
 """What lies behind the last hidden states; beside each operator, [T] nats: what its own error adds to the log-probabilities."""
 
@@ -65,7 +66,7 @@ def judge_head(
             hidden_TH.double(), weight, logits_TV, ids_T, sums, out if weight is not None or out > 2.0**-24 else 2.0**-24,
             numerics.temperature, rounding.casts,
         )  # fmt: skip
-        kind = name.rpartition(".")[2] if weight is not None else LOG_SOFTMAX
+        kind = name.rpartition(".")[2] if weight is not None else LOGITS if execution.is_other_code else LOG_SOFTMAX
         values_T = torch.from_numpy(np.asarray(logprobs_T, np.float64)).to(exact_T.device)
         scored_T = torch.from_numpy(row.scored).to(exact_T.device)
         if bool(scored_T.any()):

@@ -27,6 +27,8 @@ class JudgedSequence:
     """Operator -> how far apart both executions are before and behind it."""
     unseen: set[str] = field(default_factory=set)
     """Operators that one execution alone has."""
+    unjudged: dict[str, str] = field(default_factory=dict)
+    """Operator, or what else could not be done -> why."""
     routers: list[Router] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
     """Of all operators that could be judged."""

@@ -11,19 +11,22 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...tracer.logits import scaled
+from ...tracer.store import first_line
 from ..backends.double import keep_double
 from ..recorded import RecordedRow
 from . import bounds
 from .bounds import Rounding
+from .router_choice import follows
 from .taps import (
     ATTENTION,
+    LAYER_NAME,
     Call,
     RowTaps,
     are_experts,
@@ -31,6 +34,7 @@ from .taps import (
     core_name,
     is_heads_first,
     like,
+    mixtures,
     operators,
     outputs_of,
     tensors_of,
@@ -44,11 +48,15 @@ RESIDUAL, ROTARY, ACTIVATION, WIRING = "residual", "rotary", "activation", "wiri
 of gate and up, and anything else."""
 STATES = "queries", "keys", "values"
 """What reaches the core of attention, where there is no rotary before it, or keys alone are wrong: a cache lies in between."""
+EXPERTS = "experts"
+"""All experts of a mixture, and their sum."""
+INPUT = "input"
+"""What an operator takes where it should be what its layer takes, and is not."""
 _ORDERS = 10_000
 """More than a layer has operators."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
-_LAYER_END = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)$")
 _BEFORE_LAYERS = re.compile(r"embed|wte|wpe|rotary")
+_IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
 _NORM_OF_LAYER = re.compile(r"\.\d+\.(?:\w*norm\w*|ln\w*)$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
@@ -57,6 +65,8 @@ _ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 _FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
 """Largest slope of the activations that models have: GELU's."""
+_OTHERWISE = 0.1
+"""Relative difference of queries and keys from which their dimensions may lie in another order."""
 _QKV, _QKV_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm", "v_norm")
 
 
@@ -134,6 +144,8 @@ class Judgement:
     """What was introduced at each point: found less exact, float32 [T, ...]."""
     first_position: int
     """The position that the execution gave the row's first token."""
+    unjudged: dict[str, str] = field(default_factory=dict)
+    """Operator -> why it could not be judged."""
 
 
 class Reference:
@@ -146,7 +158,7 @@ class Reference:
         self.operators = operators(model)
         self.recorded_dtypes = recorded_dtypes or {}
         self._layers = {
-            int(found[1]): module for name, module in model.named_modules() if (found := _LAYER_END.search(name))
+            int(found[1]): module for name, module in model.named_modules() if (found := LAYER_NAME.search(name))
         }
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in self.operators)
 
@@ -158,23 +170,24 @@ class Reference:
         *,
         rounds_scores: bool,
         attention_cut: float = 0.0,
+        coarsest: Any = None,
         first_position: int | None = None,
         window: Window = EVERY_LAYER,
     ) -> Judgement:
         """The operators of a row's forward, in their order, but for the head, whose numbers alone are left in `taps`.
 
         `weight_dtypes` are those of the execution's weights, `rounds_scores` and `attention_cut` what its attention does to its numbers
-        (`bounds.of_attention`). Of a `window` that begins behind the first layer, `first_position`
+        (`bounds.of_attention`); `coarsest` is the dtype below which its operators should not round, whatever they give. Of a `window` that begins behind the first layer, `first_position`
         is the position of the row's first token.
         """
         import torch
 
         if first_position is None:
             first_position = position_of(taps)
-        run = _Run(self, taps, weight_dtypes, (rounds_scores, attention_cut), first_position, window)
+        run = _Run(self, taps, weight_dtypes, (rounds_scores, attention_cut), coarsest, first_position, window)
         with torch.no_grad(), keep_double(), run.listening(), self._only(window):
             self._hidden(row, first_position)
-        return Judgement(run.judged, run.errors, first_position)
+        return Judgement(run.judged, run.errors, first_position, run.unjudged)
 
     def carried(
         self,
@@ -332,15 +345,20 @@ class _Run:
         taps: RowTaps,
         weight_dtypes: Mapping[str, Any],
         attention: tuple[bool, float],
+        coarsest: Any,
         first_position: int,
         window: Window,
     ):
         self._reference, self._taps, self._dtypes = reference, taps, weight_dtypes
         self._rounds_scores, self._cut = attention
+        self._coarsest = coarsest
         self.first_position, self._window = first_position, window
         self.judged: list[Judged] = []
         self.errors: dict[Point, Any] = {}
+        self.unjudged: dict[str, str] = {}
         self._num_calls: dict[str, int] = {}
+        self._entered: dict[int | None, Any] = {}
+        """Layer -> what it takes here."""
         self._attended: set[int | None] = set()
         """Layers whose attention has run."""
         self._branches: list[Any] = []
@@ -351,6 +369,15 @@ class _Run:
         """Layers of which the norms of queries, keys and values were heard."""
         self._last = list(taps.calls)[-2:]
         self._order = 0 if window.first is None else window.first * _ORDERS
+
+    def _rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
+        """Of numbers of these dtypes, or of the coarsest one that the execution has where they are coarser: that is no rounding of its own."""
+
+        def finer(dtype: Any) -> Any:
+            is_coarser = self._coarsest is not None and bounds.unit(dtype) > bounds.unit(self._coarsest)
+            return self._coarsest if is_coarser else dtype
+
+        return Rounding(given=finer(given), taken=finer(given if taken is None else taken), **rest)
 
     def _owns(self, layer: int | None) -> bool:
         """Whether what is there belongs to the window."""
@@ -366,20 +393,69 @@ class _Run:
                 before, after = self._hooks(name, module)
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+            for name, module in mixtures(self._reference.model).items():
+                stack.callback(module.register_forward_hook(self._mixing(name)).remove)
+            for layer, module in self._reference._layers.items():
+                stack.callback(module.register_forward_pre_hook(self._entering(layer), with_kwargs=True).remove)
             stack.enter_context(attention_around(self._core))
             yield
 
+    def _entering(self, layer: int) -> Callable[..., None]:
+        def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._entered[layer] = args[0] if args else kwargs.get("hidden_states")
+
+        return enter
+
+    def _mixing(self, name: str) -> Callable[..., Any]:
+        """Name a mixture whose sum of experts and a shared one is not what these gave; otherwise its rounding is the residual's."""
+
+        def mix(_module: Any, _args: Any, given: Any) -> Any:
+            found, outputs = self._taps.mixed.get(name), outputs_of(given)
+            if found is None or not outputs or outputs[0].numel() != found.numel():
+                return None
+            exact, rounding, layer = tokens_first(outputs[0], found), self._rounding(found.dtype), layer_of(name)
+            parts = [
+                each.double().reshape(exact.shape).abs() for each in self._branches if each.numel() == exact.numel()
+            ]
+            bound = bounds.of_sum(sum(parts, exact.abs()), rounding) + self._of_branches(exact, rounding)
+            if judged(name, EXPERTS, layer, 0, found, exact, bound).ratio <= 1.0:
+                return None
+            self._add(f"{name}.{EXPERTS}", EXPERTS, layer, found, exact, bound)
+            return with_outputs(given, [like(found, outputs[0]), *outputs[1:]])
+
+        def judging(module: Any, args: Any, given: Any) -> Any:
+            with self._judging(name):
+                return mix(module, args, given)
+            return None
+
+        return judging
+
     def _hooks(self, name: str, module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with self._judging(name):
+                return take(module, args, kwargs)
+            return None
+
+        def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+            with self._judging(name):
+                return give(module, args, kwargs, given)
+            return None
+
+        def take(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = self._call(name, next_one=True)
             if call is None:
                 return None
             found = tensors_of(args, kwargs)
+            if name.rpartition(".")[2] != "rotary_emb" and _num_floating(call.takes) > _num_floating(found):
+                self.unjudged[name] = (
+                    f"takes {_num_floating(call.takes)} tensors where the recorded model's takes {_num_floating(found)}"
+                )
+                return None
             return with_tensors(
                 args, kwargs, [self._taken(name, slot, value, call) for slot, value in enumerate(found)]
             )
 
-        def after(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+        def give(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
             call = self._used(name)
             takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
             if call is None or all(
@@ -388,8 +464,12 @@ class _Run:
                 if outputs and outputs[0].is_floating_point():
                     self._did_not_hear(name, outputs[0], self._bound_unheard(name, module, takes, outputs[0]))
                 return None
+            if name in self.unjudged:
+                new = [like(call.gives[slot], value) if _fits(call.gives, slot, value) else value
+                       for slot, value in enumerate(outputs)]  # fmt: skip
+                return with_outputs(given, new)
             if any(not value.is_floating_point() for value in outputs):
-                self._chosen(name, module, takes, outputs, call)
+                self._chosen(name, module, takes, outputs, call, lambda: outputs_of(module.forward(*args, **kwargs)))
                 new = [like(call.gives[slot], value) if _fits(call.gives, slot, value) else value
                        for slot, value in enumerate(outputs)]  # fmt: skip
             else:
@@ -397,6 +477,18 @@ class _Run:
             return with_outputs(given, new)
 
         return before, after
+
+    @contextmanager
+    def _judging(self, name: str) -> Iterator[None]:
+        """An operator of a form that is not understood is named, and the others are judged without it."""
+        import torch
+
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            self.unjudged.setdefault(name, f"{type(error).__name__}: {first_line(error)}")
 
     def _call(self, name: str, *, next_one: bool = False) -> Call | None:
         if next_one:
@@ -418,6 +510,13 @@ class _Run:
     def _core(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The core of an attention layer: queries, keys and values come in, [1, N, T, D] each."""
         name = core_name(self._reference._names.get(id(module), ""))
+        with self._judging(name):
+            return self._core_given(name, module, original, args, kwargs)
+        return original(module, *args, **kwargs)
+
+    def _core_given(
+        self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         call = self._call(name, next_one=True)
         layer = layer_of(name)
         self._attended.add(layer)
@@ -425,12 +524,15 @@ class _Run:
             given = original(module, *args, **kwargs)
             self._did_not_hear(name, given[0], self._core_unheard(args[:3], given, kwargs))
             return given
-        states = list(args[:3])
+        states, takes = list(args[:3]), list(call.takes)
+        order_D = _order_of_dimensions(states[:2], takes[:2])
+        if order_D is not None:
+            takes[:2] = (taken[..., order_D] for taken in takes[:2])
         are_right = True
-        for slot, (state, taken) in enumerate(zip(states, call.takes, strict=True)):
+        for slot, (state, taken) in enumerate(zip(states, takes, strict=True)):
             if taken is None:
                 continue
-            exact, rounding = state[0].transpose(0, 1), Rounding(given=taken.dtype, taken=taken.dtype)
+            exact, rounding = state[0].transpose(0, 1), self._rounding(taken.dtype)
             turns = slot < 2 and self._reference.has_rotary
             bound = bounds.of_sum(exact, rounding)
             if turns:
@@ -454,7 +556,7 @@ class _Run:
         if found is None:
             return given
         exact = given[0].reshape(found.shape)
-        rounding = Rounding(given=found.dtype, taken=call.takes[0].dtype)
+        rounding = self._rounding(found.dtype, call.takes[0].dtype)
         scaling = kwargs.get("scaling") or states[0].shape[-1] ** -0.5
         query, key, value = (state[0].transpose(0, 1) for state in states)
         bound = bounds.of_attention(
@@ -480,7 +582,10 @@ class _Run:
         if value.is_floating_point():
             if name.rpartition(".")[2] == "rotary_emb":
                 return value  # of the hidden states it reads the dtype alone: what lies before them is judged where a layer takes them
-            self._between(name, layer, taken, tokens_first(value, taken), (self._called(name), TAKES, slot))
+            exact, point = tokens_first(value, taken), (self._called(name), TAKES, slot)
+            if value is self._entered.get(layer) and self._is_apart(name, layer, taken, exact, point):
+                return like(taken, value)
+            self._between(name, layer, taken, exact, point)
         elif name.rpartition(".")[2] in ("rotary_emb", "wpe"):
             self._add_choice(f"{name}.positions", ROTARY, layer, taken, value.reshape(taken.shape))
         new = like(taken, value)
@@ -489,12 +594,33 @@ class _Run:
             return value.copy_(new)
         return new
 
+    def _is_apart(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
+        """Judge what the first operators of a layer took against what the layer took, where these are not the same numbers."""
+        if layer is None or layer in self._attended:
+            return False
+        entered = self._taps.entered.get(layer)
+        if entered is None or entered.shape != taken.shape or bool((entered == taken).all()):
+            return False
+        if not bool((entered.double() == exact).all()):
+            size, before = exact.abs(), layer - 1 if layer else None
+            for branch in self._branches:
+                if branch.numel() == exact.numel():
+                    size = size + branch.double().reshape(exact.shape).abs()
+            self._branches = []
+            rounding = self._rounding(entered.dtype)
+            bound = bounds.of_sum(size, rounding) + self._of_branches(exact, rounding)
+            self._add(f"layers.{before}.{RESIDUAL}", RESIDUAL, before, entered, exact, bound)
+        exact = entered.double()
+        bound = bounds.of_sum(exact.abs(), self._rounding(taken.dtype))
+        self._add(f"{name}.{INPUT}", kind_of(name), layer, taken, exact, bound, point)
+        return True
+
     def _between(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> None:
         """Judge what lies before an operator, unless it is what the operator before gave, unchanged."""
         if bool((taken.double() == exact).all()):
             return
         kind, of = self._between_kind(name, layer)
-        rounding = Rounding(given=taken.dtype, taken=taken.dtype)
+        rounding = self._rounding(taken.dtype)
         steps = {RESIDUAL: 3.0, ACTIVATION: 4.0}.get(kind, 8.0)
         size = exact.abs()
         if kind == RESIDUAL:
@@ -505,6 +631,8 @@ class _Run:
                     size = size + branch.double().reshape(exact.shape).abs()
             self._branches = []
         bound = bounds.of_sum(size, rounding, steps) + self._of_unheard(name, layer, kind, taken, exact)
+        if kind == ROTARY:
+            bound = bounds.of_rotary(exact, self.first_position + len(exact), rounding)
         if kind == RESIDUAL:
             bound = bound + self._of_branches(exact, rounding)
         elif kind == ATTENTION and layer not in self._attended:
@@ -531,9 +659,9 @@ class _Run:
 
         def bound(dtype: Any) -> Any:
             weight = f"{name}.weight"
-            rounding = Rounding(
-                given=dtype, taken=dtype, weight=self._dtypes.get(weight), recorded=self._reference.recorded_dtypes.get(weight)
-            )  # fmt: skip
+            rounding = self._rounding(
+                dtype, weight=self._dtypes.get(weight), recorded=self._reference.recorded_dtypes.get(weight)
+            )
             found = bounds.of_module(module, takes, value, 0, rounding)
             return found if isinstance(found, float) else found.expand(value.shape)
 
@@ -544,7 +672,7 @@ class _Run:
         query, key, value = (state[0].transpose(0, 1) for state in states)
 
         def bound(dtype: Any) -> Any:
-            rounding = Rounding(given=dtype, taken=dtype)
+            rounding = self._rounding(dtype)
             last = self.first_position + len(query)
             turned = [bounds.of_rotary(state, last, rounding) for state in (query, key)]
             scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
@@ -598,6 +726,10 @@ class _Run:
             return ACTIVATION, layer
         if last in _ENDS_OF_ATTENTION:
             return ATTENTION, layer
+        if "norm" in last and _IN_ATTENTION.search(name):
+            return (
+                ROTARY if self._reference.has_rotary else WIRING
+            ), layer  # of queries and keys, behind what turns them
         if layer is None:
             return RESIDUAL, max((each for each in self._attended if each is not None), default=None)
         if layer in self._attended:
@@ -633,8 +765,8 @@ class _Run:
         made_in: Any = None,
     ) -> Any:
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
-        rounding = Rounding(
-            given=made_in or given.dtype, taken=first.dtype, weight=self._weight_dtype(name, self._dtypes),
+        rounding = self._rounding(
+            made_in or given.dtype, first.dtype, weight=self._weight_dtype(name, self._dtypes),
             recorded=self._weight_dtype(name, self._reference.recorded_dtypes), adds=call.adds,
         )  # fmt: skip
         bound = bounds.of_module(module, takes, value, slot, rounding)
@@ -645,8 +777,19 @@ class _Run:
         """Of an operator's weight; beside adapters that of the projection."""
         return dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
 
-    def _chosen(self, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call) -> None:
-        """Judge a router: its logits, which experts it chose (any whose logits lie within both bounds), and their scores."""
+    def _chosen(
+        self,
+        name: str,
+        module: Any,
+        takes: tuple[Any, ...],
+        outputs: list[Any],
+        call: Call,
+        again: Callable[[], list[Any]],
+    ) -> None:
+        """Judge a router: its logits, whether its choice follows from them, and the scores of what it chose.
+
+        Where the code that `again` runs has no logits to go on from, any choice whose logits lie within both bounds may fall either way.
+        """
         import torch
 
         kind, layer = kind_of(name), layer_of(name)
@@ -664,20 +807,24 @@ class _Run:
                 continue
             exact = value.reshape(given.shape)
             if not value.is_floating_point():
-                chosen = given, exact
+                chosen = given, exact, slot
             elif slot == of_all:
                 bound = self._bound(name, module, 0, value, takes, call, given)
                 # What the scores are made of: an error of theirs is counted with the scores.
                 self._add(name, kind, layer, given, exact, bound)
-                logits = exact, bound
+                logits = exact, bound, given
         if chosen is None:
             return
-        given, exact = chosen
+        given, exact, ids_slot = chosen
         differs = (given.sort(-1).values != exact.sort(-1).values).any(-1)
-        if logits is not None and exact.dim() == 2 and int(given.max()) < logits[0].shape[-1]:
-            values, bound = logits
-            least = values.gather(-1, exact).amin(-1) - values.gather(-1, given).amin(-1)
-            differs &= least > 2.0 * bound.amax(-1)
+        if bool(differs.any()) and logits is not None and exact.dim() == 2 and int(given.max()) < logits[0].shape[-1]:
+            values, bound, of_execution = logits
+            unit = max(bounds.unit(each.dtype) for each in call.gives if each is not None and each.is_floating_point())
+            made_right = follows(again, outputs[of_all], of_execution, given, ids_slot, max(unit, 2.0**-24))
+            if made_right is None:
+                least = values.gather(-1, exact).amin(-1) - values.gather(-1, given).amin(-1)
+                made_right = least <= 2.0 * bound.amax(-1)
+            differs &= ~made_right
         self._add_differing(name, kind, layer, differs, given.numel())
         same = (given == exact).all(-1)
         for slot, (value, score) in enumerate(zip(outputs, call.gives, strict=False)):
@@ -814,6 +961,33 @@ def _judged(
         dtype=str(found.dtype).removeprefix("torch."),
         point=point,
     )
+
+
+def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
+    """[D] where an execution has each dimension of queries and keys, if it has them in another order than the reference, alike in both.
+
+    Scores do not depend on that order: some rotate pairs of neighbours, and leave them where they are.
+    """
+    import torch
+
+    if any(taken is None for taken in takes):
+        return None
+    exact, found = [], []
+    for state, taken in zip(states, takes, strict=True):
+        exact.append(state[0].transpose(0, 1).flatten(0, 1))
+        found.append(taken.double().flatten(0, -2))
+        off = exact[-1].shape != found[-1].shape or float((found[-1] - exact[-1]).norm() / exact[-1].norm())
+        if off is True or not off > _OTHERWISE:
+            return None
+    order_D = torch.cdist(torch.cat(exact).mT, torch.cat(found).mT).argmin(1)
+    if len(order_D.unique()) < len(order_D):
+        return None
+    pairs = zip(exact, found, strict=True)
+    return order_D if all(float((b[:, order_D] - a).norm() / a.norm()) <= _OTHERWISE for a, b in pairs) else None
+
+
+def _num_floating(values: Sequence[Any]) -> int:
+    return sum(value is not None and value.is_floating_point() for value in values)
 
 
 def _fits(gives: Sequence[Any], slot: int, value: Any) -> bool:

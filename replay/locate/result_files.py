@@ -73,7 +73,8 @@ def write_result(store: Store, question: LocateQuestion, found: Located) -> str:
         format=FORMAT, id=result, run_id=store.manifest().run_id, question=question, made_at=now(), made_by=__version__,
         versions=numeric_versions(), device=found.device, policy_version=found.policy_version, a=found.a, b=found.b,
         chosen=found.chosen, sequences=found.sequences, num_tokens=found.num_tokens, mean_abs_d=found.mean_abs_d,
-        max_abs_d=found.max_abs_d, weights=found.weights, routers=found.routers, unseen=found.unseen, engines=found.engines,
+        max_abs_d=found.max_abs_d, weights=found.weights, routers=found.routers, unseen=found.unseen, unjudged=found.unjudged,
+        engines=found.engines,
         first=found.first, files=files,
     )  # fmt: skip
     relative = header_path(result)
@@ -207,7 +208,8 @@ def _read_tables(store: Store, header: ResultHeader) -> KeptResult:
         b=header.b, sequences=header.sequences, chosen=header.chosen, num_tokens=header.num_tokens,
         mean_abs_d=header.mean_abs_d, max_abs_d=header.max_abs_d, operators=tuple(map(_operator, operators)),
         carried=tuple(_carried(operators, names)), weights=header.weights, routers=header.routers,
-        patches=tuple(_patched(patches, names)), unseen=header.unseen, engines=header.engines, first=header.first,
+        patches=tuple(_patched(patches, names)), unseen=header.unseen, unjudged=header.unjudged,
+        engines=header.engines, first=header.first,
         only=only(header.question.layers, header.question.operators),
     )  # fmt: skip
     return KeptResult(header=header, found=found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -87,6 +87,8 @@ class ResultHeader:
     engines: tuple[str, ...]
     """The sides that vLLM ran."""
     first: Divergence | None
+    unjudged: dict[str, str] = field(default_factory=dict)
+    """Operators, and what else could not be judged -> why."""
     files: dict[str, SealedFile]
     """Path in the trace -> what was written there; of operators, and of patches."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 A, B = "a", "b"
 """The two executions: the one that is asked about, and the one that it is held against."""
@@ -166,6 +166,8 @@ class Located:
     """None where nothing but rounding was found."""
     engines: tuple[str, ...]
     """The sides that vLLM ran: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""
+    unjudged: dict[str, str] = field(default_factory=dict)
+    """Operators whose form was not understood, and what else could not be done -> why; the rest is judged without them."""
     only: str = ""
     """What alone was looked at: `layers 2:8`, `operators q_proj,rotary`, or both; empty where everything was."""
 

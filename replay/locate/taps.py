@@ -5,10 +5,12 @@ Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ ATTENTION = "attention"
 _PASSED_OVER = ("Dropout", "Identity")
 _RECENT = 16
 """Tensors that are looked at for one that is kept already."""
+LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)$")
+"""The name of a layer, which holds operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,10 @@ class RowTaps:
 
     calls: dict[str, Call] = field(default_factory=dict)
     """Operator -> its call, in the order in which operators ran."""
+    entered: dict[int, Any] = field(default_factory=dict)
+    """Layer -> [T, H], what it took, where a layer is a module that is called."""
+    mixed: dict[str, Any] = field(default_factory=dict)
+    """Mixture of experts -> [T, H], what it gave."""
 
 
 def places(batch: ForwardBatch, index: int) -> np.ndarray:
@@ -68,7 +76,7 @@ def operators(model: Any, *, adapters_apart: bool = False) -> dict[str, Any]:
     for name, module in model.named_modules():
         if not name or type(module).__name__ in _PASSED_OVER or name.startswith(whole or (" ",)):
             continue
-        if are_experts(module) or (is_adapted(module) and not adapters_apart):
+        if are_experts(module) or _is_router(module) or (is_adapted(module) and not adapters_apart):
             found[name] = module
             whole = (*whole, f"{name}.")
         elif not any(True for _ in module.children()):
@@ -80,6 +88,17 @@ def are_experts(module: Any) -> bool:
     """Whether a module holds the weights of all experts of a layer, as transformers' mixtures do."""
     own = dict(module.named_parameters(recurse=False))
     return {"gate_up_proj", "down_proj"} <= set(own) and own["down_proj"].dim() == 3
+
+
+def _is_router(module: Any) -> bool:
+    """Whether a module makes the logits of experts by a weight of its own, and chooses among them."""
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight is not None and weight.dim() == 2 and type(module).__name__.endswith("Router")
+
+
+def mixtures(model: Any) -> dict[str, Any]:
+    """Name -> module of what holds experts, and adds up what they give, with a shared one where there is one."""
+    return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
 def is_adapted(module: Any) -> bool:
@@ -136,41 +155,63 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors among a call's arguments, in their order; those by name come last, sorted."""
-    import torch
-
-    flat: list[Any] = [*args, *(kwargs[name] for name in sorted(kwargs))]
-    return [value for value in flat if isinstance(value, torch.Tensor)]
+    """The tensors among a call's arguments, in their order, those in lists, dicts and dataclasses too; those by name come last, sorted."""
+    return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
 def outputs_of(value: Any) -> list[Any]:
-    """The tensors that a call gave."""
+    """The tensors that a call gave, alone or in tuples, lists, dicts and dataclasses, in their order."""
     import torch
 
-    parts = value if isinstance(value, tuple | list) else (value,)
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in _parts(value) for tensor in outputs_of(part)]
 
 
 def with_tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], new: list[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call's arguments with other tensors, in the order of `tensors_of`."""
-    import torch
-
-    rest = iter(new)
-    changed = tuple(next(rest) if isinstance(value, torch.Tensor) else value for value in args)
-    named = {name: next(rest) if isinstance(kwargs[name], torch.Tensor) else kwargs[name] for name in sorted(kwargs)}
-    return changed, {name: named[name] for name in kwargs}
+    number = len(outputs_of(args))
+    names = sorted(kwargs)
+    named = dict(zip(names, with_outputs([kwargs[name] for name in names], new[number:]), strict=True))
+    return with_outputs(args, new[:number]), {name: named[name] for name in kwargs}
 
 
-def with_outputs(value: Any, new: list[Any]) -> Any:
-    """What a call gave, with other tensors."""
+def with_outputs(value: Any, new: Sequence[Any]) -> Any:
+    """What a call gave, with other tensors, in the order of `outputs_of`."""
+    return _replaced(value, iter(new))
+
+
+def _replaced(value: Any, rest: Iterator[Any]) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
-        return new[0]
-    rest = iter(new)
-    return type(value)(next(rest) if isinstance(part, torch.Tensor) else part for part in value)
+        return next(rest)
+    if not (parts := _parts(value)):
+        return value
+    new = [_replaced(part, rest) for part in parts]
+    if isinstance(value, dict):  # those of transformers, too, which know what they hold under names of their own
+        changed = copy(value)
+        for name, part in zip(list(value), new, strict=True):
+            changed[name] = part
+        return changed
+    if isinstance(value, tuple | list):
+        return value._make(new) if hasattr(value, "_make") else type(value)(new)
+    changed = copy(value)
+    for each, part in zip(fields(value), new, strict=True):
+        object.__setattr__(changed, each.name, part)  # a frozen one, too
+    return changed
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, tuple | list):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, each.name) for each in fields(value)]
+    return []
 
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -230,28 +271,67 @@ class Taps:
             recent.append((value, value._version, {index: part}))
             return part
 
-        def keep(name: str, takes: list[Any], gives: list[Any], *, core: bool = False) -> None:
+        taken: dict[str, dict[int, tuple[Any, ...]]] = {}
+        """Operator that runs -> row -> what it took: it may change that in place."""
+
+        def take(name: str, values: list[Any], *, core: bool = False) -> None:
+            taken[name] = {
+                index: tuple(
+                    of_tokens(value, shape, where[index], heads_first=True) if core else kept(value, index)
+                    for value in values
+                )
+                for index in chosen
+            }
+
+        def keep(name: str, gives: list[Any]) -> None:
+            takes = taken.pop(name)
             for index, taps in chosen.items():
-                name_now = _unused(name, taps.calls)
-                first = [of_tokens(value, shape, where[index], heads_first=True) if core else kept(value, index)
-                         for value in takes]  # fmt: skip
-                taps.calls[name_now] = Call(tuple(first), tuple(kept(value, index) for value in gives))
+                taps.calls[_unused(name, taps.calls)] = Call(takes[index], tuple(kept(value, index) for value in gives))
 
         def around(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = original(module, *args, **kwargs)
             name = core_name(self._names.get(id(module), ""))
-            if self._wanted(name):
-                keep(name, list(args[:3]), [given[0]], core=True)
+            if not self._wanted(name):
+                return original(module, *args, **kwargs)
+            take(name, list(args[:3]), core=True)
+            given = original(module, *args, **kwargs)
+            keep(name, [given[0]])
             return given
 
+        def mixing(name: str) -> Callable[..., None]:
+            def mix(_module: Any, _args: Any, given: Any) -> None:
+                for value in outputs_of(given)[:1]:
+                    for index, taps in chosen.items():
+                        taps.mixed[name] = kept(value, index)
+
+            return mix
+
+        def entering(layer: int) -> Callable[..., None]:
+            def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                hidden = args[0] if args else kwargs.get("hidden_states")
+                if isinstance(hidden, torch.Tensor):
+                    for index, taps in chosen.items():
+                        taps.entered[layer] = kept(hidden, index)
+
+            return enter
+
         handles = []
+        for name, module in self._model.named_modules():
+            if (found := LAYER_NAME.search(name)) and self._wanted(name):
+                handles.append(module.register_forward_pre_hook(entering(int(found[1])), with_kwargs=True))
+        for name, module in mixtures(self._model).items():
+            if self._wanted(name):
+                handles.append(module.register_forward_hook(mixing(name)))
         for name, module in operators(self._model).items():
             if self._wanted(name):
 
-                def hook(_module: Any, args: Any, kwargs: Any, given: Any, name: str = name) -> None:
-                    keep(name, tensors_of(args, kwargs), outputs_of(given))
+                def before(_module: Any, args: Any, kwargs: Any, name: str = name) -> None:
+                    take(name, tensors_of(args, kwargs))
 
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                def after(_module: Any, _args: Any, given: Any, name: str = name) -> None:
+                    keep(name, outputs_of(given))
+
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(after))
         try:
             with attention_around(around):
                 yield

@@ -46,6 +46,7 @@ class VllmExecution:
     is_other_code = False
     rounds_scores = True
     attention_cut = 0.0
+    coarsest = None
     is_adapted = False
 
     def __init__(

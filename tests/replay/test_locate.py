@@ -223,6 +223,32 @@ def fewer_experts(model):
     model.model.layers[1].mlp.gate.top_k = 2
 
 
+def input_in_lower_precision(model):
+    """Layer 1 computes from a rounded copy of what it takes, beside the residual stream."""
+    norm = model.model.layers[1].input_layernorm
+    norm.register_forward_pre_hook(lambda _module, args: (args[0].half().to(args[0].dtype),))
+
+
+def layer_in_autocast(model):
+    layer = model.model.layers[1]
+
+    def forward(hidden, original=layer.forward, **rest):
+        with torch.autocast("cpu", torch.bfloat16):
+            return original(hidden, **rest).to(hidden.dtype)
+
+    layer.forward = forward
+
+
+def other_shared_gate(model):
+    """The gate of the shared expert of layer 1 is no operator of its own: it is a part of the mixture's sum."""
+    mixture = model.model.layers[1].mlp
+    mixture.register_forward_hook(lambda module, args, given: given + 0.1 * module.shared_expert.forward(args[0]))
+
+
+def unscaled_logits(model):
+    model.register_forward_hook(lambda _module, _args, given: given.__setitem__("logits", 1.5 * given.logits))
+
+
 PLANTED = [
     ("qwen3", no_norm, "layers.1.self_attn.q_norm"),
     ("qwen3", other_eps, "layers.2.post_attention_layernorm"),
@@ -241,6 +267,9 @@ PLANTED = [
     ("granite", plain_branch, "layers.1.residual"),
     ("granite", plain_embedding, "layers.0.input_layernorm.residual"),
     ("qwen2_moe", fewer_experts, "layers.1.mlp.gate"),
+    ("qwen2_moe", other_shared_gate, "layers.1.mlp.experts"),
+    ("granite", unscaled_logits, "logits"),
+    ("llama", input_in_lower_precision, "layers.1.input_layernorm.input"),
 ]
 
 
@@ -255,6 +284,14 @@ def test_a_planted_fault_of_code_is_named_where_it_lies(traces, name, plant, ope
     assert found.first is not None
     assert found.first.side == "b"
     assert found.first.operator.endswith(operator)
+
+
+def test_a_layer_in_a_lower_precision_than_its_arm_is_no_rounding(traces):
+    """What it gives is of a coarser dtype than any of its weights."""
+    found = locate_operators(
+        traces("llama"), arm="dtype=fp32", against="dtype=fp32", patch="none", prepare_against=layer_in_autocast
+    )
+    assert (found.first.side, found.first.operator) == ("b", "model.layers.1.self_attn.q_proj")
 
 
 class OwnAttention:
@@ -272,15 +309,34 @@ class OwnAttention:
 
 
 def own_attention(model):
+    with_other_names(model, ALL_ATTENTION_FUNCTIONS=OwnAttention())
+
+
+def with_other_names(model, **names):
+    """Every attention layer finds these in the place of what its module has under these names."""
     for module in model.modules():
         if hasattr(module, "o_proj"):
             forward = type(module).forward
             while hasattr(forward, "__wrapped__"):
                 forward = forward.__wrapped__
-            known = {**forward.__globals__, "ALL_ATTENTION_FUNCTIONS": OwnAttention()}
+            known = {**forward.__globals__, **names}
             own = FunctionType(forward.__code__, known, None, forward.__defaults__, forward.__closure__)
             own.__kwdefaults__ = forward.__kwdefaults__
             module.forward = MethodType(own, module)
+
+
+def pairs_left_in_place(model):
+    """Queries and keys are rotated in pairs of neighbours and stay in that order: the same scores."""
+
+    def turned(x, cos, sin):
+        cos, sin = (table[..., : table.shape[-1] // 2].unsqueeze(1) for table in (cos, sin))
+        first, second = x[..., 0::2], x[..., 1::2]
+        return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+
+    def apply(query, key, cos, sin, **_):
+        return turned(query, cos, sin), turned(key, cos, sin)
+
+    with_other_names(model, apply_rotary_pos_emb_interleave=apply)
 
 
 def turned_wrongly(model):
@@ -321,6 +377,7 @@ def mlp_in_parts(model):
 
 
 HARMLESS = [
+    ("deepseek_v3", pairs_left_in_place),
     ("llama", mlp_in_parts),
     ("llama", own_attention), ("granite", fused_mlp), ("llama", fused_but_for_the_activation), ("gemma3", None), ("granite", None),
     ("qwen2_moe", None), ("opt", None), ("granite", own_attention), ("llama", fused_mlp),
@@ -432,6 +489,26 @@ def test_the_bound_of_a_norm_that_adds_first_holds_where_its_kernel_does_not_rou
         ratios[adds] = float(((given - exact).abs() / bound).max())
     assert ratios[False] > 1
     assert 0.3 < ratios[True] < 1
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("length", [8, 64, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_the_bound_of_a_layer_norm_allows_what_each_of_its_steps_rounds(dtype, length, shift):
+    """Where the mean is large beside the spread, its own rounding is most of it."""
+    torch.manual_seed(length)
+    norm = torch.nn.LayerNorm(length).double()
+    for parameter in norm.parameters():
+        parameter.copy_(torch.randn(length).div(2).add(parameter).to(dtype))
+    x = torch.randn(400, length).add(shift).to(dtype)
+    centred = x - x.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.var(-1, unbiased=False, keepdim=True) + norm.eps)
+    given = normed * norm.weight.to(dtype) + norm.bias.to(dtype)
+    exact = norm(x.double())
+    rounding = Rounding(given=dtype, taken=dtype, weight=dtype, recorded=dtype)
+    bound = bounds.of_module(norm, (x.double(),), exact, 0, rounding)
+    assert 0.3 < ((given.double() - exact).abs() / bound).max() < 1
 
 
 def test_layers_and_sequences_can_be_chosen(traces):
