@@ -105,8 +105,8 @@ def _write_bare(table, path):
     xxhash.xxh3_128(content).digest()
 
 
-def make_samples(num_samples=NUM_SAMPLES):
-    draw = np.random.default_rng(0)
+def make_samples(num_samples=NUM_SAMPLES, seed=0):
+    draw = np.random.default_rng(seed)
     return [
         dumps.Sample(
             index=index,
