@@ -887,6 +887,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     from .analysis.replay_estimates import replay_estimates
     from .analysis.replay_text import estimate_sentence, plan_rows
     from .analysis.rows import table, to_text
+    from .analysis.stats import replayed_pair
     from .replay.results import by_arm
 
     def tell_estimate(plan: Any) -> None:
@@ -905,7 +906,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
         text=lambda width: to_text(table(estimates or by_arm(results)), width, MAIN_COLUMNS["replay"]),
         rows=lambda: table(estimates or results),
     )
-    for line in _replayed(trace, results):
+    for line in _replayed(trace, results, replayed_pair(trace, results[-1].arm)):
         _tell(line)
 
 
@@ -1539,7 +1540,7 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     )
 
 
-def _replayed(trace: str, results: Any) -> Iterator[str]:
+def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
     """What to know of a replay, and what to do next."""
     if results.sample is not None:
         yield _sampled(results.sample)
@@ -1551,8 +1552,7 @@ def _replayed(trace: str, results: Any) -> Iterator[str]:
         )
     elif any(not result.identity_held for result in results):
         yield "the recorded bits did not come back, although nothing that the contract names differs here"
-    last = results[-1].arm
-    yield f"next: tim-trace stats {trace} --pair replay/{last}:train --by step"
+    yield f"next: tim-trace stats {trace} --pair {pair} --by step"
 
 
 def _sampled(sample: Any) -> str:

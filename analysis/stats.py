@@ -6,6 +6,7 @@ from typing import Any
 
 from ..replay.cluster import connected
 from ..schemas.errors import InvalidOption, NothingToCompare, option
+from ..schemas.passes import REPLAY_PREFIX, STANDARD, TRAIN
 from ..schemas.steps import ALL_STEPS
 from ..tracer.progress import Progress, no_progress
 from .distributions.summary import has_captured, summary
@@ -154,6 +155,12 @@ def _why_not_routed(database: Database, pair: Pair) -> str:
         f"{where}: {pair[0]!r} and {pair[1]!r} do not both have router choices; record a mixture of experts with "
         "--routing, and replay it: every pass replayed with hf has them then"
     )
+
+
+def replayed_pair(trace: str, arm: str) -> str:
+    """A replay beside the trainer's pass, or beside another one where the trainer has no logprobs."""
+    scored = num_scored(Database(trace))
+    return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in scored), TRAIN)}"
 
 
 def comparable_pair(traces: Traces) -> str | None:
