@@ -297,7 +297,9 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
     if not source.manifest.is_import or not counts["num_sequences"]:
         return []
     if not counts["num_response_tokens"]:
-        return ["token ids, so that nothing can score these texts again: import a dump that has them, or record the run"]
+        return [
+            "token ids, so that nothing can score these texts again: import a dump that has them, or record the run"
+        ]
     if not counts["num_prompt_tokens"]:
         return [
             "token ids of the prompts, so that replay cannot score it again: import files that have them; --map THEIRS=prompt_ids "

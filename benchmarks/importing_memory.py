@@ -61,7 +61,10 @@ def _measure(name, gigabytes):
         _link(made, dump, range(num_steps, num_steps + MORE_STEPS))
         second = _imported(name, dump, output)
         assert second["num_sequences"] == ROWS * MORE_STEPS, second
-        print(f"{name}, the same and {MORE_STEPS} steps more, {second['num_sequences']} sequences: {_told(second)}", flush=True)
+        print(
+            f"{name}, the same and {MORE_STEPS} steps more, {second['num_sequences']} sequences: {_told(second)}",
+            flush=True,
+        )
 
 
 def _told(run):
