@@ -1387,6 +1387,9 @@ def export_(trace: str, **options: Any) -> None:
 @click.option(
     "--junit", metavar="FILE.xml", help="File of JUnit XML to write as well, a test case a condition, for CI pages."
 )
+@click.option(
+    "--summary", metavar="FILE.md", help='File to add a table in Markdown to, as "$GITHUB_STEP_SUMMARY", for CI pages.'
+)
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
