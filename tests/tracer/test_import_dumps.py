@@ -131,7 +131,7 @@ def test_a_dump_of_another_framework_is_named(tmp_path):
 def test_an_import_claims_no_libraries_of_the_machine_that_reads_it(tmp_path):
     WRITERS["verl"](tmp_path / "dump", make_steps(1))
     import_dump("verl", tmp_path / "dump", output=tmp_path / "run")
-    assert info(tmp_path / "run").versions == {}
+    assert info(str(tmp_path / "run")).versions == {}
     assert "versions" not in tim_trace("info", tmp_path / "run").stdout
 
 
@@ -142,7 +142,7 @@ def test_an_import_claims_no_libraries_of_the_machine_that_reads_it(tmp_path):
 def test_weights_are_not_advised_where_they_would_not_help(tmp_path, format, lacks):
     dumps.ONE_SIDED[format](tmp_path / "dump", make_steps(1))
     import_dump(format, tmp_path / "dump", output=tmp_path / "run")
-    (missing,) = info(tmp_path / "run").missing
+    (missing,) = info(str(tmp_path / "run")).missing
     assert missing.startswith(lacks)
     shown = tim_trace("stats", tmp_path / "run")
     assert shown.code == 2
