@@ -187,7 +187,7 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
         )
     there_BT = responded.mask[:, : rewards.shape[1]]
     given_BT = np.where(there_BT, rewards, 0)
-    found = given_BT.sum(axis=1).astype(np.float64)
+    found: np.ndarray = given_BT.sum(axis=1).astype(np.float64)
     # Most rows have one reward, at their last token, and any order of adding gives it; others are summed as they lie there.
     counts_B = np.count_nonzero(given_BT, axis=1)
     for row in np.flatnonzero((counts_B > 1) | ((counts_B == 0) & np.signbit(given_BT).any(axis=1))):
