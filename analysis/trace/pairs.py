@@ -64,7 +64,7 @@ def _replay_gives(database: Database, name: str) -> str:
     (counts,) = database.connection.execute(
         "SELECT sum(num_prompt_tokens), sum(num_response_tokens) FROM sequences"
     ).fetchall()
-    if len(database.sources) != 1 or name.startswith(REPLAY_PREFIX) or not all(counts):
+    if len(database.sources) != 1 or name != TRAIN or not all(counts):
         return ""
     trace = shlex.quote(database.sources[0].store.url)
     attach = (

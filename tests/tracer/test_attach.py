@@ -10,7 +10,6 @@ import torch
 from builders import make_trace, run, tim_trace
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.info import info
-from tim_trace.analysis.stats import stats
 from tim_trace.analysis.weights import export, weights
 from tim_trace.replay.engine import replay
 from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
@@ -302,22 +301,6 @@ def test_info_check_and_replay_name_the_command(dumped):
         replay(dumped)
     with pytest.raises(WeightsMissing, match="attach a folder"):
         weights(dumped)
-
-
-def test_a_replay_gives_what_the_engine_s_side_alone_can_be_compared_with(tmp_path, model):
-    """Each command that is named is followed to the numbers."""
-    dumps.write_open_instruct(tmp_path / "dump", {1: scored(model)})
-    trace = tmp_path / "run"
-    import_dump("open-instruct", tmp_path / "dump", output=trace)
-    shown = tim_trace("stats", trace)
-    assert shown.code == 2
-    assert f"`tim-trace weights {trace} --attach VERSION DIR` and `tim-trace replay {trace}`" in shown.stderr
-    attach(trace, 0, tmp_path / "model")
-    assert "--attach" not in tim_trace("stats", trace).stderr
-    replayed = tim_trace("replay", trace)
-    pair = "replay/as-recorded:rollout"
-    assert f"next: tim-trace stats {trace} --pair {pair} --by step" in replayed.stderr
-    assert stats(trace, pair=pair).dicts()[0]["num_tokens"] == info(trace).num_response_tokens
 
 
 def test_check_s_advice_for_a_dump_is_to_attach(tmp_path):

@@ -593,5 +593,3 @@ def test_a_trace_of_one_pass_is_a_trace(tmp_path):
     shown = tim_trace("stats", tmp_path / "run")
     assert shown.code == 2
     assert "the only pass with logprobs is 'rollout'" in shown.stderr
-    assert f"`tim-trace weights {tmp_path / 'run'} --attach VERSION DIR`" in shown.stderr
-    assert "--pair replay/as-recorded:rollout" in shown.stderr

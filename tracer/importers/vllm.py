@@ -86,7 +86,7 @@ VLLM = Format(
     read=_read,
     lacks={
         "rollout": "the responses hold no logprobs; ask with logprobs=1 (chat: logprobs=true)",
-        "train": "responses are the engine's side alone; replay them, or write the trainer's logprobs of the same tokens beside "
+        "train": "responses are the engine's side alone; write the trainer's logprobs of the same tokens beside "
         "them, and import that with `tim-trace import parquet`",
     },
     lines=True,
