@@ -896,6 +896,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     from .analysis.replay_estimates import replay_estimates
     from .analysis.replay_text import estimate_sentence, plan_rows
     from .analysis.rows import table, to_text
+    from .analysis.stats import replayed_pair
     from .replay.results import by_arm
 
     def tell_estimate(plan: Any) -> None:
@@ -914,7 +915,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
         text=lambda width: to_text(table(estimates or by_arm(results)), width, MAIN_COLUMNS["replay"]),
         rows=lambda: table(estimates or results),
     )
-    for line in _replayed(trace, results):
+    for line in _replayed(trace, results, replayed_pair(trace, results[-1].arm)):
         _tell(line)
 
 
@@ -1395,6 +1396,9 @@ def export_(trace: str, **options: Any) -> None:
 @click.option(
     "--junit", metavar="FILE.xml", help="File of JUnit XML to write as well, a test case a condition, for CI pages."
 )
+@click.option(
+    "--summary", metavar="FILE.md", help='File to add a table in Markdown to, as "$GITHUB_STEP_SUMMARY", for CI pages.'
+)
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
@@ -1548,7 +1552,7 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     )
 
 
-def _replayed(trace: str, results: Any) -> Iterator[str]:
+def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
     """What to know of a replay, and what to do next."""
     if results.sample is not None:
         yield _sampled(results.sample)
@@ -1560,8 +1564,7 @@ def _replayed(trace: str, results: Any) -> Iterator[str]:
         )
     elif any(not result.identity_held for result in results):
         yield "the recorded bits did not come back, although nothing that the contract names differs here"
-    last = results[-1].arm
-    yield f"next: tim-trace stats {trace} --pair replay/{last}:train --by step"
+    yield f"next: tim-trace stats {trace} --pair {pair} --by step"
 
 
 def _sampled(sample: Any) -> str:

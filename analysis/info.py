@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -182,7 +182,7 @@ def info(trace: str | Database) -> TraceInfo:
         attempts=attempts(database),
         has_checksums=not source.snapshot.unchecked,
         judged=tuple(_judged(source)),
-        missing=(*_missing(database, source, writers), *_not_recorded(source)),
+        missing=(*_missing(database, source, writers), *_replay_lacks(source, counts), *_not_recorded(source)),
         damaged=tuple(source.damaged),
         ignored=tuple(source.snapshot.ignored),
         **counts,
@@ -287,14 +287,30 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
     for state in source.writers:
         if state.is_launcher and state.state == OPEN and not source.snapshot.liveness[state.writer].is_alive:
             found.append("`tim-trace record` ended before its command: how the command ended is not known")
-    if source.manifest.is_import and not source.store.exists(WEIGHTS):
-        found.append(
-            "weights, so that replay cannot score it again: tim-trace weights "
-            f"{shlex.quote(source.store.url)} --attach VERSION DIR takes those of a Hugging Face folder"
-        )
     if source.snapshot.torn_bytes and source.is_live:
         found.append(f"{source.snapshot.torn_bytes} bytes are being appended just now")
     return found
+
+
+def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
+    """Why what was imported cannot be scored again, and what to do."""
+    if not source.manifest.is_import or not counts["num_sequences"]:
+        return []
+    if not counts["num_response_tokens"]:
+        return [
+            "token ids, so that nothing can score these texts again: import a dump that has them, or record the run"
+        ]
+    if not counts["num_prompt_tokens"]:
+        return [
+            "token ids of the prompts, so that replay cannot score it again: import files that have them; --map THEIRS=prompt_ids "
+            "reads a field of another name"
+        ]
+    if source.store.exists(WEIGHTS):
+        return []
+    return [
+        "weights, so that replay cannot score it again: tim-trace weights "
+        f"{shlex.quote(source.store.url)} --attach VERSION DIR takes those of a Hugging Face folder"
+    ]
 
 
 def _ranges(database: Database) -> Iterator[_Range]:

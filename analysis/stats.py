@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..schemas.errors import InvalidOption, NothingToCompare, option
+from ..schemas.passes import REPLAY_PREFIX, STANDARD, TRAIN
 from ..schemas.steps import ALL_STEPS
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
@@ -14,7 +15,7 @@ from .frameworks.registry import framework_of, refuse_options
 from .frameworks.sequence_rows import read_once
 from .rows import Rows
 from .trace.database import Database, Traces, opened
-from .trace.pairs import num_scored, parse_pair, quoted_pair, why_nothing
+from .trace.pairs import first_pair, num_scored, parse_pair, quoted_pair, why_nothing
 from .trace.samples import tell_sampled
 from .trace.source import Pair
 from .trace.sums import ensure, keep, make_exact
@@ -156,9 +157,12 @@ def _why_not_routed(database: Database, pair: Pair) -> str:
     )
 
 
+def replayed_pair(trace: str, arm: str) -> str:
+    """A replay beside the trainer's pass, or beside another one where the trainer has no logprobs."""
+    scored = num_scored(Database(trace))
+    return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in scored), TRAIN)}"
+
+
 def comparable_pair(traces: Traces) -> str | None:
     """The pair that says most of what the traces hold: train:rollout, else two passes that have logprobs; None if none."""
-    names = list(num_scored(Database(traces)))
-    if {"train", "rollout"} <= set(names):
-        return "train:rollout"
-    return f"{names[0]}:{names[1]}" if len(names) > 1 else None
+    return first_pair(list(num_scored(Database(traces))))

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.json as pj
 import pyarrow.parquet as pq
 import xxhash
 from comparison import Comparison, in_turn, ratios
@@ -24,18 +25,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import dumps  # what each framework writes
 
 NUM_SAMPLES, LONGEST, ROUNDS = 512, 1000, 5
+COPIED = ("verl", "skyrl", "parquet")
+"""Formats whose readers do little more than copy memory."""
+MORE_STEPS = 8
+"""Steps of a larger dump of these, of which what does not depend on the size is a smaller part."""
 
 
 def compare():
     """A step of 512 sequences of 20 to 1,000 tokens, as each framework dumps it: speed over torch.load, json or pyarrow, CPU time of all threads.
 
-    The floor is that reader (of JSON msgspec), bare pyarrow that writes the same columns with the same codec, and one hash of
-    what it wrote: nothing of ours.
+    JSON is read by json, as frameworks do, by pyarrow and by msgspec, all of it by each. The floor is the reader (of JSON msgspec),
+    bare pyarrow that writes the same columns with the same codec, and one hash of what it wrote: nothing of ours. An import of two
+    sequences is what every import takes.
     """
-    steps = {1: make_samples()}
-    num_tokens = sum(len(sample.response) for sample in steps[1])
-    yield Comparison(what="response tokens", values=[num_tokens])
-    for name, (write, read) in _formats().items():
+    step = make_samples()
+    yield Comparison(what="response tokens of a step", values=[sum(len(sample.response) for sample in step)])
+    few = [*make_samples(2)]
+    with tempfile.TemporaryDirectory() as folder:
+        dumps.write_verl(Path(folder, "dump"), {1: few})
+        imported = partial(import_dump, "verl", Path(folder, "dump"), output=f"{folder}/run", force=True)
+        imported()
+        taken = in_turn(ROUNDS, clock=time.process_time, imported=imported)["imported"]
+        yield Comparison(what="verl, two sequences", values=[1000 * seconds for seconds in taken], unit=" ms")
+    formats = _formats()
+    for name, num_steps in [*((name, 1) for name in formats), *((name, MORE_STEPS) for name in COPIED)]:
+        (write, read), steps = formats[name], {number: step for number in range(1, num_steps + 1)}
+        num_tokens = sum(len(sample.response) for samples in steps.values() for sample in samples)
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder) / "dump"
             place.mkdir()
@@ -45,8 +60,9 @@ def compare():
             def imported(name=name, place=place, folder=folder):
                 import_dump(name, place, output=f"{folder}/run", force=True)
 
-            read_alone, read_fast = partial(_read_all, read, files), partial(_read_all, FASTEST.get(read, read), files)
-            imported(), read_alone(), read_fast()
+            others = {kind: partial(_read_all, reader, files) for kind, reader in OTHERS.get(read, {}).items()}
+            readers = {ALONE: partial(_read_all, read, files), **others}
+            imported(), [reader() for reader in readers.values()]
             tables = [pq.read_table(path) for path in Path(folder, "run").rglob("*.parquet")]
 
             def write_bare(tables=tables, folder=folder):
@@ -55,24 +71,26 @@ def compare():
 
             gc.freeze()  # what the benchmark loaded, torch among it, is walked for none of them
             taken = in_turn(
-                ROUNDS,
-                clock=time.process_time,
-                before=_give_memory_back,
-                alone=read_alone,
-                fast=read_fast,
-                imported=imported,
-                bare=write_bare,
+                ROUNDS, clock=_both_clocks, before=_give_memory_back, **readers, imported=imported, bare=write_bare
             )
+            cpu = {kind: [seconds[0] for seconds in rounds] for kind, rounds in taken.items()}
             size = sum(path.stat().st_size for path in files) / 1e6
-            yield Comparison(
-                what=f"{name} ({size:.0f} MB)", values=ratios(taken["alone"], taken["imported"]), at_least=0.5
-            )
-            if read in FASTEST:
-                yield Comparison(what=f"{name}, over msgspec alone", values=ratios(taken["fast"], taken["imported"]))
-            floor = [fast + bare for fast, bare in zip(taken["fast"], taken["bare"], strict=True)]
-            yield Comparison(what=f"{name}, over the floor", values=ratios(floor, taken["imported"]))
-            rates = [num_tokens / seconds / 1e6 for seconds in taken["imported"]]
-            yield Comparison(what=f"{name}, million response tokens a second of CPU time", values=rates)
+            what = f"{name}, {num_steps} step{'s' * (num_steps > 1)} ({size:.0f} MB)"
+            yield Comparison(what=what, values=ratios(cpu[ALONE], cpu["imported"]), at_least=0.5)
+            wall = [seconds[1] for seconds in taken[ALONE]], [seconds[1] for seconds in taken["imported"]]
+            yield Comparison(what=f"{what}, wall time", values=ratios(*wall))
+            for kind in others:
+                yield Comparison(what=f"{what}, over {kind} alone", values=ratios(cpu[kind], cpu["imported"]))
+            fastest = cpu[MSGSPEC if others else ALONE]
+            floor = [reader + bare for reader, bare in zip(fastest, cpu["bare"], strict=True)]
+            yield Comparison(what=f"{what}, over the floor", values=ratios(floor, cpu["imported"]))
+            rates = [num_tokens / seconds / 1e6 for seconds in cpu["imported"]]
+            yield Comparison(what=f"{what}, million response tokens a second of CPU time", values=rates)
+
+
+def _both_clocks():
+    """Seconds of CPU time of all threads, and of the wall."""
+    return np.array([time.process_time(), time.perf_counter()])
 
 
 def _give_memory_back():
@@ -105,8 +123,8 @@ def _write_bare(table, path):
     xxhash.xxh3_128(content).digest()
 
 
-def make_samples(num_samples=NUM_SAMPLES):
-    draw = np.random.default_rng(0)
+def make_samples(num_samples=NUM_SAMPLES, seed=0):
+    draw = np.random.default_rng(seed)
     return [
         dumps.Sample(
             index=index,
@@ -185,6 +203,10 @@ def _read_msgspec(path):
         return [msgspec.json.decode(line) for line in lines]
 
 
+def _read_arrow(path):
+    return pj.read_json(path, read_options=pj.ReadOptions(block_size=64 << 20))
+
+
 def _read_npz(path, read_lines=_read_json):
     if path.suffix == ".jsonl":
         return read_lines(path)
@@ -230,5 +252,12 @@ def _read_skyrl(path):
         return pickle.loads(path.read_bytes())
 
 
-FASTEST = {_read_json: _read_msgspec, _read_npz: partial(_read_npz, read_lines=_read_msgspec)}
-"""Reader of JSON -> the fastest one that is here for the same files."""
+ALONE, MSGSPEC, ARROW = "json or its own", "msgspec", "pyarrow's JSON reader"
+OTHERS = {
+    _read_json: {ARROW: _read_arrow, MSGSPEC: _read_msgspec},
+    _read_npz: {
+        ARROW: partial(_read_npz, read_lines=_read_arrow),
+        MSGSPEC: partial(_read_npz, read_lines=_read_msgspec),
+    },
+}
+"""Reader of JSON by json -> others for the same files, by name."""

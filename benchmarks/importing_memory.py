@@ -1,18 +1,23 @@
-"""Memory of an import, by the size of its dump: whether it streams.
+"""Memory of an import, by the size of its dump: whether it streams, and what a second import of the grown dump takes.
 
 python benchmarks/importing_memory.py                        # dumps of 1 and 4 GB of each format
 python benchmarks/importing_memory.py slime --gigabytes 1 8  # of one format, and other sizes
+python benchmarks/importing_memory.py verl --gigabytes 50    # the trace takes 12 GB
 
-A dump has steps of 256 sequences, each in files of its own, and lies in the folder for temporary files (TMPDIR) while it is
-measured. The import runs in a process that may have 2 GB of data (RLIMIT_DATA).
+A dump has steps of 256 sequences, each in files of its own. It lies in the folder for temporary files (TMPDIR) while it is
+measured and takes little there: its files are hard links to those of four steps. Imports run in a process that may have 2 GB of
+data (RLIMIT_DATA). After the first one the dump grows by three steps and is imported again, which has to add these alone.
 """
 
 import argparse
+import json
+import os
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from peak import peak_megabytes
@@ -20,6 +25,7 @@ from tim_trace.tracer.importers.import_dump import import_dump
 
 FORMATS = ("prime-rl", "slime", "verl")
 MAX_DATA = 2 << 30
+ROWS, MADE_STEPS, MORE_STEPS = 256, 4, 3
 
 
 def main():
@@ -41,34 +47,54 @@ def main():
 
 def _measure(name, gigabytes):
     with tempfile.TemporaryDirectory() as folder:
-        num_bytes, num_steps = _write(name, Path(folder) / "dump", gigabytes * 1e9)
-        command = [sys.executable, __file__, "--import", name, f"{folder}/dump", f"{folder}/run"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        before, peak, seconds, num_sequences = done.stdout.split()
+        dump, made, output = Path(folder, "dump"), Path(folder, "made"), Path(folder, "run")
+        step_bytes = _make(name, made)
+        num_steps = max(round(gigabytes * 1e9 / step_bytes), 1)
+        _link(made, dump, range(num_steps))
+        first = _imported(name, dump, output)
+        assert first["num_sequences"] == ROWS * num_steps, first
         print(
-            f"{name}, {num_bytes / 1e9:.2f} GB in {num_steps} steps, {num_sequences} sequences: peak {peak} MB ({before} MB before "
-            f"the import), {float(seconds):.0f} s of CPU time",
+            f"{name}, {step_bytes * num_steps / 1e9:.2f} GB in {num_steps} steps, {first['num_sequences']} sequences: {_told(first)}; the "
+            f"trace has {sum(path.stat().st_size for path in output.rglob('*')) / 1e9:.2f} GB",
+            flush=True,
+        )
+        _link(made, dump, range(num_steps, num_steps + MORE_STEPS))
+        second = _imported(name, dump, output)
+        assert second["num_sequences"] == ROWS * MORE_STEPS, second
+        print(
+            f"{name}, the same and {MORE_STEPS} steps more, {second['num_sequences']} sequences: {_told(second)}",
             flush=True,
         )
 
 
-def _write(name, folder, num_bytes):
-    """Copies of one step under the names of as many as it takes; the bytes and steps."""
+def _told(run):
+    return (
+        f"peak {run['peak_mb']:.0f} MB ({run['before_mb']:.0f} MB before the import), {run['cpu_s']:.0f} s of CPU time in "
+        f"{run['wall_s']:.0f} s"
+    )
+
+
+def _make(name, folder):
+    """The files of some steps, one folder a step; the bytes of a step, of the mean."""
     from importing import dumps, make_samples  # which load torch, and the import does without
 
-    one = folder.parent / "one"
-    one.mkdir()
-    dumps.WRITERS[name](one, {0: make_samples(256)})
-    step_bytes = sum(path.stat().st_size for path in one.rglob("*"))
-    num_steps = max(round(num_bytes / step_bytes), 1)
-    for path in [path for path in one.rglob("*") if path.is_file()]:
-        for step in range(num_steps):
-            place = folder / _of_step(path.relative_to(one), step)
+    for number in range(MADE_STEPS):
+        (folder / str(number)).mkdir(parents=True)
+        dumps.WRITERS[name](folder / str(number), {0: make_samples(ROWS, seed=number)})
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / MADE_STEPS
+
+
+def _link(made, dump, steps):
+    """The files of more steps of a dump, each a link to that of a step that was made."""
+    for step in steps:
+        one = made / str(step % MADE_STEPS)
+        for path in [path for path in one.rglob("*") if path.is_file()]:
+            place = dump / _of_step(path.relative_to(one), step)
             place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, place)
             if place.name == "meta.json":
-                place.write_text(f'{{"global_steps": {step}}}')
-    return step_bytes * num_steps, num_steps
+                place.write_text(json.dumps({"global_steps": step}))
+            else:
+                os.link(path, place)
 
 
 def _of_step(path, step):
@@ -77,12 +103,45 @@ def _of_step(path, step):
     return Path(*(names.get(part, part) for part in path.parts))
 
 
+def _imported(name, dump, output):
+    command = [sys.executable, __file__, "--import", name, dump, output]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
 def _import(name, dump, output):
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA, MAX_DATA))
-    before = peak_megabytes()
-    imported = import_dump(name, dump, output=output)
+    before, begun = peak_megabytes(), time.monotonic()
+    imported = import_dump(name, dump, output=output, progress=_progress)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    print(f"{before:.0f} {peak_megabytes():.0f} {used.ru_utime + used.ru_stime:.1f} {imported.num_sequences}")
+    print(
+        json.dumps(
+            {
+                "num_sequences": imported.num_sequences,
+                "before_mb": before,
+                "peak_mb": peak_megabytes(),
+                "cpu_s": used.ru_utime + used.ru_stime,
+                "wall_s": time.monotonic() - begun,
+            }
+        )
+    )
+
+
+@contextmanager
+def _progress(what, total):
+    """A line on stderr for every tenth of the work."""
+    done, begun = 0, time.monotonic()
+
+    def advance(units):
+        nonlocal done
+        tenths_before, done = 10 * done // total, done + units
+        if 10 * done // total > tenths_before:
+            print(
+                f"{what}: {100 * done // total} % of {total / 1e9:.1f} GB, {time.monotonic() - begun:.0f} s, peak {peak_megabytes():.0f} MB",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    yield advance
 
 
 if __name__ == "__main__":

@@ -149,6 +149,7 @@ WRITES = {
     ("export", "folder"),
     ("export_run", "output"),
     ("gate", "junit"),
+    ("gate", "summary"),
 } | {("report", name) for name in ("output", "png", "pdf")}
 """Arguments that are written to: a str is no mistake there."""
 

@@ -80,6 +80,8 @@ def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
         values = _array(values, what).tolist()
     if isinstance(values, (Mapping, Set)) or not hasattr(values, "__iter__"):
         raise InvalidRecord(f"{what}: got {shown(values)}; give a list of strings or integers")
+    if type(values) is list and set(map(type, values)) == {str} and "".join(values).isascii():
+        return list(values)
     return [_name(value, f"{what}: row {row}", optional) for row, value in enumerate(values)]
 
 

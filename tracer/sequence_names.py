@@ -19,7 +19,9 @@ class SequenceNames:
 
     def refuse_repeated(self, step: int, names: list[str]) -> None:
         """Raise InvalidRecord for a name that comes twice, before any of them counts as known."""
-        known, seen = self.known.get(step, ()), set[str]()
+        known, seen = self.known.get(step, set[str]()), set[str]()
+        if len(set(names)) == len(names) and known.isdisjoint(names):
+            return
         for name in names:
             if name in known or name in seen:
                 raise InvalidRecord(

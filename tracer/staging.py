@@ -126,6 +126,8 @@ def _num_bytes(value: Any) -> int:
         kinds = {type(item) for item in value}
         if kinds == {np.ndarray}:
             return int(sum(item.nbytes for item in value))
+        if kinds == {str}:
+            return 8 * sum(map(len, value))
         if len(kinds) == 1 and is_tensor(value[0]):
             return int(sum(item.numel() for item in value) * value[0].element_size())
         return sum(8 * len(item) if isinstance(item, (list, tuple, str)) else _num_bytes(item) or 8 for item in value)

@@ -52,8 +52,11 @@ class TraceWriter:
         hooks: dict[str, str] | None = None,
         attempt: Attempt | None = None,
         journals: bool = True,
+        versions: Mapping[str, str] | None = None,
     ):
         """`attempt` is the attempt at training that it belongs to; None outside of training.
+
+        `versions` are those of the libraries that made the numbers; None: this process makes them.
 
         Without `journals` a killed process leaves nothing of the rows that were not sealed yet.
         """
@@ -71,7 +74,7 @@ class TraceWriter:
             files={},
             program=environment.program(),
             hooks=hooks or {},
-            versions=environment.all_versions(),
+            versions=environment.all_versions() if versions is None else dict(versions),
         )
         self.segments = SegmentWriter(folder, self.name, self, journals=journals)
         self._saving = threading.RLock()

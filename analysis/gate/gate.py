@@ -22,6 +22,7 @@ from ..trace.database import Database
 from .condition import CHECK, Condition, parse_condition
 from .junit import junit_xml
 from .measured import Measured, Run
+from .summary import summary_markdown
 
 FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
 
@@ -79,6 +80,7 @@ def gate(
     confidence: float = 0.95,
     partial: bool = False,
     junit: str | os.PathLike[str] | None = None,
+    summary: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Gated:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
@@ -96,7 +98,8 @@ def gate(
     `fails` of a verdict, and so the exit code, goes by the value alone; `verdict` is `cannot tell` where the interval holds
     both values that fail and values that do not, or where there should be an interval and is none. NaN and infinities fail.
 
-    `junit` names a file of JUnit XML to write, one test case a condition; what lies there is replaced.
+    `junit` names a file of JUnit XML to write, one test case a condition; what lies there is replaced. `summary` names a file
+    to which a table in Markdown is added, as those are kept that CI pages show ($GITHUB_STEP_SUMMARY).
 
     Raises InvalidOption for a condition that cannot be read or a metric that is not there, NothingToCompare when the
     passes share no token or the trace has no value of a metric, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
@@ -108,7 +111,7 @@ def gate(
         )
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
-    target = None if junit is None else local(junit)
+    target, summary_target = (None if path is None else local(path) for path in (junit, summary))
     Database(trace).check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
     measured = Run(trace, pair, confidence, progress).measure(list(conditions.values()))
@@ -122,6 +125,9 @@ def gate(
     if junit is not None and target is not None:
         with explained(junit):
             write_whole(target, junit_xml(gated, os.fspath(trace)))
+    if summary is not None and summary_target is not None:
+        with explained(summary), summary_target.open("a", encoding="utf-8") as file:
+            file.write(summary_markdown(gated, os.fspath(trace)))
     return gated
 
 

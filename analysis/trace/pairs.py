@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+
 from ...schemas.errors import InvalidOption, option
+from ...schemas.layout import WEIGHTS
+from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from .database import Database, quoted
 from .source import Pair
 
@@ -26,6 +31,15 @@ def num_scored(database: Database) -> dict[str, int]:
     return dict(database.connection.execute(query).fetchall())
 
 
+def first_pair(names: Sequence[str]) -> str | None:
+    """Of passes with logprobs train:rollout, else another one beside the rollout, else two of them; None of fewer than two."""
+    if len(names) < 2:
+        return None
+    if ROLLOUT not in names:
+        return f"{names[0]}:{names[1]}"
+    return f"{TRAIN if TRAIN in names else next(name for name in names if name != ROLLOUT)}:{ROLLOUT}"
+
+
 def why_nothing(database: Database, pair: Pair) -> str:
     """Say which pass is missing, and what can be compared instead."""
     counts = num_scored(database)
@@ -36,15 +50,30 @@ def why_nothing(database: Database, pair: Pair) -> str:
     else:
         problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}{_note(database, list(pair))}"
     others = list(counts)
-    if len(others) > 1:
-        return (
-            f"{where}: {problem}; compare two of: {', '.join(others)}, as {option('pair', f'{others[0]}:{others[1]}')}"
-        )
+    if (shown := first_pair(others)) is not None:
+        return f"{where}: {problem}; compare two of: {', '.join(others)}, as {option('pair', shown)}"
     if others:
-        return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}"
+        return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}{_replay_gives(database, others[0])}"
     if database.kept_steps:
         return f"{where}: {problem}; {option('steps', database.steps)} names steps without any score"
     return f"{where}: {problem}; the trace has no scores at all"
+
+
+def _replay_gives(database: Database, name: str) -> str:
+    """How a replay would give what to compare the only pass with; empty where nothing can be scored again."""
+    (counts,) = database.connection.execute(
+        "SELECT sum(num_prompt_tokens), sum(num_response_tokens) FROM sequences"
+    ).fetchall()
+    if len(database.sources) != 1 or name != TRAIN or not all(counts):
+        return ""
+    trace = shlex.quote(database.sources[0].store.url)
+    attach = (
+        "" if database.sources[0].store.exists(WEIGHTS) else f"`tim-trace weights {trace} --attach VERSION DIR` and "
+    )
+    return (
+        f". {attach}`tim-trace replay {trace}` score the same tokens with the weights, and "
+        f"{option('pair', f'{REPLAY_PREFIX}as-recorded:{name}')} compares the two"
+    )
 
 
 def _note(database: Database, passes: list[str]) -> str:

@@ -60,6 +60,21 @@ def test_junit_has_a_test_case_a_condition(noisy, tmp_path):
     assert ElementTree.parse(tmp_path / "more.xml").getroot().get("failures") == "1"
 
 
+def test_a_summary_has_a_row_a_condition_and_is_added_to_what_is_there(tmp_path):
+    trace = tmp_path / "a|b"
+    make_trace(trace)
+    for _ in range(2):
+        found = gate(trace, fail_on=["tim.num_tokens>0", "tim.num_nan>0"], summary=tmp_path / "summary.md")
+    text = (tmp_path / "summary.md").read_text()
+    first, second = text.strip().split("\n\n### ")[0], text.count("### tim-trace gate")
+    assert second == 2
+    assert first.splitlines()[0].endswith("a&#124;b: 1 of 2 conditions failed")
+    failed, passed = (line.split(" | ") for line in text.splitlines()[4:6])
+    assert failed[:3] == ["| tim.num&#95;tokens&#62;0", "**failed**", f"{found.verdicts[0].value:.6g}"]
+    assert passed[1] == "passed"
+    assert {line.count(" | ") for line in text.splitlines() if line.startswith("| ")} == {4}
+
+
 def judged(trace, *conditions, **options):
     return gate(trace, fail_on=conditions, **options).verdicts
 

@@ -116,6 +116,39 @@ def import_verl(tmp_path, tensors):
     return import_dump("verl", folder, output=tmp_path / "other-run")
 
 
+def test_the_next_command_compares_a_view_with_the_rollout(tmp_path):
+    dumps.ONE_SIDED["npz"](tmp_path / "dump", make_steps(1))
+    done = tim_trace("import", "auto", tmp_path / "dump", "-o", tmp_path / "run")
+    assert f"tim-trace stats {tmp_path / 'run'} --pair replay/packed:rollout" in done.stderr
+
+
+def test_a_dump_of_another_framework_is_named(tmp_path):
+    WRITERS["prime-rl"](tmp_path / "dump", make_steps(1))
+    with pytest.raises(ImportFailed, match=r"holds no rollout_data.*; import it as prime-rl"):
+        import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+
+
+def test_an_import_claims_no_libraries_of_the_machine_that_reads_it(tmp_path):
+    WRITERS["verl"](tmp_path / "dump", make_steps(1))
+    import_dump("verl", tmp_path / "dump", output=tmp_path / "run")
+    assert info(str(tmp_path / "run")).versions == {}
+    assert "versions" not in tim_trace("info", tmp_path / "run").stdout
+
+
+@pytest.mark.parametrize(
+    ("format", "lacks"),
+    [("ms-swift", "token ids, so that nothing"), ("vllm", "token ids of the prompts, so that replay")],
+)
+def test_weights_are_not_advised_where_they_would_not_help(tmp_path, format, lacks):
+    dumps.ONE_SIDED[format](tmp_path / "dump", make_steps(1))
+    import_dump(format, tmp_path / "dump", output=tmp_path / "run")
+    (missing,) = info(str(tmp_path / "run")).missing
+    assert missing.startswith(lacks)
+    shown = tim_trace("stats", tmp_path / "run")
+    assert shown.code == 2
+    assert "--attach" not in shown.stderr
+
+
 def test_the_text_of_verl_is_sequences_without_tokens(tmp_path):
     rows = [{"input": "a", "output": "b", "gts": "c", "score": 1.0, "step": 7, "acc": True, "uid": "g"}] * 3
     dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)

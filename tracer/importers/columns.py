@@ -121,8 +121,9 @@ def _has_floats(type: pa.DataType) -> bool:
 
 def _has_flags(values: Sequence[Any]) -> bool:
     """Whether True or False is among numbers: Arrow would make 1.0 and 0.0 of them."""
-    return any(
-        bool in set(map(type, value)) if isinstance(value, list) else isinstance(value, bool) for value in values
+    kinds = set(map(type, values))
+    return bool in kinds or (
+        list in kinds and any(bool in set(map(type, value)) for value in values if type(value) is list)
     )
 
 

@@ -214,13 +214,12 @@ class Fields:
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
     """Integers, or floats among which may be integers, as an array, faster than NumPy makes it; None for any other list.
 
-    Nothing but int and bool is packed as an integer.
+    Nothing but int and bool is packed as an integer, and nothing but these and float, of what files hold, as a float.
     """
     try:
         if type(items[0]) is not float:
             return np.frombuffer(struct.pack(f"{len(items)}q", *items), np.int64)
-        if set(map(type, items)) <= {float, int, bool}:
-            return np.frombuffer(struct.pack(f"{len(items)}d", *items), np.float64)
+        return np.frombuffer(struct.pack(f"{len(items)}d", *items), np.float64)
     except (IndexError, OverflowError, struct.error):
         pass
     return None

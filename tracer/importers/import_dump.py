@@ -137,7 +137,7 @@ def _imported(
     job = _Job(chosen, folder, columns, selection, partial, before, options, given)
     if not parts:
         if before is None:
-            raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or f'holds no {chosen.files}'}")
+            raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or _holds_none(chosen, folder)}")
         result = Imported(folder=Path(), format=chosen.name)
     else:
         with connected(ray):
@@ -146,6 +146,13 @@ def _imported(
     result.held_back = tuple(held_back)
     result.num_known_files = 0 if before is None else before.num_known
     return result
+
+
+def _holds_none(format: Format, folder: DumpFolder) -> str:
+    """What is said of a folder without a file of a format."""
+    other = recognised(folder)
+    remedy = "name the folder that the framework wrote to" if other in (None, format.name) else f"import it as {other}"
+    return f"holds no {format.files}; {remedy}"
 
 
 def _written(

@@ -14,14 +14,14 @@ class ImportWriter(TraceWriter):
     """A trace writer whose errors are raised and not told.
 
     It writes to a folder that becomes a trace, or a part of one, as a whole at the end: of a process that dies before, the
-    folder is removed. So nothing is journaled, and the state is saved at both ends.
+    folder is removed. So nothing is journaled, and the state is saved at both ends. Which libraries made the numbers is not known.
     """
 
     failure: BaseException | None = None
     """What ended the writing."""
 
     def __init__(self, folder: Path):
-        super().__init__(folder, journals=False)
+        super().__init__(folder, journals=False, versions={})
 
     def sealed(self, journal: str, files: dict[str, SealedFile]) -> None:
         """Account for what rows were sealed into."""

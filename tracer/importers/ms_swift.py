@@ -71,7 +71,7 @@ MS_SWIFT = Format(
     read=_read,
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "log_completions writes texts and rewards, no token ids and no logprobs; add them with tim_trace.Recorder, or as Parquet",
+        "log_completions writes texts and rewards, no token ids and no logprobs; record its batches with tim_trace.Recorder, or write them as Parquet",
     ),
     lines=True,
 )

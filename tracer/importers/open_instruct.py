@@ -59,7 +59,7 @@ OPEN_INSTRUCT = Format(
     read=_read,
     lacks={
         "rollout": "the lines hold no logprobs",
-        "train": "open-instruct writes the engine's logprobs alone; its trainer's are in no file: add them with tim_trace.Recorder",
+        "train": "open-instruct writes the engine's logprobs alone; its trainer's are in no file: record its batches with tim_trace.Recorder",
     },
     lines=True,
 )

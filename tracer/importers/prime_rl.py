@@ -86,12 +86,8 @@ def _sequences(fields: Fields) -> Iterator[dict[str, Any]]:
     odd = next((name for name, length in lengths.items() if length != len(tokens)), None)
     if odd is not None or (positions is not None and len(positions) != len(tokens)):
         raise ImportFailed(f"{fields.where}: {odd or 'position_ids'} is not as long as token_ids ({len(tokens)})")
-    starts = (
-        np.zeros(1, np.int64)
-        if positions is None or not len(tokens)
-        else np.flatnonzero(np.r_[True, positions[1:] == 0])
-    )
-    for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(tokens)], strict=True):
+    again = [] if positions is None else (np.flatnonzero(positions[1:] == 0) + 1).tolist()
+    for start, end in zip([0, *again], [*again, len(tokens)], strict=True):
         if not mask[start:end].any():
             continue
         first = start + int(mask[start:end].argmax())

@@ -339,6 +339,8 @@ def _alike(columns: Columns) -> list[np.ndarray]:
     steps = columns.list("step")
     assert steps is not None
     has = [columns.has(name) for name in ("prompt_ids", "response_mask", "advantage") if columns.is_list(name)]
+    if steps and steps.count(steps[0]) == len(steps) and all(flags.all() or not flags.any() for flags in has):
+        return [np.arange(len(steps))]
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row, key in enumerate(zip(steps, *(flags.tolist() for flags in has), strict=True)):
         groups.setdefault(key, []).append(row)

@@ -102,8 +102,8 @@ SGLANG = Format(
     read=_read,
     lacks={
         "rollout": "the responses hold no logprobs; ask with return_logprob=true",
-        "train": "responses are the engine's side alone; score these tokens with the trainer and add them with "
-        "`tim-trace import parquet`",
+        "train": "responses are the engine's side alone; write the trainer's logprobs of the same tokens beside "
+        "them, and import that with `tim-trace import parquet`",
     },
     lines=True,
 )

@@ -104,7 +104,7 @@ TORCHTITAN = Format(
     read=_read,
     lacks={
         "rollout": "the turns hold no token ids with completion_logprobs; turn their recording on in RolloutSampleRecorder",
-        "train": "the recorder is on the engine's side; the trainer's logprobs are in no file: add them with tim_trace.Recorder",
+        "train": "the recorder is on the engine's side; the trainer's logprobs are in no file: record its batches with tim_trace.Recorder",
     },
     lines=True,
 )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
@@ -166,7 +167,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
         columns["advantage"] = advantage_column(per_token["advantage"], responded.lengths, mask)
     rewards = _rewards(fields, responded, where)
     if rewards is not None:
-        columns["reward"] = rewards
+        columns["reward"] = pa.array(rewards)
     if temperature is not None:
         columns["temperature"] = [temperature] * num_rows
     experts = _experts(fields, is_token.shape, where)
@@ -174,7 +175,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1), routing=routing)
 
 
-def _rewards(fields: Fields, responded: Padding, where: str) -> list[float] | None:
+def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | None:
     """A row's reward: the sum of what its tokens were given."""
     if np.ndim(settled(fields.get("reward"))) != 2:
         return None
@@ -184,8 +185,14 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> list[float] | No
         raise ImportFailed(
             f"{where}: its rewards have the shape {list(rewards.shape)}, and the responses {list(responded.mask.shape)}"
         )
-    there = responded.mask[:, : rewards.shape[1]]
-    return [float(given[kept].sum()) for given, kept in zip(rewards, there, strict=True)]
+    there_BT = responded.mask[:, : rewards.shape[1]]
+    given_BT = np.where(there_BT, rewards, 0)
+    found: np.ndarray = given_BT.sum(axis=1).astype(np.float64)
+    # Most rows have one reward, at their last token, and any order of adding gives it; others are summed as they lie there.
+    counts_B = np.count_nonzero(given_BT, axis=1)
+    for row in np.flatnonzero((counts_B > 1) | ((counts_B == 0) & np.signbit(given_BT).any(axis=1))):
+        found[row] = rewards[row][there_BT[row]].sum()
+    return found
 
 
 def _routed(experts: np.ndarray, is_token: np.ndarray, where: str) -> np.ndarray | None:
