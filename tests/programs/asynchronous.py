@@ -28,7 +28,9 @@ def attention(query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale=None, c
     """What flash_attn_varlen_func computes: each segment's last places attend to all before them, and to themselves."""
     parts = []
     for first_q, end_q, first_k, end_k in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
-        own = [states.transpose(0, 1)[None] for states in (query[first_q:end_q], key[first_k:end_k], value[first_k:end_k])]
+        own = [
+            states.transpose(0, 1)[None] for states in (query[first_q:end_q], key[first_k:end_k], value[first_k:end_k])
+        ]
         num_q, num_k = int(end_q - first_q), int(end_k - first_k)
         mask = None if num_q == num_k else torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q)
         found = torch.nn.functional.scaled_dot_product_attention(
@@ -81,22 +83,31 @@ class Worker:
         params = SamplingParams(max_tokens=tokens, logprobs=0, temperature=1.0)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         completions = [output.outputs[0] for output in outputs]
-        return [(list(c.token_ids), [at[t].logprob for at, t in zip(c.logprobs, c.token_ids, strict=True)]) for c in completions]
+        return [
+            (list(c.token_ids), [at[t].logprob for at, t in zip(c.logprobs, c.token_ids, strict=True)])
+            for c in completions
+        ]
 
     def sampled(self, group, prompt):
         with self.engine:
             version = self.version
             first = self.turn([prompt] * GENERATIONS, 3)
             second = self.turn([prompt + ids + TOOL for ids, _ in first], 3)
-        rewards = np.array([sum(token in range(2, 12) for token in a[0] + b[0]) / 6 for a, b in zip(first, second, strict=True)])
+        rewards = np.array(
+            [sum(token in range(2, 12) for token in a[0] + b[0]) / 6 for a, b in zip(first, second, strict=True)]
+        )
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
-        for (ids, logprobs), (more, more_logprobs), reward, advantage in zip(first, second, rewards, advantages, strict=True):
+        for (ids, logprobs), (more, more_logprobs), reward, advantage in zip(
+            first, second, rewards, advantages, strict=True
+        ):
             yield self.sample_class(
                 prompt=[],
                 completion=[],
                 input_ids=np.array([*prompt, *ids, *TOOL, *more]),
                 completion_mask=np.array([0] * len(prompt) + [1] * len(ids) + [0] * len(TOOL) + [1] * len(more)),
-                old_log_probs=np.array([*[0.0] * len(prompt), *logprobs, *[0.0] * len(TOOL), *more_logprobs], np.float32),
+                old_log_probs=np.array(
+                    [*[0.0] * len(prompt), *logprobs, *[0.0] * len(TOOL), *more_logprobs], np.float32
+                ),
                 advantage=float(advantage),
                 model_version=version,
                 group_id=group,

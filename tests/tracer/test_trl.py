@@ -599,15 +599,6 @@ def test_a_scoring_function_that_hands_its_arguments_on_is_read_by_their_places(
 
 
 @pytest.mark.slow
-def test_asynchronous_grpo_is_named_with_what_it_lacks():
-    run = program("asynchronous.py", capture="logprobs", env=(("TRL_EXPERIMENTAL_SILENCE", "1"),))
-    assert run.result["steps"] == 1
-    reason = "AsyncGRPOTrainer, because it has no _generate_and_score_completions and no _generate"
-    assert f"{reason}; trainers are recorded by" in run.done.stderr
-    assert "no process made a trainer" not in run.done.stderr
-
-
-@pytest.mark.slow
 def test_a_compiled_trainer_is_recorded_and_its_contract_says_so():
     run = train("--steps", "1", config={"torch_compile": True}, capture="logprobs")
     found = rows(run, 'SELECT "pass", count(*), sum(len(logprobs)) FROM scores GROUP BY ALL ORDER BY ALL')
