@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from runs import program
+from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
 from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
@@ -85,6 +86,16 @@ def test_ratios_entropies_and_clips_of_every_packed_row_are_what_trl_logged(reco
 
 @pytest.mark.slow
 @pytest.mark.engine
+def test_stats_like_trl_over_the_rollout_are_its_clips(recorded):
+    found = stats(recorded.trace, pair="rollout:train", by="step", like="trl", logging_steps=1).dicts()
+    logged = [entry for entry in recorded.result["log"] if "kl" in entry]
+    for name in ("low_mean", "high_mean", "region_mean"):
+        values = [row[f"clip_ratio/{name}"] for row in found]
+        assert values == pytest.approx([entry[f"clip_ratio/{name}"] for entry in logged], rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
 def test_both_sides_tell_the_updates_that_their_weights_have_seen(recorded):
     found = ask(recorded, 'SELECT "pass", step, max(policy_version), min(policy_version) FROM scores GROUP BY ALL')
     versions = {(name, step): (low, high) for name, step, high, low in found}
@@ -147,10 +158,8 @@ def test_weights_of_every_version_are_kept_and_the_engine_was_given_them(recorde
 @pytest.mark.slow
 @pytest.mark.engine
 def test_contracts_and_the_loss_say_how_the_numbers_came_about(recorded):
-    contracts = {
-        name: json.loads(text)
-        for name, text in ask(recorded, 'SELECT "pass", contract_json FROM passes ORDER BY num_scores')
-    }
+    query = 'SELECT DISTINCT "pass", contract_json FROM passes JOIN scores USING (run, "pass", contract)'
+    contracts = {name: json.loads(text) for name, text in ask(recorded, query)}
     assert contracts["rollout"]["function"] == "vllm.LLM.generate"
     assert contracts["train"]["packing"] == "prefix_tree"
     assert contracts["train"]["scoring_function"].endswith("AsyncGRPOTrainer.compute_loss")
