@@ -1,7 +1,7 @@
 """Train with TRL's AsyncGRPOTrainer, as a user's script would: it knows nothing of tim-trace.
 
-A thread samples from vLLM meanwhile, in two turns with the output of a tool between them. TRL's kernel for packed rows needs a
-GPU; here torch computes the same.
+A thread samples from vLLM meanwhile, in two turns with the output of a tool between them; or TRL's own worker, from a server.
+TRL's kernel for packed rows needs a GPU; here torch computes the same.
 """
 
 import argparse
@@ -10,15 +10,20 @@ import os
 import queue
 import sys
 import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
+import requests
+import servers
 import tiny
 import torch
 from datasets import Dataset
+from safetensors.torch import save_file
 
 TOOL = [12, 13]
 GENERATIONS = 4
@@ -115,11 +120,45 @@ class Worker:
             )
 
 
-class Transfer:
-    """Gives the engine the trainer's weights, while nothing is sampled."""
+class ServerTransfer:
+    """Gives a server the trainer's weights in a file. Requests under way wait, and go on with the new ones."""
 
-    def __init__(self, worker):
-        self.worker = worker
+    def __init__(self, url, path):
+        self.url, self.path = url, path
+
+    def post(self, path, **more):
+        requests.post(self.url + path, **more).raise_for_status()
+
+    def init_weight_transfer(self):
+        while True:
+            try:
+                return requests.get(f"{self.url}/health").raise_for_status()
+            except requests.ConnectionError:
+                time.sleep(1)
+
+    def pause(self):
+        self.post("/pause", params={"mode": "keep"})
+
+    def send_weights(self, iterator):
+        save_file({name: tensor.clone() for name, tensor in iterator}, self.path)
+        self.post("/collective_rpc", json={"method": "reload_file", "args": [self.path]})
+
+    def resume(self):
+        self.post("/resume")
+
+    def destroy(self):
+        pass
+
+
+def digits(completions, **kwargs):
+    return [sum(character.isdigit() for character in completion[0]["content"]) / 6 for completion in completions]
+
+
+class Transfer:
+    """Gives the engine the trainer's weights in a file, while nothing is sampled."""
+
+    def __init__(self, worker, path):
+        self.worker, self.path = worker, path
 
     def init_weight_transfer(self):
         pass
@@ -128,8 +167,8 @@ class Transfer:
         self.worker.engine.acquire()
 
     def send_weights(self, iterator):
-        model = self.worker.llm.llm_engine.model_executor.driver_worker.model_runner.model
-        model.load_weights([(name, tensor.clone()) for name, tensor in iterator])
+        save_file({name: tensor.clone() for name, tensor in iterator}, self.path)
+        self.worker.llm.collective_rpc("reload_file", args=(self.path,))
         self.worker.llm.reset_prefix_cache()
 
     def resume(self):
@@ -143,60 +182,78 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", default="{}", help="more settings of the trainer's config, as JSON")
     parser.add_argument("--ranks", type=int, default=1, help="start so many processes of itself with torchrun")
+    parser.add_argument("--server", action="store_true", help="vLLM as a server, and TRL's own worker")
     parser.add_argument("--model", required=True)
     parser.add_argument("--result", required=True)
     arguments = parser.parse_args()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         tiny.save_model(arguments.model)
     if arguments.ranks > 1:
+        # The trainer's processes are a world of their own, so that vLLM has to be in another one.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         torchrun = str(Path(sys.executable).parent / "torchrun")
         rest = [*sys.argv[1:], "--ranks", "1"]
         os.execv(torchrun, [torchrun, "--standalone", "--nproc-per-node", str(arguments.ranks), __file__, *rest])
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+    with ExitStack() as stack:
+        train(arguments, stack)
+
+
+def local_engine(model, tokenizer):
+    """vLLM in this process, or in one of its own, with what samples from it and gives it weights."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+    from vllm import LLM
+
+    llm = LLM(
+        model, max_model_len=64, seed=0, dtype="float32", enforce_eager=True, worker_extension_cls="reloads.Reloads"
+    )
+    prompts = [tokenizer(f"{a}+{b}{'=' * (1 + a % 3)}")["input_ids"] for a in range(10) for b in range(10)]
+    worker = Worker(llm, prompts, RolloutSample)
+    return {"rollout_worker": worker, "weight_transfer": Transfer(worker, f"{model}.safetensors")}
+
+
+def train(arguments, stack):
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # asks CUDA
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attention)
-    worker = transfer = None
     tokenizer = tiny.make_tokenizer()
-    if int(os.environ.get("RANK", "0")) == 0:
-        tiny.keep_weights_reloadable()
-        tiny.spare_compiler()
-        from vllm import LLM
-
-        llm = LLM(arguments.model, max_model_len=64, seed=0, dtype="float32", gpu_memory_utilization=0.3)
-        prompts = [tokenizer(f"{a}+{b}{'=' * (1 + a % 3)}")["input_ids"] for a in range(10) for b in range(10)]
-        worker = Worker(llm, prompts, RolloutSample)
-        transfer = Transfer(worker)
+    settings = {
+        "output_dir": arguments.model + "-out",
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "num_generations": GENERATIONS,
+        "max_completion_length": 8,
+        "token_budget": 0,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **json.loads(arguments.config),
+    }
+    engine = {}
+    if arguments.server:
+        url = stack.enter_context(servers.server(arguments.model))
+        settings |= {"vllm_server_base_url": url, "vllm_server_timeout": 900}
+        tokenizer.chat_template = servers.TEMPLATE
+        engine = {"weight_transfer": ServerTransfer(url, f"{arguments.model}.safetensors")}
+    elif int(os.environ.get("RANK", "0")) == 0:
+        engine = local_engine(arguments.model, tokenizer)
+    questions = [f"{a}+{b}" for a in range(10) for b in range(10)]
     trainer = AsyncGRPOTrainer(
         model=arguments.model,
-        args=AsyncGRPOConfig(
-            **{
-                "output_dir": arguments.model + "-out",
-                "max_steps": 4,
-                "learning_rate": 1e-3,
-                "per_device_train_batch_size": 8,
-                "gradient_accumulation_steps": 2,
-                "num_generations": GENERATIONS,
-                "max_completion_length": 8,
-                "token_budget": 0,
-                "use_cpu": True,
-                "bf16": False,
-                "gradient_checkpointing": False,
-                "report_to": [],
-                "save_strategy": "no",
-                "disable_tqdm": True,
-                **json.loads(arguments.config),
-            }
-        ),
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1"}]}]),
+        args=AsyncGRPOConfig(**settings),
+        reward_funcs=[digits],
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in questions]),
         processing_class=tokenizer,
-        rollout_worker=worker,
-        weight_transfer=transfer,
+        **engine,
     )
     trainer.train()
     if trainer.is_world_process_zero():
-        tiny.finish(arguments.result, log=trainer.state.log_history, weights=tiny.weights_hash(trainer.model))
+        tiny.finish(arguments.result, log=trainer.state.log_history)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import servers
 import tiny
 
 PROMPT = [3, 12, 4, 13]
-TEMPLATE = "{% for message in messages %}{{ message.content }}={% endfor %}"
 
 
 def ask(url, path, **settings):
@@ -86,7 +85,7 @@ def main():
     arguments = parser.parse_args()
     tiny.save_model(arguments.model)
     template = Path(f"{arguments.model}.jinja")
-    template.write_text(TEMPLATE)
+    template.write_text(servers.TEMPLATE)
     port = servers.free_port()
     threading.Thread(target=client, args=(f"http://127.0.0.1:{port}", arguments.result), daemon=True).start()
     more = ["--served-model-name", "tiny", "--chat-template", str(template)]

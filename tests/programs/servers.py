@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+TEMPLATE = "{% for message in messages %}{{ message.content }}={% endfor %}"
 MODULE = "vllm.entrypoints.openai.api_server"
 
 

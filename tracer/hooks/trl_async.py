@@ -198,14 +198,13 @@ class AsyncTrainerHooks(TrainerHooks):
         batch = self._add_samples(trainer, row)
         terms = len(row.terms[0])
         self._add_terms(state, ROLLOUT, batch, row, logprobs=inputs["old_log_probs"][0, :terms])
-        outputs = tap.outputs[0] if len(tap.outputs) == 1 else None
-        if getattr(outputs, "log_probs", None) is None:
+        if len(tap.outputs) != 1 or getattr(tap.outputs[0], "log_probs", None) is None:
             self.session.note(
                 f"current and train logprobs of {name_of(type(trainer))} are not recorded: its loss has them of another "
                 "function than one forward of its model"
             )
             return
-        index = inputs["token_index"][0, :terms]
+        outputs, index = tap.outputs[0], inputs["token_index"][0, :terms]
         logprobs, entropy = (values.detach().flatten()[index] for values in (outputs.log_probs, outputs.entropy))
         contract = state.contract(TRAIN, lambda: packed_contract(trainer))
         for pass_name in (CURRENT, TRAIN):
@@ -220,7 +219,7 @@ class AsyncTrainerHooks(TrainerHooks):
         names = sorted({name for sample in samples for name in sample.rewards if name != "reward"})
         rewards = {name: [sample.rewards.get(name, np.nan) for sample in samples] for name in names}
         ends = set(getattr(trainer, "eos_token_ids", ()))
-        return self.session.recorder.add_sequences(
+        batch: Batch = self.session.recorder.add_sequences(
             step=int(trainer.state.global_step) + 1,
             seq_ids=[sample.name for sample in samples],
             group_ids=[sample.group for sample in samples],
@@ -239,6 +238,7 @@ class AsyncTrainerHooks(TrainerHooks):
             max_tokens=settings.get("max_completion_length"),
             finish_reason=["stop" if int(sample.ids[-1]) in ends else "length" for sample in samples],
         )
+        return batch
 
     def _add_terms(
         self,
