@@ -139,11 +139,14 @@ class AsyncTrainerHooks(TrainerHooks):
 
     def sync_weights(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Note which updates the engine's weights have seen from here on."""
-        self.session.engine_weights.hold(trainer)
+        # An adapter that goes to the engine as a file is no tensor that can be heard.
+        is_heard = not getattr(trainer, "_lora_sync", False)
+        if is_heard:
+            self.session.engine_weights.hold(trainer)
         result = original(trainer, *args, **kwargs)
         updates = int(trainer.state.global_step)
         self._steps.setdefault(trainer, {})[int(trainer.model_version)] = updates
-        if trainer.is_world_process_zero():
+        if is_heard and trainer.is_world_process_zero():
             self.session.engine_weights.tell(updates + 1)
         state = self._state(trainer)
         if not state.described and self.session.is_recording:
@@ -153,13 +156,20 @@ class AsyncTrainerHooks(TrainerHooks):
         return result
 
     def send_weights(self, original: Callable[..., Any], trainer: Any) -> Iterator[tuple[str, Any]]:
-        return iter(self.session.engine_weights.heard(original(trainer)))
+        account = self.session.engine_weights
+        return account.heard(account.gathered(original(trainer)))
 
     def compute_loss(
         self, original: Callable[..., Any], trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         packed = inputs.pop(ROW_KEY, None)
-        if packed is None or not self.session.is_recording:
+        if not self.session.is_recording:
+            return original(trainer, model, inputs, *args, **kwargs)
+        if packed is None:
+            self.session.note(
+                f"samples of {name_of(type(trainer))} are not recorded: its batches are not packed out of a queue as those of "
+                "TRL 1.16's AsyncGRPOTrainer are"
+            )
             return original(trainer, model, inputs, *args, **kwargs)
         state = self._state(trainer)
         with self.session.guard("weights"):
