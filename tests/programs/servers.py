@@ -1,6 +1,8 @@
 """A vLLM server on this CPU, in a process of its own, and TRL's client of it: NCCL is what a CPU lacks, so files carry weights."""
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +27,11 @@ def free_port():
         return listener.getsockname()[1]
 
 
+def _end_with_parent():
+    """Have the kernel end this process with the one that started it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
 @contextmanager
 def server(model):
     """The address of a server that nobody records, whatever becomes of its caller."""
@@ -42,7 +49,8 @@ def server(model):
         "--worker-extension-cls",
         "reloads.Reloads",
     ]
-    process = subprocess.Popen([sys.executable, "-m", MODULE, *settings(model, port), *more], env=environment)
+    command = [sys.executable, "-m", MODULE, *settings(model, port), *more]
+    process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
