@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from runs import program, train
+from runs import train
 from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import likeness, stats
