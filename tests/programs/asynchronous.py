@@ -6,7 +6,6 @@ TRL's kernel for packed rows needs a GPU; here torch computes the same.
 
 import argparse
 import json
-import os
 import queue
 import sys
 import threading
@@ -181,25 +180,17 @@ class Transfer:
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", default="{}", help="more settings of the trainer's config, as JSON")
-    parser.add_argument("--ranks", type=int, default=1, help="start so many processes of itself with torchrun")
     parser.add_argument("--server", action="store_true", help="vLLM as a server, and TRL's own worker")
     parser.add_argument("--model", required=True)
     parser.add_argument("--result", required=True)
     arguments = parser.parse_args()
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        tiny.save_model(arguments.model)
-    if arguments.ranks > 1:
-        # The trainer's processes are a world of their own, so that vLLM has to be in another one.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        torchrun = str(Path(sys.executable).parent / "torchrun")
-        rest = [*sys.argv[1:], "--ranks", "1"]
-        os.execv(torchrun, [torchrun, "--standalone", "--nproc-per-node", str(arguments.ranks), __file__, *rest])
+    tiny.save_model(arguments.model)
     with ExitStack() as stack:
         train(arguments, stack)
 
 
 def local_engine(model, tokenizer):
-    """vLLM in this process, or in one of its own, with what samples from it and gives it weights."""
+    """vLLM in this process, with what samples from it and gives it weights."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
     from vllm import LLM
 
@@ -240,7 +231,7 @@ def train(arguments, stack):
         settings |= {"vllm_server_base_url": url, "vllm_server_timeout": 900}
         tokenizer.chat_template = servers.TEMPLATE
         engine = {"weight_transfer": ServerTransfer(url, f"{arguments.model}.safetensors")}
-    elif int(os.environ.get("RANK", "0")) == 0:
+    else:
         engine = local_engine(arguments.model, tokenizer)
     questions = [f"{a}+{b}" for a in range(10) for b in range(10)]
     trainer = AsyncGRPOTrainer(
@@ -252,8 +243,7 @@ def train(arguments, stack):
         **engine,
     )
     trainer.train()
-    if trainer.is_world_process_zero():
-        tiny.finish(arguments.result, log=trainer.state.log_history)
+    tiny.finish(arguments.result, log=trainer.state.log_history)
 
 
 if __name__ == "__main__":

@@ -36,11 +36,6 @@ def recorded():
     return program("asynchronous.py", capture="logprobs", env=SILENT)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return program("asynchronous.py", "--ranks", "2", capture="logprobs", env=SILENT)
-
-
 def ask(run, query):
     return connect(run.trace).execute(query).fetchall()
 
@@ -183,21 +178,6 @@ def test_every_bit_of_a_packed_row_and_every_digit_of_its_gradient_come_back(rec
     found = gradient(trace)
     assert len(found.steps) == 4
     assert "to its last digit in all 4 steps" in found.sentence
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-def test_each_process_records_the_samples_of_its_own_packed_row(ranks):
-    writers = ask(ranks, "SELECT writer, count(*) FROM sequences GROUP BY ALL")
-    assert len(writers) == 2
-    forwards = by_forward(ranks)
-    for step, entry in enumerate((entry for entry in ranks.result["log"] if "kl" in entry), 1):
-        tokens = [np.concatenate(column) for column in zip(*forwards[step], strict=True)]
-        assert len(forwards[step]) == 2
-        assert len(tokens[0]) > 0
-        assert "kl" in entry
-    names = ask(ranks, "SELECT count(*), count(DISTINCT seq_id) FROM sequences")
-    assert names[0][0] == names[0][1]
 
 
 def sample(ids, mask, **more):
