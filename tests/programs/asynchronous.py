@@ -1,7 +1,7 @@
 """Train with TRL's AsyncGRPOTrainer, as a user's script would: it knows nothing of tim-trace.
 
-A thread samples from vLLM meanwhile, in two turns with the output of a tool between them; or TRL's own worker, from a server.
-TRL's kernel for packed rows needs a GPU; here torch computes the same.
+A thread samples from vLLM meanwhile, in two turns with the output of a tool between them. TRL's kernel for packed rows needs a
+GPU; here torch computes the same.
 """
 
 import argparse
@@ -9,16 +9,12 @@ import json
 import queue
 import sys
 import threading
-import time
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-import requests
-import servers
 import tiny
 import torch
 from datasets import Dataset
@@ -119,40 +115,6 @@ class Worker:
             )
 
 
-class ServerTransfer:
-    """Gives a server the trainer's weights in a file. Requests under way wait, and go on with the new ones."""
-
-    def __init__(self, url, path):
-        self.url, self.path = url, path
-
-    def post(self, path, **more):
-        requests.post(self.url + path, **more).raise_for_status()
-
-    def init_weight_transfer(self):
-        while True:
-            try:
-                return requests.get(f"{self.url}/health").raise_for_status()
-            except requests.ConnectionError:
-                time.sleep(1)
-
-    def pause(self):
-        self.post("/pause", params={"mode": "keep"})
-
-    def send_weights(self, iterator):
-        save_file({name: tensor.clone() for name, tensor in iterator}, self.path)
-        self.post("/collective_rpc", json={"method": "reload_file", "args": [self.path]})
-
-    def resume(self):
-        self.post("/resume")
-
-    def destroy(self):
-        pass
-
-
-def digits(completions, **kwargs):
-    return [sum(character.isdigit() for character in completion[0]["content"]) / 6 for completion in completions]
-
-
 class Transfer:
     """Gives the engine the trainer's weights in a file, while nothing is sampled."""
 
@@ -180,16 +142,14 @@ class Transfer:
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", default="{}", help="more settings of the trainer's config, as JSON")
-    parser.add_argument("--server", action="store_true", help="vLLM as a server, and TRL's own worker")
     parser.add_argument("--model", required=True)
     parser.add_argument("--result", required=True)
     arguments = parser.parse_args()
     tiny.save_model(arguments.model)
-    with ExitStack() as stack:
-        train(arguments, stack)
+    train(arguments)
 
 
-def local_engine(model, tokenizer):
+def engine(model, tokenizer):
     """vLLM in this process, with what samples from it and gives it weights."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
     from vllm import LLM
@@ -202,7 +162,7 @@ def local_engine(model, tokenizer):
     return {"rollout_worker": worker, "weight_transfer": Transfer(worker, f"{model}.safetensors")}
 
 
-def train(arguments, stack):
+def train(arguments):
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # asks CUDA
@@ -225,22 +185,12 @@ def train(arguments, stack):
         "disable_tqdm": True,
         **json.loads(arguments.config),
     }
-    engine = {}
-    if arguments.server:
-        url = stack.enter_context(servers.server(arguments.model))
-        settings |= {"vllm_server_base_url": url, "vllm_server_timeout": 900}
-        tokenizer.chat_template = servers.TEMPLATE
-        engine = {"weight_transfer": ServerTransfer(url, f"{arguments.model}.safetensors")}
-    else:
-        engine = local_engine(arguments.model, tokenizer)
-    questions = [f"{a}+{b}" for a in range(10) for b in range(10)]
     trainer = AsyncGRPOTrainer(
         model=arguments.model,
         args=AsyncGRPOConfig(**settings),
-        reward_funcs=[digits],
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in questions]),
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1"}]}]),
         processing_class=tokenizer,
-        **engine,
+        **engine(arguments.model, tokenizer),
     )
     trainer.train()
     tiny.finish(arguments.result, log=trainer.state.log_history)

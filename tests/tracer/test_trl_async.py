@@ -12,6 +12,7 @@ import pytest
 from runs import program
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
+from tim_trace.replay.arms import AS_RECORDED
 from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
 from tim_trace.replay.results import by_arm
@@ -170,14 +171,16 @@ def test_contracts_and_the_loss_say_how_the_numbers_came_about(recorded):
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_every_bit_of_a_packed_row_and_every_digit_of_its_gradient_come_back(recorded, tmp_path):
+def test_every_bit_of_a_packed_row_and_its_gradient_come_back(recorded, tmp_path):
     trace = shutil.copytree(recorded.trace, tmp_path / "run")
     first, *others = by_arm(replay(trace, arm=["batch-size=1", "dtype=fp64", "padding=packed"]))
     assert (first.share_equal, first.max_abs_d) == (1.0, 0.0)
     assert all(0 < arm.max_abs_d < 2e-6 for arm in others)
-    found = gradient(trace)
-    assert len(found.steps) == 4
-    assert "to its last digit in all 4 steps" in found.sentence
+    steps = [step for step in gradient(trace).steps if step.arm == AS_RECORDED]
+    assert len(steps) == 4
+    for step in steps:
+        # The backward of two attentions that give the same bits may add in another order.
+        assert step.grad_norm == pytest.approx(step.logged_norm, rel=1e-6)
 
 
 def sample(ids, mask, **more):
