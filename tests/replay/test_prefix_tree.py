@@ -1,5 +1,8 @@
 """Rows packed as a tree of what they begin with alike."""
 
+import importlib.util
+from importlib import metadata
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -58,12 +61,19 @@ def test_a_token_is_shared_where_rows_agree_on_the_one_behind_it():
     assert batch.labels_W.tolist() == [UNLABELLED, 7, 8, UNLABELLED, 9, UNLABELLED, 4, UNLABELLED]
 
 
+def trl_packing():
+    """TRL's module alone: its package imports vLLM."""
+    path = metadata.distribution("trl").locate_file("trl/experimental/async_grpo/packing.py")
+    spec = importlib.util.spec_from_file_location("trl_packing", str(path))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 def test_rows_are_packed_as_trl_packs_them():
-    pytest.importorskip("trl")
-    from trl.experimental.async_grpo.packing import TreeRow
-
+    TreeRow = trl_packing().TreeRow
     for seed in range(200):
         rows, packed = drawn(seed), TreeRow()
         for one in rows:
