@@ -157,7 +157,8 @@ class AsyncTrainerHooks(TrainerHooks):
 
     def send_weights(self, original: Callable[..., Any], trainer: Any) -> Iterator[tuple[str, Any]]:
         account = self.session.engine_weights
-        return account.heard(account.gathered(original(trainer)))
+        weights: Iterator[tuple[str, Any]] = account.heard(account.gathered(original(trainer)))
+        return weights
 
     def compute_loss(
         self, original: Callable[..., Any], trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
