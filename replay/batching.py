@@ -141,7 +141,7 @@ class SharedBatch(PackedBatch):
         found = [Span(start=start, end=end) for start, end in dict.fromkeys(prompts)]
         for row, end, prompt in zip(self.rows, self.ends_B.tolist(), prompts, strict=True):
             if len(row.response_ids):
-                found.append(Span(start=end - len(row.response_ids), end=end, prefix=prompt))
+                found.append(Span(start=end - len(row.response_ids), end=end, prefix=(prompt,)))
         return sorted(found, key=lambda span: span.start)
 
     @property
@@ -196,11 +196,16 @@ def forwards(
         return [_packed(group) for group in _packs(rows, batch_size, most)]
     if batch_tokens is not None:
         return [_padded(group, pad_id, padding, is_tight=True) for group in _bounded(rows, batch_tokens, padding)]
-    groups = [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
+    groups = recorded_forwards(rows)
     if batch_size is not None:
         by_writer = [list(group) for _, group in groupby(rows, key=lambda row: row.writer)]
         groups = [part[i : i + batch_size] for part in by_writer for i in range(0, len(part), batch_size)]
     return [_padded(group, pad_id, padding) for group in groups]
+
+
+def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
+    """The rows of each forward that they were recorded in."""
+    return [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
 
 
 def _spans(starts_B: np.ndarray, rows: Sequence[RecordedRow]) -> np.ndarray:

@@ -26,9 +26,10 @@ from .backends.module import ModuleScorer, gives_hidden
 from .backends.quantize import GROUP, quantize
 from .backends.tap import HiddenTap, cutting, head_contract
 from .backends.transformers import TransformersScorer
-from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, responses
+from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, recorded_forwards, responses
 from .meter import Told, untold, work
 from .numerics import Numerics
+from .prefix_tree import TREE, tree_batch
 from .recorded import RecordedRow, RecordedRun, has_experts
 from .scored import Scored
 from .settings import settings
@@ -45,6 +46,8 @@ class HfScorer:
     num_devices = 1
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
+        if run.model_factory is not None:
+            contract = contract | {"packing": None}  # the model of a user's code knows no packing
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.numerics = self.numerics_of(arm, contract)
         self.capture = capture or Capture()
@@ -93,7 +96,7 @@ class HfScorer:
             device=self.device,
             factory=self.run.model_factory,
         )
-        if self.arm.padding in END_TO_END and gives_hidden(model):
+        if (self.arm.padding in END_TO_END or self.numerics.is_tree) and gives_hidden(model):
             packing.check(model.config)
         return model
 
@@ -254,6 +257,8 @@ class HfScorer:
         return scored
 
     def batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
+        if self.numerics.is_tree and self._rows is None:
+            return [tree_batch(group) for group in recorded_forwards(rows)]
         pad_id = self.run.model["config"].get("pad_token_id") or 0
         return forwards(
             rows,
@@ -309,7 +314,8 @@ class HfScorer:
                 "model": self.contract["model"] | changed,
                 "attention_kernels": sorted(self.kernels),
                 "rows_a_forward": self._rows_a_forward,
-                "prompt_padding_side": self._padding,
+                "prompt_padding_side": None if self.numerics.is_tree else self._padding,
+                "packing": TREE if self.numerics.is_tree else None,
                 "device": environment.device_name(self.device),
                 "torch": used | {"autocast_dtype": autocast},
                 "versions": environment.numeric_versions(),

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..schemas.contract import Contract
-from .arms import DTYPES, Arm
+from .arms import DTYPES, PACKABLE, Arm
 from .backends import packing, trl
 from .batching import END_TO_END
+from .prefix_tree import TREE
 from .settings import autocast_dtype
 
 
@@ -34,11 +35,19 @@ class Numerics:
         return self.dtype if self.arm.dtype or self.recorded.get("parameters_dtype") else None
 
     @property
+    def is_tree(self) -> bool:
+        """Whether rows go through the model as the tree that they were recorded in: always where the arm leaves their shape."""
+        arm = self.arm
+        shaped = arm.has_batch_shape or arm.padding or arm.compile or arm.cached_tokens is not None
+        return self.recorded.get("packing") == TREE and not shaped and arm.attention in PACKABLE
+
+    @property
     def attention(self) -> str:
         """The model's attention implementation, as transformers names it."""
-        if self.arm.padding in END_TO_END:
+        if self.arm.padding in END_TO_END or self.is_tree:
             return packing.NAME
-        recorded = str(self.recorded["model"]["attention"])
+        # What is recorded for trees takes nothing else.
+        recorded = "sdpa" if self.recorded.get("packing") == TREE else str(self.recorded["model"]["attention"])
         return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
 
     @property
@@ -53,6 +62,7 @@ class Numerics:
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding in END_TO_END or arm.compile or arm.dtype == "fp64"
+        shaped = shaped or (self.recorded.get("packing") == TREE and not self.is_tree)
         return trl.scores(self.recorded) and not shaped and all(value is None for value in own)
 
     @property
@@ -92,6 +102,11 @@ class ExactNumerics(Numerics):
     """Those of the exact engine."""
 
     __slots__ = ()
+
+    @property
+    def is_tree(self) -> bool:
+        """Never: each row is computed alone."""
+        return False
 
     @property
     def attention(self) -> str:

@@ -28,8 +28,8 @@ class Span:
 
     start: int
     end: int
-    prefix: tuple[int, int] | None = None
-    """First place of what lies before them in their row, and the place after its last; None where nothing does."""
+    prefix: tuple[tuple[int, int], ...] = ()
+    """Stretches that lie before them in their row, in order: of each the first place, and the place after its last."""
 
 
 @dataclass(slots=True)
@@ -72,10 +72,10 @@ def _attention(
         own = slice(span.start, span.end)
         query, key, value = (states[:, :, own] for states in (query_1NWD, key_1GWD, value_1GWD))
         mask = None
-        if span.prefix is not None:
-            prefix = slice(*span.prefix)
+        if span.prefix:
+            before = [slice(*stretch) for stretch in span.prefix]
             key, value = (
-                torch.cat([states[:, :, prefix], part], dim=2)
+                torch.cat([*(states[:, :, stretch] for stretch in before), part], dim=2)
                 for states, part in ((key_1GWD, key), (value_1GWD, value))
             )
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)

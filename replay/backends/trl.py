@@ -11,9 +11,10 @@ from typing import Any
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
-from ..batching import PaddedBatch
+from ..batching import ForwardBatch, PaddedBatch
+from ..prefix_tree import TreeBatch
 from ..settings import autocast
-from . import trusted
+from . import packing, trusted
 
 
 class TrlScorer:
@@ -26,7 +27,7 @@ class TrlScorer:
         """
         trusted.check_scoring(contract)
         self.name = str(contract["scoring_function"])
-        self._score = _function(self.name)
+        self._score = None if self.name in trusted.PACKED_LOSSES else _function(self.name)
         self._head = _function(str(contract["fused_lm_head"]))
         self._grad = bool(contract.get("grad_enabled"))
         device = next(model.parameters()).device
@@ -41,18 +42,22 @@ class TrlScorer:
         if autocast_dtype is not None:
             _wrap_forward(model, lambda: autocast(device, autocast_dtype))
 
-    def __call__(self, batch: PaddedBatch) -> Any:
+    def __call__(self, batch: ForwardBatch) -> Any:
         """[N] log-probabilities of the batch's response tokens, row by row."""
         import torch
 
         with torch.set_grad_enabled(self._grad):
             return self.logprobs(batch).detach()
 
-    def logprobs(self, batch: PaddedBatch) -> Any:
+    def logprobs(self, batch: ForwardBatch) -> Any:
         """The same with what a backward needs, where torch keeps it."""
         import torch
 
         device = next(self._model.parameters()).device
+        if isinstance(batch, TreeBatch):
+            return self._of_tree(batch, device)
+        assert isinstance(batch, PaddedBatch)
+        assert self._score is not None
         logprobs_BK = self._score(
             self._trainer,
             self._model,
@@ -61,6 +66,20 @@ class TrlScorer:
             batch.num_kept,
         )[0]
         return batch.last(logprobs_BK)
+
+    def _of_tree(self, batch: TreeBatch, device: Any) -> Any:
+        """As AsyncGRPOTrainer's loss runs its model."""
+        import torch
+
+        rows = packing.RowSpans(batch.spans)
+        ids_1W, positions_1W, labels_1W = (
+            torch.from_numpy(values_W).to(device)[None] for values_W in (batch.ids_W, batch.positions_W, batch.labels_W)
+        )
+        outputs = self._model(
+            input_ids=ids_1W, position_ids=positions_1W, shift_labels=labels_1W, fused_lm_head=True, packed=rows
+        )
+        packing.check_all(rows, self._model.config)
+        return outputs.log_probs.flatten()[torch.from_numpy(batch.before_N).to(device)]
 
 
 def _wrap_forward(model: Any, cast: Callable[[], Any]) -> None:
@@ -80,8 +99,9 @@ def scores(contract: Contract) -> bool:
     """Whether a pass was scored by TRL code that is installed here."""
     if contract.get("engine") != "trl" or not contract.get("fused_lm_head"):
         return False
+    name = str(contract["scoring_function"])
     try:
-        _function(str(contract["scoring_function"]))
+        _function(str(contract["fused_lm_head"]) if name in trusted.PACKED_LOSSES else name)
     except CannotReplay:
         return False
     return True

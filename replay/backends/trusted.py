@@ -19,6 +19,8 @@ SCORING_FUNCTIONS = (
     "trl.trainer.grpo_trainer.GRPOTrainer._get_per_token_logps_and_entropies",
     "trl.trainer.rloo_trainer.RLOOTrainer._get_per_token_logps_and_entropies",
 )
+PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer.compute_loss",)
+"""Functions that score packed rows. A replay does not call them: it runs the model as they do."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {"flash_attention_2": "is_flash_attn_2_available", "flash_attention_3": "is_flash_attn_3_available"}
 """Attention -> transformers' function that says whether its package is installed; else it would fetch a kernel from the hub."""
@@ -110,7 +112,7 @@ def check_contract(contract: Contract, where: str) -> None:
 
 def check_scoring(contract: Contract) -> None:
     """Raise CannotReplay where a contract of TRL names another function than TRL's own."""
-    for field, allowed in (("scoring_function", SCORING_FUNCTIONS), ("fused_lm_head", FUSED_HEADS)):
+    for field, allowed in (("scoring_function", (*SCORING_FUNCTIONS, *PACKED_LOSSES)), ("fused_lm_head", FUSED_HEADS)):
         name = contract.get(field)
         if contract.get("engine") == "trl" and contract.get("fused_lm_head") and name not in allowed:
             raise CannotReplay(

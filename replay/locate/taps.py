@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..batching import ForwardBatch, PaddedBatch, SharedBatch
+from ..prefix_tree import TreeBatch
 
 ATTENTION = "attention"
 """What is appended to the name of an attention layer for its core: scores, mask, softmax and values, after the rotary."""
@@ -54,6 +55,8 @@ def places(batch: ForwardBatch, index: int) -> np.ndarray:
     if isinstance(batch, PaddedBatch):
         start = index * batch.width + int(batch.first_B[index]) - len(row.prompt_ids)
         return np.arange(start, start + row.num_tokens)
+    if isinstance(batch, TreeBatch):
+        return batch.places_B[index]
     end = int(batch.ends_B[index])
     if isinstance(batch, SharedBatch):
         prompt = np.arange(*batch.prompts_B[index].tolist())

@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import servers
 import tiny
 import torch
 import transfers
@@ -102,6 +104,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--trainer", choices=["grpo", "rloo", "derived", "copied", "other"], default="grpo")
     parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--server", action="store_true", help="vLLM as a server in a process of its own")
     parser.add_argument("--bf16-engine", action="store_true")
     parser.add_argument("--moe", action="store_true", help="a mixture of experts")
     parser.add_argument("--lora", help="settings of peft's LoraConfig, as JSON")
@@ -132,11 +135,12 @@ def main():
         break_recorder()
     if arguments.pretend:
         pretend(arguments.pretend, arguments.without)
-    train(arguments)
+    with ExitStack() as stack:
+        train(arguments, stack)
 
 
-def train(arguments):
-    if not arguments.vllm:
+def train(arguments, stack):
+    if not arguments.vllm and not arguments.server:
         hide_vllm()
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -146,6 +150,11 @@ def train(arguments):
     if arguments.vllm:
         tiny.keep_weights_reloadable()
         tiny.spare_compiler()
+    engine = {"use_vllm": arguments.vllm, "vllm_mode": "colocate"}
+    if arguments.server:
+        servers.carry_weights_in_files(arguments.model)
+        url = stack.enter_context(servers.server(arguments.model))
+        engine = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 900}
     experts = {"experts_implementation": arguments.experts} if arguments.experts else {}
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, **experts)
     prompts = [{"prompt": f"{a}+{b}{'=' * (1 + a % 3)}"} for a in range(10) for b in range(10)]
@@ -159,8 +168,7 @@ def train(arguments):
         "per_device_train_batch_size": 8,
         "num_generations": 4,
         "max_completion_length": 6,
-        "use_vllm": arguments.vllm,
-        "vllm_mode": "colocate",
+        **engine,
         "vllm_max_model_length": 64,
         "vllm_gpu_memory_utilization": 0.3,
         "use_cpu": True,

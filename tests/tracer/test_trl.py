@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from runs import program, train
+from runs import train
 from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import likeness, stats
@@ -596,15 +596,6 @@ def test_a_scoring_function_that_hands_its_arguments_on_is_read_by_their_places(
         "logits_to_keep": 7,
         "batch_size": 2,
     }
-
-
-@pytest.mark.slow
-def test_asynchronous_grpo_is_named_with_what_it_lacks():
-    run = program("asynchronous.py", capture="logprobs", env=(("TRL_EXPERIMENTAL_SILENCE", "1"),))
-    assert run.result["steps"] == 1
-    reason = "AsyncGRPOTrainer, because it has no _generate_and_score_completions and no _generate"
-    assert f"{reason}; trainers are recorded by" in run.done.stderr
-    assert "no process made a trainer" not in run.done.stderr
 
 
 @pytest.mark.slow

@@ -62,6 +62,8 @@ class Session:
         self.capture = Capture.parse(order.capture, order.capture_fraction)
         self.hooks: dict[str, str] = {}
         self.generation: Any = None
+        self.is_sampled_for_trainer = False
+        """Whether what engines of this process sample goes to a trainer that records it."""
         self.num_engine_steps = 0
         """Steps of engines that a program drives without a trainer."""
         self._engine_weights: Any = None

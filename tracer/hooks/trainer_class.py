@@ -1,4 +1,5 @@
-"""Which trainers are recorded: those with the functions of TRL's GRPO and RLOO trainers, wherever their class comes from.
+"""Which trainers are recorded: those with the functions of TRL's GRPO, RLOO and AsyncGRPO trainers, wherever their class comes
+from.
 
 Users derive from TRL's classes, and unsloth and ms-swift generate and copy them.
 """
@@ -15,6 +16,12 @@ from .versions import TESTED, untested, version_sentence
 NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions without which no sequence is recorded."""
 
+NEEDED_ASYNC = ("_sync_weight", "_streaming_iter")
+"""Functions of a trainer whose samples come from a queue, as AsyncGRPOTrainer's do."""
+
+TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
+"""Modules whose losses are known."""
+
 OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
 """What `_generate_and_score_completions` returns by name, of what is recorded."""
 
@@ -28,8 +35,15 @@ def trl_version() -> str | None:
     return getattr(sys.modules.get("trl"), "__version__", None)
 
 
+def is_asynchronous(trainer_class: type) -> bool:
+    """Whether a class trains on samples of a queue, which others fill meanwhile."""
+    return all(callable(getattr(trainer_class, name, None)) for name in NEEDED_ASYNC)
+
+
 def unrecorded(trainer_class: type) -> str | None:
     """Sentence on why trainers of a class are not recorded; None where they are."""
+    if is_asynchronous(trainer_class):
+        return None
     lacking = [name for name in NEEDED if not callable(getattr(trainer_class, name, None))]
     return _unrecorded(trainer_class, f"it has no {' and no '.join(lacking)}") if lacking else None
 
@@ -67,7 +81,7 @@ def own_loss(trainer_class: type) -> str | None:
     for name in ("compute_loss", "_compute_loss"):
         function = inspect.unwrap(getattr(trainer_class, name, own_loss))
         module = str(getattr(function, "__module__", ""))
-        if function is not own_loss and not module.startswith(("trl.trainer.", "transformers.")):
+        if function is not own_loss and not module.startswith(TRL_LOSSES):
             return (
                 f"{name_of(trainer_class)} has a {name} of its own, from {module}: objective and gradient take the loss that "
                 "TRL makes of its settings"

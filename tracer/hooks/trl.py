@@ -1,58 +1,18 @@
-"""Recording TRL's GRPO and RLOO trainers, and those that derive from them or have their functions.
-
-Shapes: B rows of one process's generation batch, P padded prompt width, T padded response width, F reward functions.
-"""
+"""Recording TRL's GRPO, RLOO and AsyncGRPO trainers, and those that derive from them or have their functions."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from ...schemas.layout import EVAL_SPLIT, TRAIN_SPLIT
-from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
-from ..batch import Batch
-from ..optimizer import optimizer_statistics, underlying
-from .calls import arguments
-from .engine_call import EngineCall
-from .model_weights import keeps_weights, own_tensors
 from .patches import Patches
 from .session import Session
-from .tokenizer import tokenizer_identity
-from .trainer_class import lacks, name_of, own_loss, trl_version, unknown_output, unrecorded
-from .trl_batches import (
-    ROW_KEY,
-    engine_call_of,
-    finish_reasons,
-    left_padded,
-    local_rewards,
-    loss_of,
-    named_passes,
-    right_padded,
-    row_keys,
-    scoring_call,
-    scoring_of,
-)
-from .trl_contract import (
-    generation_contract,
-    has_adapters,
-    model_identity,
-    reference_contract,
-    sampling,
-    scoring_contract,
-    server_contract,
-)
-from .trl_distributions import HeadTap
-from .trl_routing import routing_tap, tell_of_routing
-from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
-
-OPTIMIZER_STEPS = 5
-"""The optimizer's statistics are taken at the first step and then every so many."""
+from .trainer_class import is_asynchronous, lacks, trl_version, unrecorded
+from .trl_async import AsyncTrainerHooks
+from .trl_trainer import TrainerHooks
 
 POINTS = {
     "train": "steps that a second call of train() makes again, apart from those of the first",
@@ -79,6 +39,7 @@ class TrainerClasses:
         self._session = session
         self._patches = patches
         self._hooks = TrainerHooks(session)
+        self._async_hooks = AsyncTrainerHooks(session)
         self._seen: weakref.WeakSet[type] = weakref.WeakSet()
         self._hears = False
         """Whether transfers of weights are heard."""
@@ -97,8 +58,22 @@ class TrainerClasses:
             return
         if version := trl_version():
             self._session.hooks["trl"] = version
-        hooks, missing = self._hooks, {}
-        wrappers: dict[str, Callable[..., Any]] = {
+        missing = {}
+        wrappers = self._asynchronous() if is_asynchronous(trainer_class) else self._generating()
+        for name, wrapper in wrappers.items():
+            if not self._patches.wrap(trainer_class, name, partial(self._of_class, trainer_class, wrapper)):
+                missing[f"{trainer_class.__qualname__}.{name}"] = POINTS[name]
+        if not self._hears:
+            self._hears = True
+            _hook_engines(self._session, self._patches)
+        sentence = lacks(trainer_class, missing)
+        if sentence:
+            self._session.note(sentence)
+
+    def _generating(self) -> Mapping[str, Callable[..., Any]]:
+        """Function of a trainer that samples between its losses -> what runs around it."""
+        hooks = self._hooks
+        return {
             "train": hooks.train,
             "_generate_and_score_completions": hooks.generate_and_score,
             "_generate": hooks.generate,
@@ -108,15 +83,19 @@ class TrainerClasses:
             "_maybe_log_save_evaluate": hooks.step_end,
             "log": hooks.log,
         }
-        for name, wrapper in wrappers.items():
-            if not self._patches.wrap(trainer_class, name, partial(self._of_class, trainer_class, wrapper)):
-                missing[f"{trainer_class.__qualname__}.{name}"] = POINTS[name]
-        if not self._hears:
-            self._hears = True
-            _hear_transfers(self._session, self._patches)
-        sentence = lacks(trainer_class, missing)
-        if sentence:
-            self._session.note(sentence)
+
+    def _asynchronous(self) -> Mapping[str, Callable[..., Any]]:
+        """Function of a trainer whose samples come from a queue -> what runs around it."""
+        hooks = self._async_hooks
+        return {
+            "train": hooks.train,
+            "get_train_dataloader": hooks.dataloader,
+            "_sync_weight": hooks.sync_weights,
+            "_streaming_iter": hooks.send_weights,
+            "compute_loss": hooks.compute_loss,
+            "_maybe_log_save_evaluate": hooks.step_end,
+            "log": hooks.log,
+        }
 
     def _of_class(
         self, trainer_class: type, hook: Callable[..., Any], original: Callable[..., Any], trainer: Any, *args: Any,
@@ -135,8 +114,8 @@ class TrainerClasses:
         return original(trainer, *args, **kwargs)
 
 
-def _hear_transfers(session: Session, patches: Patches) -> None:
-    """Hear the tensors that TRL gathers of a sharded trainer, and those that it sends to a server."""
+def _hook_engines(session: Session, patches: Patches) -> None:
+    """Hear the tensors that TRL gathers of a sharded trainer or sends to a server, and the logprobs that a server gives."""
 
     def gather(original: Callable[..., Any], generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))
@@ -144,400 +123,24 @@ def _hear_transfers(session: Session, patches: Patches) -> None:
     def send(original: Callable[..., Any], client: Any, metadata: Any, named_params: Any) -> Any:
         return original(client, metadata, session.engine_weights.heard(named_params))
 
+    def generate(original: Callable[..., Any], generation: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(generation, "mode", None) != "server" or getattr(generation, "logprobs", 0) is not None:
+            return original(generation, *args, **kwargs)
+        # RLOO asks its server for no logprobs. They are asked for here, and taken out of what it gets.
+        generation.logprobs = 0
+        try:
+            prompt_ids, response_ids, logprobs, *_ = original(generation, *args, **kwargs)
+        finally:
+            generation.logprobs = None
+        if session.generation is not None and logprobs is not None:
+            session.generation.server_logprobs.append(logprobs)
+        return prompt_ids, response_ids, None, None
+
     for module, owner, name, wrapper in (
         ("vllm_generation", "VLLMGeneration", "_iter_named_params", gather),
         ("vllm_client", "VLLMClient", "update_named_params", send),
+        ("vllm_generation", "VLLMGeneration", "generate", generate),
     ):
         found = getattr(sys.modules.get(f"trl.generation.{module}"), owner, None)
         if found is not None:
             patches.wrap(found, name, wrapper)
-
-
-def _sends_weights(trainer: Any) -> bool:
-    """Whether this process sends its weights to an engine outside of it."""
-    is_server = getattr(trainer, "use_vllm", False) and trainer.vllm_mode == "server"
-    return bool(is_server and trainer.is_world_process_zero())
-
-
-class TrainerHooks:
-    """What runs around a trainer's functions. Each calls the original and returns what it returned."""
-
-    def __init__(self, session: Session):
-        self.session = session
-        self._states: weakref.WeakKeyDictionary[Any, TrainerState] = weakref.WeakKeyDictionary()
-
-    def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        self.session.begin_training()
-        self._states.pop(trainer, None)  # its weights and contracts belong to the writer before
-        return original(trainer, *args, **kwargs)
-
-    def generate_and_score(
-        self, original: Callable[..., Any], trainer: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if getattr(trainer, "use_vllm", False):
-            self.session.engine_weights.hold(trainer)
-        if not self.session.is_recording:
-            return original(trainer, inputs, *args, **kwargs)
-        state = self._state(trainer)
-        split = TRAIN_SPLIT if trainer.model.training else EVAL_SPLIT
-        if split == TRAIN_SPLIT and not has_adapters(trainer):
-            with self.session.guard("weights"):
-                self._keep_weights(trainer, state)
-        with self.session.guard("the generation batch"):
-            state.generation = self._begin(trainer, split, len(inputs))
-            self.session.generation = state.generation
-        try:
-            output = original(trainer, inputs, *args, **kwargs)
-            problem = unknown_output(type(trainer), output)
-            if problem is not None:
-                self.session.note(problem)
-                return output
-            with self.session.guard("the generation batch"):
-                if state.generation is not None:
-                    self._record_generation(trainer, state, state.generation, output)
-            return output
-        finally:
-            state.generation = self.session.generation = None
-
-    def generate(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(trainer, *args, **kwargs)
-        state = self._state(trainer)
-        generation = state.generation
-        if generation is not None and generation.split == TRAIN_SPLIT:
-            if _sends_weights(trainer):
-                self.session.engine_weights.tell(generation.step)
-            if has_adapters(trainer):
-                # An adapter is merged in place for the engine and taken out again, which rounds the weights below it: they score so.
-                with self.session.guard("weights"):
-                    self._keep_weights(trainer, state)
-        if generation is not None:
-            with self.session.guard("the lengths of prompts and responses"):
-                prompt_ids, response_ids = result[0], result[1]
-                generation.prompt_lengths = np.array([len(ids) for ids in prompt_ids], np.int64)
-                generation.response_lengths = np.array([len(ids) for ids in response_ids], np.int64)
-                generation.last_tokens = [ids[-1] if len(ids) else None for ids in response_ids]
-        return result
-
-    def calculate_rewards(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        rewards_per_func = original(trainer, *args, **kwargs)
-        generation = self._state(trainer).generation
-        if generation is not None:
-            # The trainer may write into its tensor later; this is what the functions gave.
-            generation.rewards_per_func = rewards_per_func.detach().clone()
-        return rewards_per_func
-
-    def score(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        state = self._state(trainer)
-        phase = state.loss or state.generation
-        if phase is None or not self.session.is_recording:
-            return original(trainer, *args, **kwargs)
-        call: dict[str, Any] = {}
-        tap = routers = None
-        with self.session.guard("a pass"):
-            call = scoring_call(original, trainer, *args, **kwargs)
-            rows = self._train_rows(trainer, state, call)
-            tap = self._tap(trainer, rows, call)
-            routers = routing_tap(self.session, trainer, rows, call)
-        with tap or nullcontext(), routers or nullcontext():
-            result = original(trainer, *args, **kwargs)
-        with self.session.guard("a pass"):
-            phase.scorings.append(scoring_of(trainer, call, result, tap, routers.routing() if routers else None))
-        return result
-
-    def compute_loss(
-        self, original: Callable[..., Any], trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        state = self._state(trainer)
-        if self.session.is_recording:
-            if trainer.model.training:
-                with self.session.guard("weights"):
-                    self._keep_weights(trainer, state)
-            with self.session.guard("the loss"):
-                state.loss = loss_of(state.recorded, inputs)
-        try:
-            result = original(trainer, model, inputs, *args, **kwargs)
-            if state.loss is not None:
-                with self.session.guard("current logprobs"):
-                    self._record_loss(trainer, state, state.loss)
-                self._tell_of_scorings(trainer, state.loss)
-            return result
-        finally:
-            state.loss = None
-
-    def step_end(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if trainer.state.global_step > 0 and trainer.is_world_process_zero() and self.session.is_recording:
-            with self.session.guard("learning rate and grad norm"):
-                call = arguments(original, trainer, *args, **kwargs)
-                rate = call.get("learning_rate")
-                rate = trainer._get_learning_rate() if rate is None else rate
-                values = {"learning_rate": rate, "grad_norm": call.get("grad_norm")}
-                self._add_metrics(trainer, values | self._optimizer_statistics(trainer), only_new=True)
-        return original(trainer, *args, **kwargs)
-
-    def log(self, original: Callable[..., Any], trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(trainer, logs, *args, **kwargs)
-        if trainer.is_world_process_zero() and self.session.is_recording:
-            with self.session.guard("logged metrics"):
-                # Callbacks take entries out of `logs`; the history keeps what was logged.
-                history = trainer.state.log_history
-                values = dict(history[-1]) if history else dict(logs)
-                values.pop("step", None)
-                self._add_metrics(trainer, values)
-        return result
-
-    def _tell_of_scorings(self, trainer: Any, loss: Loss) -> None:
-        if not loss.scorings and loss.recorded.batch.split == TRAIN_SPLIT:
-            lost = "current" if loss.recorded.train_scored[loss.rows].all() else "current and train"
-            self.session.note(
-                f"{lost} logprobs of {name_of(type(trainer))} are not recorded: its loss has them of another function than "
-                "_get_per_token_logps_and_entropies"
-            )
-
-    def _optimizer_statistics(self, trainer: Any) -> dict[str, Any]:
-        """The size of the update, now and then."""
-        step = int(trainer.state.global_step)
-        if step > 1 and step % OPTIMIZER_STEPS:
-            return {}
-        optimizer = underlying(trainer.optimizer)
-        return {} if optimizer is None else optimizer_statistics(optimizer)
-
-    def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record what this step has not told yet; `only_new` compares names alone, since a value may be on a device."""
-        state, step = self._state(trainer), int(trainer.state.global_step)
-        if state.told_step != step:
-            state.told_step, state.told = step, {}
-        recorded_each_step = {"learning_rate", "grad_norm"} & set(state.told)
-        known = set(state.told) if only_new else recorded_each_step
-        fresh = {
-            name: value
-            for name, value in values.items()
-            if value is not None and name not in known and (only_new or state.told.get(name) != value)
-        }
-        state.told |= fresh
-        self.session.recorder.add_metrics(step, fresh)
-
-    def _state(self, trainer: Any) -> TrainerState:
-        state = self._states.get(trainer)
-        if state is None:
-            state = self._states[trainer] = TrainerState()
-        return state
-
-    def _keep_weights(self, trainer: Any, state: TrainerState) -> None:
-        """Keep the weights of this policy version, when they sample or score for the first time."""
-        version = int(trainer.state.global_step)
-        if state.kept_version == version:
-            return
-        state.kept_version = version
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        if state.keeps_weights is None:
-            state.keeps_weights = keeps_weights(self.session, model)
-        if state.keeps_weights:
-            is_first = trainer.accelerator.process_index == 0
-            self.session.recorder.add_weights(version, own_tensors(model, is_first=is_first))
-
-    def _begin(self, trainer: Any, split: str, rows: int) -> Generation:
-        state = self._state(trainer)
-        if not state.described:
-            self._describe(trainer)
-            state.described = True
-        state.refresh_contracts()
-        version = int(trainer.state.global_step)
-        first = trainer.accelerator.process_index * rows
-        step = version if split == EVAL_SPLIT else version + 1
-        batch = state.name_of_generation(split, step)
-        seq_ids = [f"{batch}-{first + row}" for row in range(rows)]
-        num_generations = getattr(trainer, "num_generations", 1)
-        if split == EVAL_SPLIT:
-            num_generations = getattr(trainer, "num_generations_eval", num_generations)
-        group_ids = [f"{batch}-{(first + row) // num_generations}" for row in range(rows)]
-        return Generation(
-            split=split,
-            step=step,
-            policy_version=version,
-            seq_ids=seq_ids,
-            group_ids=group_ids,
-            captured=np.zeros(rows, bool) if split == EVAL_SPLIT else self.session.recorder.captures(step, seq_ids),
-        )
-
-    def _describe(self, trainer: Any) -> None:
-        recorder = self.session.recorder
-        tokenizer = trainer.processing_class
-        recorder.describe(model=model_identity(trainer), tokenizer=tokenizer_identity(tokenizer))
-        tell_of_routing(self.session, trainer)
-        if sentence := own_loss(type(trainer)):
-            self.session.note(sentence)
-        if trainer.is_world_process_zero():
-            recorder.save_tokenizer(tokenizer)
-            recorder.add_hyperparameters(trainer.args.to_dict())
-        if not getattr(trainer, "use_vllm", False):
-            recorder.add_contract(ROLLOUT, generation_contract(trainer))
-        elif trainer.vllm_mode == "server" and trainer.is_world_process_zero():
-            recorder.add_contract(ROLLOUT, server_contract(trainer))
-
-    def _train_rows(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> TrainRows | None:
-        """The rows of a call that gives the `train` pass; None for another call."""
-        if call["model"] is getattr(trainer, "ref_model", None):
-            return None
-        if state.loss is not None:
-            recorded, rows = state.loss.recorded, state.loss.rows
-            if recorded.batch.split == EVAL_SPLIT or state.loss.scorings or recorded.train_scored[rows].any():
-                return None
-            return TrainRows(
-                captured=recorded.captured[rows],
-                prompt_lengths=recorded.prompt_lengths[rows],
-                response_lengths=recorded.response_lengths[rows],
-            )
-        generation = state.generation
-        assert generation is not None
-        if generation.split == EVAL_SPLIT or generation.prompt_lengths is None or generation.response_lengths is None:
-            return None
-        if any(not scoring.is_reference for scoring in generation.scorings):
-            return None
-        return TrainRows(
-            captured=generation.captured,
-            prompt_lengths=generation.prompt_lengths,
-            response_lengths=generation.response_lengths,
-        )
-
-    def _tap(self, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> HeadTap | None:
-        """Listen in on the model where this call gives the `train` pass of rows whose distributions are kept."""
-        if rows is None or not rows.captured.any():
-            return None
-        problem = HeadTap.problem(trainer, call["model"])
-        if problem:
-            self.session.note(problem)
-            return None
-        return HeadTap(trainer, call, np.flatnonzero(rows.captured), rows.response_lengths, self.session.capture)
-
-    def _record_generation(
-        self, trainer: Any, state: TrainerState, generation: Generation, output: dict[str, Any]
-    ) -> None:
-        recorder = self.session.recorder
-        assert generation.prompt_lengths is not None
-        assert generation.response_lengths is not None
-        response_ids = output["completion_ids"]
-        rows, width = response_ids.shape
-        response_mask = output["completion_mask"]
-        if "tool_mask" in output:
-            response_mask = response_mask * output["tool_mask"]
-        settings = sampling(trainer)
-        call = engine_call_of(generation)
-        batch = recorder.add_sequences(
-            split=generation.split,
-            step=generation.step,
-            seq_ids=generation.seq_ids,
-            group_ids=generation.group_ids,
-            policy_version=generation.policy_version,
-            prompt_ids=output["prompt_ids"],
-            prompt_attention_mask=left_padded(output["prompt_ids"].shape[1], generation.prompt_lengths),
-            response_ids=response_ids,
-            response_attention_mask=right_padded(width, generation.response_lengths),
-            response_mask=response_mask,
-            advantage=output["advantages"],
-            **local_rewards(trainer, generation, rows),
-            temperature=settings.get("temperature"),
-            top_p=settings.get("top_p"),
-            top_k=settings.get("top_k"),
-            min_p=settings.get("min_p") or 0.0,
-            repetition_penalty=settings.get("repetition_penalty"),
-            max_tokens=settings.get("max_completion_length"),
-            finish_reason=finish_reasons(trainer, call, generation),
-        )
-        recorded = Recorded(
-            batch=batch,
-            policy_version=generation.policy_version,
-            prompt_lengths=generation.prompt_lengths,
-            response_lengths=generation.response_lengths,
-            prompt_width=output["prompt_ids"].shape[1],
-            response_width=width,
-            train_scored=np.zeros(rows, bool),
-            captured=generation.captured,
-            masks_attention=bool(getattr(trainer, "mask_truncated_completions", False)),
-        )
-        self._record_rollout(generation, batch, call, output)
-        self._record_passes(trainer, state, generation, recorded, output)
-        output[ROW_KEY] = row_keys(state.keep(recorded), rows)
-
-    def _record_rollout(
-        self, generation: Generation, batch: Batch, call: EngineCall | None, output: dict[str, Any]
-    ) -> None:
-        logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
-        if logprobs is None and call is not None:
-            # RLOO throws the engine's logprobs away; nothing of them is missing where the engine gave any.
-            logprobs, tool_mask = call.logprobs(), None
-            logprobs = None if any(values is None for values in logprobs) else logprobs
-        if logprobs is None:
-            return
-        captured = call.captured() if call is not None and self.session.capture.dense else []
-        self.session.recorder.add_scores(
-            ROLLOUT,
-            batch,
-            logprobs=logprobs,
-            # Tool output was not sampled; the trainer fills its places with 0.0.
-            scored_mask=tool_mask,
-            policy_version=generation.policy_version,
-            distribution=call.distribution(captured) if call is not None and captured else None,
-            captured_rows=captured,
-        )
-
-    def _record_passes(
-        self, trainer: Any, state: TrainerState, generation: Generation, recorded: Recorded, output: dict[str, Any]
-    ) -> None:
-        for pass_name, scoring in named_passes(generation.scorings, output):
-            if pass_name == TRAIN:
-                recorded.train_scored[:] = True
-                contract = state.contract(TRAIN, lambda: scoring_contract(trainer, source="recomputed", grad=False))
-            else:
-                contract = state.contract(REFERENCE, lambda: reference_contract(trainer))
-            self._add_scores(
-                state, recorded, pass_name, contract, scoring,
-                rows=np.arange(len(recorded.batch)),
-                scored_mask=output["completion_mask"] if recorded.masks_attention else None,
-                policy_version=recorded.policy_version if pass_name == TRAIN else None,
-            )  # fmt: skip
-
-    def _record_loss(self, trainer: Any, state: TrainerState, loss: Loss) -> None:
-        for scoring in loss.scorings[:1]:
-            contract = state.contract(CURRENT, lambda: scoring_contract(trainer, source="loss", grad=True))
-            version = int(trainer.state.global_step)
-            # Without a forward of its own before the loss, the trainer's logprobs are those that the loss used first.
-            has_train = loss.recorded.train_scored[loss.rows].any()
-            made = [TRAIN] if loss.recorded.batch.split == EVAL_SPLIT else [CURRENT, TRAIN]
-            for pass_name in made[:-1] if has_train else made:
-                self._add_scores(
-                    state, loss.recorded, pass_name, contract, scoring,
-                    rows=loss.rows, scored_mask=loss.scored_mask, policy_version=version,
-                )  # fmt: skip
-            loss.recorded.train_scored[loss.rows] = True
-
-    def _add_scores(
-        self,
-        state: TrainerState,
-        recorded: Recorded,
-        pass_name: str,
-        contract: dict[str, Any],
-        scoring: Scoring,
-        *,
-        rows: np.ndarray,
-        scored_mask: Any,
-        policy_version: int | None,
-    ) -> None:
-        recorder = self.session.recorder
-        split = recorded.batch.split
-        if split == TRAIN_SPLIT:
-            recorder.add_contract(pass_name, contract)
-        first = state.next_forwards(split, pass_name, -(-len(rows) // scoring.rows_a_forward))
-        forward = recorded.forward(rows, scoring.rows_a_forward, first)
-        recorder.add_scores(
-            pass_name,
-            recorded.batch,
-            rows=rows,
-            logprobs=scoring.logprobs,
-            entropy=scoring.entropy,
-            scored_mask=scored_mask,
-            policy_version=policy_version,
-            forward=forward,
-            distribution=scoring.distribution if pass_name == TRAIN else None,
-            captured_rows=rows[scoring.captured_rows],
-            routing=scoring.routing if pass_name == TRAIN else None,
-        )

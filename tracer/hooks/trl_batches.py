@@ -100,6 +100,16 @@ def engine_call_of(generation: Generation) -> EngineCall | None:
     return call if call.lengths == generation.response_lengths.tolist() else None
 
 
+def server_logprobs(generation: Generation) -> list[list[float]] | None:
+    """The sampled tokens' logprobs, where one call of a server gave exactly the rows of this batch."""
+    if len(generation.server_logprobs) != 1 or generation.response_lengths is None:
+        return None
+    given = generation.server_logprobs[0]
+    if [len(positions) for positions in given] != generation.response_lengths.tolist():
+        return None
+    return [[float("nan") if first is None else first for first, *_ in positions] for positions in given]
+
+
 def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation) -> list[str | None]:
     """The engine's word, else `stop` for a response that ends with an end token and `length` for another."""
     if call is not None:

@@ -8,15 +8,28 @@ from ...schemas.contract import Contract
 from .. import environment
 from .model_contract import as_json, class_path, dtypes, numerics
 
+PREFIX_TREE = "prefix_tree"
+"""Packing of TRL's TreeRow: the samples of a forward as a tree of what they begin with alike."""
+
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
     """What decides the trainer's own logprobs.
 
     `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward).
     """
+    return _contract(trainer, type(trainer)._get_per_token_logps_and_entropies, source=source, grad=grad)
+
+
+def packed_contract(trainer: Any) -> Contract:
+    """What decides the logprobs of a loss over packed rows, in which what samples begin with alike lies once."""
+    contract = _contract(trainer, type(trainer).compute_loss, source="loss", grad=True)
+    none: Contract = {"rows_a_forward": None, "prompt_padding_side": None, "response_padding_side": None}
+    return contract | none | {"packing": PREFIX_TREE}
+
+
+def _contract(trainer: Any, scorer: Any, *, source: str, grad: bool) -> Contract:
     model = _unwrapped(trainer)
     args, accelerator = trainer.args, trainer.accelerator
-    scorer = type(trainer)._get_per_token_logps_and_entropies
     return {
         "engine": "trl",
         "source": source,
@@ -84,10 +97,27 @@ def server_contract(trainer: Any) -> Contract:
     }
 
 
+def worker_contract(trainer: Any, server: Any) -> Contract:
+    """What decides rollouts that a trainer's worker puts into its queue. `server` is what the worker's server tells of itself."""
+    return {
+        "engine": "vllm" if uses_server(trainer) else None,
+        "function": class_path(trainer.rollout_worker),
+        "server": server,
+        "weights_note": "policy_version is that of the first request of a group; requests under way go on with newer weights",
+        "sampling": sampling(trainer),
+        "versions": environment.numeric_versions(),
+    }
+
+
+def uses_server(trainer: Any) -> bool:
+    """Whether a trainer's samples come from TRL's own worker, which asks a vLLM server."""
+    return type(trainer.rollout_worker).__module__.startswith("trl.")
+
+
 def sampling(trainer: Any) -> dict[str, Any]:
     """The sampling settings that the trainer asks its engine for."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
-    settings = {name: getattr(trainer, name, None) for name in names}
+    settings = {name: getattr(trainer, name, getattr(trainer.args, name, None)) for name in names}
     return settings | dict(getattr(trainer.args, "generation_kwargs", None) or {})
 
 

@@ -65,6 +65,8 @@ class Generation:
     """[all processes' rows, F] tensor"""
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
+    server_logprobs: list[Any] = field(default_factory=list)
+    """Of each call of a server that the trainer asked for none: [B][T][1], nats, None for a NaN."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -168,6 +168,8 @@ class EngineHooks:
         if generation is not None:
             generation.engine_calls.append(call)
             return
+        if self.session.is_sampled_for_trainer:
+            return
         step = self.session.next_engine_step()
         if not self._described:
             self._described = True

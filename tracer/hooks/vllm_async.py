@@ -184,6 +184,8 @@ class AsyncEngineHooks:
         for sentence in request.conditions.sentences if is_new else ():
             self.session.note(sentence)
         recorder.add_contract(ROLLOUT, contract)
+        if self.session.is_sampled_for_trainer:
+            return
         request.call(self.session.capture).record(recorder, step=request.step, names=[request.name])
 
     def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:

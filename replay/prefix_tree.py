@@ -1,0 +1,111 @@
+"""Rows of a forward as a tree of what they begin with alike, each token of which goes through the model once: TRL's packing.
+
+Shapes: B rows of a forward, W its width, N scored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .backends.packing import Span
+from .batching import PackedBatch
+from .recorded import RecordedRow
+
+TREE = "prefix_tree"
+"""What a contract calls it."""
+UNLABELLED = -100
+"""Label of a place whose next token has no score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeBatch(PackedBatch):
+    """One forward of rows whose common beginnings lie in it once; attention keeps to each row's own path."""
+
+    places_B: tuple[np.ndarray, ...]
+    """[B] of each row, the place of each of its tokens."""
+    segments: tuple[Span, ...]
+    """Stretches of the tree without a branch."""
+
+    @property
+    def spans(self) -> list[Span]:
+        """What attention keeps to itself: each stretch, with its path before it."""
+        return list(self.segments)
+
+    @property
+    def before_N(self) -> np.ndarray:
+        """Places of the hidden states that response tokens are predicted from."""
+        pairs = zip(self.rows, self.places_B, strict=True)
+        return np.concatenate([places[len(row.prompt_ids) - 1 : -1] for row, places in pairs])
+
+    @property
+    def scored_N(self) -> np.ndarray:
+        """Places of the response tokens, row by row."""
+        pairs = zip(self.rows, self.places_B, strict=True)
+        return np.concatenate([places[len(row.prompt_ids) :] for row, places in pairs])
+
+    @property
+    def places_N(self) -> np.ndarray:
+        """Places of prompts and responses, row by row; one may be those of several rows."""
+        return np.concatenate(self.places_B)
+
+    @property
+    def labels_W(self) -> np.ndarray:
+        """int64: the next token of each place where that has a score, UNLABELLED elsewhere."""
+        labels_W = np.full(self.width, UNLABELLED, np.int64)
+        scored_N = np.concatenate([row.scored for row in self.rows])
+        labels_W[self.before_N[scored_N]] = np.concatenate([row.response_ids for row in self.rows])[scored_N]
+        return labels_W
+
+
+def tree_batch(rows: Sequence[RecordedRow]) -> TreeBatch:
+    """Pack rows as trl.experimental.async_grpo.packing.TreeRow (TRL 1.16) does, in this order.
+
+    Rows share a token where they agree on all before it, on it, and on the one behind it; the tree is laid out depth first.
+    """
+    tokens: list[int] = []
+    roots: dict[Any, int] = {}
+    children: list[dict[Any, int]] = []
+    nodes_B: list[list[int]] = []
+    for row in rows:
+        ids = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
+        level, nodes = roots, []
+        for pair in zip(ids, [*ids[1:], None], strict=True):
+            if pair not in level:
+                level[pair] = len(tokens)
+                tokens.append(pair[0])
+                children.append({})
+            nodes.append(level[pair])
+            level = children[nodes[-1]]
+        nodes_B.append(nodes)
+    place_of = np.zeros(len(tokens), np.int64)
+    ids_W: list[int] = []
+    positions_W: list[int] = []
+    segments: list[Span] = []
+    stack: list[tuple[int, tuple[tuple[int, int], ...], int]] = [(node, (), 0) for node in reversed(roots.values())]
+    while stack:
+        node, path, depth = stack.pop()
+        start = len(ids_W)
+        while True:
+            place_of[node] = len(ids_W)
+            ids_W.append(tokens[node])
+            positions_W.append(depth)
+            depth += 1
+            if len(children[node]) != 1:
+                break
+            (node,) = children[node].values()
+        segments.append(Span(start=start, end=len(ids_W), prefix=path))
+        path = (*path, (start, len(ids_W)))
+        stack.extend((child, path, depth) for child in reversed(children[node].values()))
+    places_B = tuple(place_of[nodes] for nodes in nodes_B)
+    return TreeBatch(
+        rows=tuple(rows),
+        ids_W=np.array(ids_W, np.int64),
+        positions_W=np.array(positions_W, np.int64),
+        ends_B=np.array([places[-1] + 1 for places in places_B], np.int64),
+        places_B=places_B,
+        segments=tuple(segments),
+    )

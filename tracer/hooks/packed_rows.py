@@ -1,0 +1,110 @@
+"""Which samples lie in a packed row, written as bytes that ride along in a trainer's batch to the process that has the row.
+
+Shapes: R rows, one a process, L bytes of the longest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSample:
+    """One sample of a packed row."""
+
+    name: str
+    group: str | None
+    policy_version: int | None
+    """Of the weights that sampled it; None where the trainer does not tell."""
+    advantage: float
+    rewards: Mapping[str, float]
+    """Function -> reward, and `reward` -> their sum as the trainer has it; empty without any."""
+    ids: np.ndarray
+    """[tokens] int32: prompt and response."""
+    mask: np.ndarray
+    """[tokens] uint8: 1 where the token counts in the loss."""
+
+    @property
+    def first(self) -> int:
+        """Where the response begins: at the first token that counts, behind at least one of the prompt."""
+        counted = self.counted
+        return int(counted[0]) if len(counted) else len(self.ids)
+
+    @property
+    def counted(self) -> np.ndarray:
+        """Places of the tokens that have a term in the loss; the first token of all has none, since nothing predicts it."""
+        return np.flatnonzero(self.mask[1:]) + 1
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """The samples of one packed row, in the order of their terms in the loss.
+
+    Shapes: S samples, T tokens of the longest response, M terms of the loss.
+    """
+
+    samples: Sequence[PackedSample]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """[S] response tokens."""
+        return np.array([len(sample.ids) - sample.first for sample in self.samples], np.int64)
+
+    @cached_property
+    def terms(self) -> tuple[np.ndarray, np.ndarray]:
+        """[M] the sample of each term of the loss, and the place of its token in the response."""
+        counted = [sample.counted - sample.first for sample in self.samples]
+        owners = np.repeat(np.arange(len(counted)), [len(places) for places in counted])
+        return owners, np.concatenate([*counted, np.empty(0, np.int64)])
+
+    @cached_property
+    def scored(self) -> np.ndarray:
+        """[S, T] bool: where the loss has a term."""
+        scored = np.zeros((len(self.samples), int(self.lengths.max(initial=0))), bool)
+        scored[self.terms] = True
+        return scored
+
+
+def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
+    """[R, L] uint8 tensor: of each row a line of JSON, and the tokens and masks of its samples behind it."""
+    import torch
+
+    encoded = [_encoded(samples) for samples in rows]
+    width = max(map(len, encoded))
+    return torch.from_numpy(np.stack([np.pad(row, (0, width - len(row))) for row in encoded]))
+
+
+def of_bytes(row: Any) -> PackedRow:
+    """The samples of one row of such a tensor."""
+    data = row.cpu().numpy().tobytes()
+    head, _, arrays = data.partition(b"\n")
+    samples, place = [], 0
+    for described in json.loads(head):
+        length = described.pop("length")
+        ids = np.frombuffer(arrays, "<i4", length, place)
+        mask = np.frombuffer(arrays, np.uint8, length, place + ids.nbytes)
+        place += ids.nbytes + mask.nbytes
+        samples.append(PackedSample(**described, ids=ids, mask=mask))
+    return PackedRow(samples)
+
+
+def _encoded(samples: Sequence[PackedSample]) -> np.ndarray:
+    described = [
+        {
+            "length": len(sample.ids),
+            "name": sample.name,
+            "group": sample.group,
+            "policy_version": sample.policy_version,
+            "advantage": sample.advantage,
+            "rewards": dict(sample.rewards),
+        }
+        for sample in samples
+    ]
+    arrays = [part for sample in samples for part in (sample.ids.astype("<i4"), sample.mask.astype(np.uint8))]
+    return np.frombuffer(b"".join([json.dumps(described).encode(), b"\n", *(a.tobytes() for a in arrays)]), np.uint8)

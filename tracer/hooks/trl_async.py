@@ -1,0 +1,302 @@
+"""Recording TRL's AsyncGRPO trainers: samples come from a queue, several lie in one packed row, old logprobs are the engine's.
+
+Shapes: S samples of a packed row, N its tokens, T tokens of the longest response, M terms of the loss.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+
+from ...schemas.layout import TRAIN_SPLIT
+from ...schemas.loss import Loss
+from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
+from ..batch import Batch
+from ..rows import Forward
+from .packed_rows import PackedRow, PackedSample, of_bytes, to_bytes
+from .session import Session
+from .tokenizer import tokenizer_identity
+from .trainer_class import name_of, own_loss
+from .trl_batches import right_padded
+from .trl_contract import model_identity, packed_contract, sampling, uses_server, worker_contract
+from .trl_state import TrainerState
+from .trl_trainer import TrainerHooks
+
+ROW_KEY = "tim_trace_row"
+"""Rides along in the trainer's batches: the samples of each process's packed row."""
+
+_SERVER_TIMEOUT_S = 10
+
+_REWARDS = "rewards/"
+"""What the names of rewards begin with among a sample's metrics."""
+
+
+class SampleQueue:
+    """A trainer's queue of samples, which remembers by which of the trainer's versions each was sampled."""
+
+    def __init__(self, session: Session, queue: Any):
+        self._session = session
+        self._queue = queue
+        self._versions: dict[int, int] = {}
+        self.num_packed = 0
+        """Samples that went into a packed row."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        sample = self._queue.get(*args, **kwargs)
+        with self._session.guard("which weights sampled"):
+            # The trainer hands the array of tokens on, and not the sample.
+            key = id(sample.input_ids)
+            self._versions[key] = int(sample.model_version)
+            weakref.finalize(sample.input_ids, self._versions.pop, key, None).atexit = False
+        return sample
+
+    def version(self, input_ids: Any) -> int | None:
+        """The trainer's version whose weights sampled these tokens."""
+        return self._versions.get(id(input_ids))
+
+
+class OutputTap:
+    """Listens to what a model returns, and changes nothing of it."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self.outputs: list[Any] = []
+
+    def __enter__(self) -> OutputTap:
+        self._handle = self._model.register_forward_hook(self._keep)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _keep(self, _module: Any, _inputs: Any, outputs: Any) -> None:
+        self.outputs.append(outputs)
+
+
+class AsyncTrainerHooks(TrainerHooks):
+    """What runs around the functions of a trainer whose samples come from a queue."""
+
+    def __init__(self, session: Session):
+        super().__init__(session)
+        self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+        """Trainer -> its version of the engine's weights -> optimizer updates that they have seen."""
+
+    def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.session.is_sampled_for_trainer = True
+        try:
+            return super().train(original, trainer, *args, **kwargs)
+        finally:
+            self.session.is_sampled_for_trainer = False
+
+    def dataloader(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Hear where samples leave the queue, and where they are packed."""
+        loader = original(trainer, *args, **kwargs)
+        with self.session.guard("the samples of a queue"):
+            dataset = getattr(trainer, "_rollout_dataset", None)
+            if dataset is not None:
+                dataset.queue = SampleQueue(self.session, dataset.queue)
+                collator = loader.collate_fn
+                collator.torch_call = partial(self._collate, trainer, dataset.queue, collator.torch_call)
+        return loader
+
+    def _collate(self, trainer: Any, queue: SampleQueue, original: Callable[..., Any], examples: Any) -> Any:
+        batch = original(examples)
+        if self.session.is_recording:
+            with self.session.guard("the samples of packed rows"):
+                (rows,) = examples
+                batch[ROW_KEY] = to_bytes([self._samples(trainer, queue, row.samples) for row in rows])
+        return batch
+
+    def _samples(self, trainer: Any, queue: SampleQueue, examples: Any) -> list[PackedSample]:
+        steps = self._steps.get(trainer, {})
+        found = []
+        for example in examples:
+            queue.num_packed += 1
+            version = queue.version(example["input_ids"])
+            metrics = example["metrics"]
+            names = [name for name in metrics if name == "reward" or name.startswith(_REWARDS)]
+            found.append(
+                PackedSample(
+                    name=str(queue.num_packed),
+                    group=str(example["group_id"]),
+                    policy_version=None if version is None else steps.get(version),
+                    advantage=float(example["advantage"]),
+                    rewards={name.removeprefix(_REWARDS): float(metrics[name]) for name in names},
+                    ids=np.asarray(example["input_ids"]),
+                    mask=np.asarray(example["completion_mask"]),
+                )
+            )
+        return found
+
+    def sync_weights(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note which updates the engine's weights have seen from here on."""
+        # An adapter that goes to the engine as a file is no tensor that can be heard.
+        is_heard = not getattr(trainer, "_lora_sync", False)
+        if is_heard:
+            self.session.engine_weights.hold(trainer)
+        result = original(trainer, *args, **kwargs)
+        updates = int(trainer.state.global_step)
+        self._steps.setdefault(trainer, {})[int(trainer.model_version)] = updates
+        if is_heard and trainer.is_world_process_zero():
+            self.session.engine_weights.tell(updates + 1)
+        state = self._state(trainer)
+        if not state.described and self.session.is_recording:
+            state.described = True
+            with self.session.guard("the trainer"):
+                self._describe(trainer)
+        return result
+
+    def send_weights(self, original: Callable[..., Any], trainer: Any) -> Iterator[tuple[str, Any]]:
+        account = self.session.engine_weights
+        weights: Iterator[tuple[str, Any]] = account.heard(account.gathered(original(trainer)))
+        return weights
+
+    def compute_loss(
+        self, original: Callable[..., Any], trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        packed = inputs.pop(ROW_KEY, None)
+        if not self.session.is_recording:
+            return original(trainer, model, inputs, *args, **kwargs)
+        if packed is None:
+            self.session.note(
+                f"samples of {name_of(type(trainer))} are not recorded: its batches are not packed out of a queue as those of "
+                "TRL 1.16's AsyncGRPOTrainer are"
+            )
+            return original(trainer, model, inputs, *args, **kwargs)
+        state = self._state(trainer)
+        with self.session.guard("weights"):
+            self._keep_weights(trainer, state)
+        with OutputTap(model) as tap:
+            result = original(trainer, model, inputs, *args, **kwargs)
+        with self.session.guard("the samples of a packed row"):
+            self._record_row(trainer, state, of_bytes(packed[0]), inputs, tap)
+        return result
+
+    def _describe(self, trainer: Any) -> None:
+        recorder = self.session.recorder
+        recorder.describe(model=model_identity(trainer), tokenizer=tokenizer_identity(trainer.processing_class))
+        if sentence := own_loss(type(trainer)):
+            self.session.note(sentence)
+        if not trainer.is_world_process_zero():
+            return
+        recorder.save_tokenizer(trainer.processing_class)
+        recorder.add_hyperparameters(trainer.args.to_dict())
+        recorder.add_loss(
+            Loss(
+                clip_low=trainer.epsilon_low,
+                clip_high=trainer.epsilon_high,
+                denominator=ROLLOUT,
+                aggregation="micro_token_mean",
+            )
+        )
+        server: list[Any] = [None]
+        with self.session.guard("the server's configuration", otherwise=lambda _: None):
+            if uses_server(trainer):
+                server = [_server_info(trainer.vllm_client.server_url)]
+        recorder.add_contract(ROLLOUT, worker_contract(trainer, server[0]))
+
+    def _record_row(self, trainer: Any, state: TrainerState, row: PackedRow, inputs: Any, tap: OutputTap) -> None:
+        state.refresh_contracts()
+        batch = self._add_samples(trainer, row)
+        terms = len(row.terms[0])
+        self._add_terms(state, ROLLOUT, batch, row, logprobs=inputs["old_log_probs"][0, :terms])
+        if len(tap.outputs) != 1 or getattr(tap.outputs[0], "log_probs", None) is None:
+            self.session.note(
+                f"current and train logprobs of {name_of(type(trainer))} are not recorded: its loss has them of another "
+                "function than one forward of its model"
+            )
+            return
+        outputs, index = tap.outputs[0], inputs["token_index"][0, :terms]
+        logprobs, entropy = (values.detach().flatten()[index] for values in (outputs.log_probs, outputs.entropy))
+        contract = state.contract(TRAIN, lambda: packed_contract(trainer))
+        for pass_name in (CURRENT, TRAIN):
+            self.session.recorder.add_contract(pass_name, contract)
+            self._add_terms(
+                state, pass_name, batch, row, logprobs=logprobs, entropy=entropy, version=int(trainer.state.global_step)
+            )
+
+    def _add_samples(self, trainer: Any, row: PackedRow) -> Batch:
+        settings = sampling(trainer)
+        samples = row.samples
+        names = sorted({name for sample in samples for name in sample.rewards if name != "reward"})
+        rewards = {name: [sample.rewards.get(name, np.nan) for sample in samples] for name in names}
+        ends = set(getattr(trainer, "eos_token_ids", ()))
+        batch: Batch = self.session.recorder.add_sequences(
+            step=int(trainer.state.global_step) + 1,
+            seq_ids=[sample.name for sample in samples],
+            group_ids=[sample.group for sample in samples],
+            policy_version=[sample.policy_version for sample in samples],
+            prompt_ids=[sample.ids[: sample.first] for sample in samples],
+            response_ids=[sample.ids[sample.first :] for sample in samples],
+            response_mask=[sample.mask[sample.first :] for sample in samples],
+            advantage=[sample.advantage for sample in samples],
+            reward=[sample.rewards.get("reward") for sample in samples],
+            rewards=rewards or None,
+            temperature=settings.get("temperature"),
+            top_p=settings.get("top_p"),
+            top_k=settings.get("top_k"),
+            min_p=settings.get("min_p") or 0.0,
+            repetition_penalty=settings.get("repetition_penalty"),
+            max_tokens=settings.get("max_completion_length"),
+            finish_reason=["stop" if int(sample.ids[-1]) in ends else "length" for sample in samples],
+        )
+        return batch
+
+    def _add_terms(
+        self,
+        state: TrainerState,
+        pass_name: str,
+        batch: Batch,
+        row: PackedRow,
+        *,
+        logprobs: Any,
+        entropy: Any = None,
+        version: int | None = None,
+    ) -> None:
+        """Record what a pass gave each term of the loss. `version` is that of the trainer's weights; None for the engine's."""
+        count = len(row.samples)
+        forward = None
+        if version is not None:
+            first = state.next_forwards(TRAIN_SPLIT, pass_name, 1)
+            none = np.zeros(count, np.int32)
+            forward = Forward(
+                ids=np.full(count, first, np.int64),
+                places=np.arange(count, dtype=np.int32),
+                rows=np.full(count, count, np.int32),
+                pad_left=none,
+                pad_right=none,
+            )
+        self.session.recorder.add_scores(
+            pass_name,
+            batch,
+            logprobs=_spread(logprobs, row),
+            entropy=None if entropy is None else _spread(entropy, row),
+            attention_mask=right_padded(row.scored.shape[1], row.lengths),
+            scored_mask=row.scored,
+            policy_version=version,
+            forward=forward,
+        )
+
+
+def _server_info(url: str) -> Any:
+    """A vLLM server's configuration, where it has its development endpoints, as the transfer of weights needs them."""
+    with urlopen(f"{url}/server_info?config_format=json", timeout=_SERVER_TIMEOUT_S) as response:
+        return json.load(response)["vllm_config"]
+
+
+def _spread(values_M: Any, row: PackedRow) -> Any:
+    """[S, T]: each term at its token's place in its response, 0 elsewhere."""
+    import torch
+
+    values_ST = values_M.new_zeros(row.scored.shape)
+    values_ST[tuple(torch.from_numpy(places).to(values_M.device) for places in row.terms)] = values_M
+    return values_ST
