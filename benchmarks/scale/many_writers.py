@@ -88,7 +88,9 @@ def _append_steps(writer, rng, steps, number, sequences, mean_tokens):
     tokens = int(lengths.sum())
     rollout = -rng.exponential(0.5, tokens).astype(np.float32)
     trained = np.minimum(rollout + rng.normal(0, 0.02, tokens).astype(np.float32), 0)
-    names = [f"{writer.name}-{row}" for row in range((steps[0] - 1) * sequences, (steps[0] - 1) * sequences + len(step))]
+    names = [
+        f"{writer.name}-{row}" for row in range((steps[0] - 1) * sequences, (steps[0] - 1) * sequences + len(step))
+    ]
     known = {"step": step, "seq_ids": names, "attempt": 1, "writer": writer.name}
     rows = SequenceRows(
         **known,
@@ -117,7 +119,9 @@ if __name__ == "__main__":
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--at-once", type=int, help="steps whose rows are given to a writer together")
-    parser.add_argument("--seals", type=int, help="files of a table that each writer leaves (default: one of each 64 MB)")
+    parser.add_argument(
+        "--seals", type=int, help="files of a table that each writer leaves (default: one of each 64 MB)"
+    )
     given = parser.parse_args()
     start = time.perf_counter()
     write(
