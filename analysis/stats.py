@@ -14,7 +14,7 @@ from .frameworks.registry import framework_of, refuse_options
 from .frameworks.sequence_rows import read_once
 from .rows import Rows
 from .trace.database import Database, Traces, opened
-from .trace.pairs import num_scored, parse_pair, quoted_pair, why_nothing
+from .trace.pairs import parse_pair, quoted_pair, why_nothing
 from .trace.samples import tell_sampled
 from .trace.source import Pair
 from .trace.sums import ensure, keep, make_exact
@@ -154,11 +154,3 @@ def _why_not_routed(database: Database, pair: Pair) -> str:
         f"{where}: {pair[0]!r} and {pair[1]!r} do not both have router choices; record a mixture of experts with "
         "--routing, and replay it: every pass replayed with hf has them then"
     )
-
-
-def comparable_pair(traces: Traces) -> str | None:
-    """The pair that says most of what the traces hold: train:rollout, else two passes that have logprobs; None if none."""
-    names = list(num_scored(Database(traces)))
-    if {"train", "rollout"} <= set(names):
-        return "train:rollout"
-    return f"{names[0]}:{names[1]}" if len(names) > 1 else None
