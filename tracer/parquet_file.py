@@ -31,7 +31,7 @@ IDENTITY = b"tim-trace file"
 
 MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
-_MAGIC = b"PAR1"
+MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
 """Values of a column that a file may claim: so many of any file, and more by its bytes. Tokens take more than half a byte."""
 
@@ -163,7 +163,7 @@ def read_footer(store: Store, relative: str, num_bytes: int) -> ParquetFooter:
     where = store.shown(relative)
     content = _read_tail(store, relative, num_bytes)
     try:
-        found = pq.read_metadata(pa.BufferReader(_MAGIC + content))
+        found = pq.read_metadata(pa.BufferReader(MAGIC + content))
         _check_counts(found, num_bytes)
         return ParquetFooter(
             num_bytes=num_bytes, num_rows=found.num_rows, schema=found.schema.to_arrow_schema(),
@@ -186,7 +186,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int) -> bytes:
 
 def _tail(store: Store, relative: str, num_bytes: int, where: str) -> bytes:
     tail = store.read_range(relative, max(num_bytes - _TAIL_BYTES, 0), num_bytes)
-    if len(tail) < 12 or tail[-4:] != _MAGIC:
+    if len(tail) < 12 or tail[-4:] != MAGIC:
         raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
     length = struct.unpack("<i", tail[-8:-4])[0] + 8
     if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
