@@ -113,7 +113,7 @@ def read_index(store: Store) -> Index:
 
 
 def _add(index: Index, contents: _Contents) -> None:
-    schemas = [pa.ipc.read_schema(pa.py_buffer(schema)) for schema in contents.schemas]
+    schemas = _schemas(contents)
     index.footers |= {path: (footer, schemas[footer.schema]) for path, footer in contents.footers.items()}
     index.documents |= contents.documents
     if contents.state_fields == _STATE_FIELDS:
@@ -136,9 +136,17 @@ def _contents_of(store: Store, name: str, size: int) -> _Contents | None:
             return None
         with pa.CompressedInputStream(pa.BufferReader(content), _CODEC) as stream:
             unpacked = stream.read(_UNPACKED_BYTES)
-        return msgspec.msgpack.decode(unpacked, type=_Contents)
+        contents = msgspec.msgpack.decode(unpacked, type=_Contents)
+        _schemas(contents)
     except (OSError, DamagedTrace, pa.ArrowException, msgspec.MsgspecError):
         return None
+    places = [(known.versions, contents.versions) for known in contents.states.values()]
+    places += [(known.schema, contents.schemas) for known in contents.footers.values()]
+    return contents if all(0 <= place < len(values) for place, values in places) else None
+
+
+def _schemas(contents: _Contents) -> list[pa.Schema]:
+    return [pa.ipc.read_schema(pa.py_buffer(schema)) for schema in contents.schemas]
 
 
 def write_index(folder: Path) -> None:

@@ -121,6 +121,19 @@ def test_what_is_of_other_files_in_an_index_is_not_taken(indexed, tmp_path):
     assert not Database(indexed).damaged
 
 
+@pytest.mark.parametrize("kind", ["versions", "schemas"])
+def test_an_index_whose_parts_do_not_fit_is_passed_over(indexed, kind):
+    before = rows_of(indexed)
+    for values in ([], [b"no schema"]):
+        contents = contents_of(indexed)
+        contents[kind] = values
+        put_index(indexed, contents)
+        assert not read_index(Store(indexed)).paths
+        assert rows_of(indexed) == before
+        assert len(verify(indexed).ignored) == 1
+        write_index(indexed)
+
+
 def test_states_of_an_index_are_those_that_lie_there(tmp_path):
     trace = make_run(tmp_path / "run")
     read = take_snapshot(Store(trace)).writers

@@ -1,4 +1,5 @@
 import struct
+from itertools import pairwise
 
 import duckdb
 import numpy as np
@@ -88,7 +89,7 @@ def test_passes_that_differ_keep_their_own_places(tmp_path):
     found = places(merged_scores(trace))
     steps = sorted({step for _, step in found})
     shared = [step for step in steps if found["current", step] == found["train", step]]
-    assert shared == [step for step, after in zip(steps, steps[1:], strict=False) if after <= 20] != []
+    assert shared == [step for step, after in pairwise(steps) if after <= 20] != []
     assert rows_of(trace) == before
 
 
