@@ -140,9 +140,9 @@ def _contents_of(store: Store, name: str, size: int) -> _Contents | None:
         _schemas(contents)
     except (OSError, DamagedTrace, pa.ArrowException, msgspec.MsgspecError):
         return None
-    places = [(known.versions, contents.versions) for known in contents.states.values()]
-    places += [(known.schema, contents.schemas) for known in contents.footers.values()]
-    return contents if all(0 <= place < len(values) for place, values in places) else None
+    fits = all(0 <= known.versions < len(contents.versions) for known in contents.states.values())
+    fits = fits and all(0 <= known.schema < len(contents.schemas) for known in contents.footers.values())
+    return contents if fits else None
 
 
 def _schemas(contents: _Contents) -> list[pa.Schema]:
