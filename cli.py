@@ -365,11 +365,12 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
     def at_end(recording: Any) -> None:
         nonlocal pair
         if recording.num_sequences:
-            from .analysis.stats import comparable_pair
-            from .analysis.trace.sums import summarize
             from .tracer.index import write_index
+            from .tracer.scored_passes import comparable_pair
 
             if recording.num_tokens >= _SUMMED_TOKENS:
+                from .analysis.trace.sums import summarize
+
                 summarize(recording.folder, progress=_progress)
             else:
                 write_index(recording.folder)
@@ -424,9 +425,9 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     PATH is a file or a folder, or the URL of one (s3://bucket/dump); of parquet also one that save_to_disk of Hugging Face datasets wrote, or a pattern.
     """
     from .analysis import import_dump
-    from .analysis.stats import comparable_pair
     from .analysis.trace.sums import summarize
     from .tracer.importers.mapping import parse_map
+    from .tracer.scored_passes import comparable_pair
 
     with _library_output_held_back() if options["model"] or options["ray"] else nullcontext():
         imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)

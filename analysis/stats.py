@@ -15,7 +15,7 @@ from .frameworks.registry import framework_of, refuse_options
 from .frameworks.sequence_rows import read_once
 from .rows import Rows
 from .trace.database import Database, Traces, opened
-from .trace.pairs import first_pair, num_scored, parse_pair, quoted_pair, why_nothing
+from .trace.pairs import num_scored, parse_pair, quoted_pair, why_nothing
 from .trace.samples import tell_sampled
 from .trace.source import Pair
 from .trace.sums import ensure, keep, make_exact
@@ -161,8 +161,3 @@ def replayed_pair(trace: str, arm: str) -> str:
     """A replay beside the trainer's pass, or beside another one where the trainer has no logprobs."""
     scored = num_scored(Database(trace))
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in scored), TRAIN)}"
-
-
-def comparable_pair(traces: Traces) -> str | None:
-    """The pair that says most of what the traces hold: train:rollout, else two passes that have logprobs; None if none."""
-    return first_pair(list(num_scored(Database(traces))))

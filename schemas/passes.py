@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from .errors import InvalidRecord
 
@@ -30,3 +31,12 @@ def check_pass_name(name: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRecord(f"pass {name!r}: use letters, digits and _ . + = -, with / between parts, as replay/fp16")
     return name
+
+
+def first_pair(names: Sequence[str]) -> str | None:
+    """Of passes with logprobs train:rollout, else another one beside the rollout, else two of them; None of fewer than two."""
+    if len(names) < 2:
+        return None
+    if ROLLOUT not in names:
+        return f"{names[0]}:{names[1]}"
+    return f"{TRAIN if TRAIN in names else next(name for name in names if name != ROLLOUT)}:{ROLLOUT}"

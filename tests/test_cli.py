@@ -30,6 +30,7 @@ from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.triangulate import triangulate
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.watch.watch import watch
@@ -225,7 +226,8 @@ print("heavy:", [name for name in {heavy!r} if name in sys.modules])
 
 
 @pytest.mark.parametrize("command", [["info"], ["stats"], ["sql", "SELECT 1"]])
-def test_looking_at_a_trace_needs_no_torch(trace, command):
+def test_looking_at_a_summed_trace_needs_neither_torch_nor_pandas(trace, command):
+    summarize(trace)
     program = f"""
 import sys
 from tim_trace.cli import main
@@ -233,7 +235,7 @@ try:
     main({[command[0], str(trace), *command[1:]]!r})
 except SystemExit as done:
     assert not done.code
-assert "torch" not in sys.modules
+assert not [name for name in ("torch", "pandas") if name in sys.modules]
 """
     assert run(sys.executable, "-c", program).code == 0
 

@@ -1,25 +1,27 @@
 """index/: what an open has to read of a trace's many files, in one file: footers of tables, writers' states and contracts.
 
 An index is a copy, and nothing is believed because it stands there. A footer serves where its checksum is the one that its
-file's writer gave, a contract where its hash is its name, a writer's state where the file system tells the checksum of the file
-itself. What the index lacks, and what has changed since, is read where it lies; so an index may be old, and may be removed.
+file's writer gave, a contract where its hash is its name, a writer's state where the file itself has the checksum still that it
+had when the index was made. What was read and compared then, schemas and counts and states, is not read of the same bytes another
+time. What the index lacks, and what has changed since, is read where it lies; so an index may be old, and may be removed.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pyarrow as pa
 
 from ..schemas.checksums import short_hash, whole_hash
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import INDEX, PASSES, SUMS, TABLES, WRITERS
-from .parquet_file import read_tail
+from ..schemas.writer_state import WriterState
+from .parquet_file import ParquetFooter, read_footer
 from .store import Store
 from .whole_file import write_part
 
@@ -27,41 +29,97 @@ MAX_BYTES = 64 << 20
 """Of all that an index holds. A trace of more files has larger ones to be read: see compaction."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
-"""Of an index as JSON, in which bytes are base64; one that has more is passed over."""
-_GZIP = 31
-"""What tells zlib that it reads gzip."""
+"""Of an index that is not compressed; one that has more is passed over."""
+_CODEC, _ENDING = "zstd", ".msgpack.zst"
+_STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
-_Contents = dict[str, tuple[int, bytes]]
+
+class _State(msgspec.Struct, array_like=True):
+    """A writer's state as it was read, without its versions, which are those of most writers of a run."""
+
+    hash: str
+    """XXH3-128 of the file."""
+    md5: str
+    state: WriterState
+    versions: int
+
+
+class _Footer(msgspec.Struct, array_like=True):
+    """A footer, and what was read of it."""
+
+    num_bytes: int
+    """Of the whole file."""
+    num_rows: int
+    schema: int
+    metadata: dict[bytes, bytes]
+    content: bytes
+
+
+class _Contents(msgspec.Struct):
+    """An index as it is written; path in the trace -> what lies there."""
+
+    state_fields: tuple[str, ...] = _STATE_FIELDS
+    """What the states tell: one that another release wrote may leave out what this one reads."""
+    versions: list[dict[str, str]] = msgspec.field(default_factory=list)
+    states: dict[str, _State] = msgspec.field(default_factory=dict)
+    schemas: list[bytes] = msgspec.field(default_factory=list)
+    footers: dict[str, _Footer] = msgspec.field(default_factory=dict)
+    documents: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Index:
-    """Ends of files, and whole small ones, by their paths in the trace."""
+    """What was read of a trace's files before, by their paths in the trace."""
 
-    contents: _Contents = field(default_factory=dict)
-    """Path -> bytes of the file, and its content: of a table its footer, of any other file all of it."""
+    states: dict[str, _State] = field(default_factory=dict)
+    footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
+    documents: dict[str, bytes] = field(default_factory=dict)
 
-    def footer(self, relative: str, num_bytes: int, checksum: str | None) -> bytes | None:
+    @property
+    def paths(self) -> set[str]:
+        """Of every file that it tells of."""
+        return {*self.states, *self.footers, *self.documents}
+
+    def footer(self, relative: str, num_bytes: int, checksum: str | None) -> ParquetFooter | None:
         """The footer of a file of so many bytes, if it has this checksum."""
-        size, content = self.contents.get(relative, (0, b""))
-        return content if size == num_bytes and short_hash(content) == checksum else None
+        known = self.footers.get(relative)
+        if known is None or known[0].num_bytes != num_bytes or short_hash(known[0].content) != checksum:
+            return None
+        footer, schema = known
+        return ParquetFooter(
+            num_bytes=num_bytes, num_rows=footer.num_rows, schema=schema, metadata=footer.metadata, content=footer.content,
+            hash=checksum,
+        )  # fmt: skip
 
-    def document(self, relative: str, md5: str | None) -> bytes | None:
-        """A small file, if this is the MD5 of what lies there now."""
-        _, content = self.contents.get(relative, (0, b""))
-        return content if content and hashlib.md5(content, usedforsecurity=False).hexdigest() == md5 else None
+    def state(self, relative: str, *, content: bytes | None = None, md5: str | None = None) -> WriterState | None:
+        """A writer's state, if this is what lies there now, or this its MD5."""
+        known = self.states.get(relative)
+        if known is None or (md5 != known.md5 if content is None else whole_hash(content) != known.hash):
+            return None
+        return known.state
 
     def named(self, relative: str) -> bytes | None:
         """A small file whose name is made of its content, which the caller compares."""
-        return self.contents.get(relative, (0, None))[1]
+        return self.documents.get(relative)
 
 
 def read_index(store: Store) -> Index:
     """Every index of a trace as one. One that is not what its name says is passed over."""
     index = Index()
     for name, size in store.files(INDEX).items():
-        index.contents |= _contents_of(store, name, size) or {}
+        if (contents := _contents_of(store, name, size)) is not None:
+            _add(index, contents)
     return index
+
+
+def _add(index: Index, contents: _Contents) -> None:
+    schemas = _schemas(contents)
+    index.footers |= {path: (footer, schemas[footer.schema]) for path, footer in contents.footers.items()}
+    index.documents |= contents.documents
+    if contents.state_fields == _STATE_FIELDS:
+        for known in contents.states.values():
+            known.state.versions = contents.versions[known.versions]
+        index.states |= contents.states
 
 
 def passed_over(store: Store) -> list[str]:
@@ -74,42 +132,88 @@ def _contents_of(store: Store, name: str, size: int) -> _Contents | None:
         return None
     try:
         content = store.read_bytes(f"{INDEX}/{name}")
-        if f"{whole_hash(content)}.json.gz" != name:
+        if f"{whole_hash(content)}{_ENDING}" != name:
             return None
-        unpacking = zlib.decompressobj(_GZIP)
-        unpacked = unpacking.decompress(content, _UNPACKED_BYTES)
-        return msgspec.json.decode(unpacked, type=_Contents) if unpacking.eof else None
-    except (OSError, DamagedTrace, zlib.error, msgspec.MsgspecError):
+        with pa.CompressedInputStream(pa.BufferReader(content), _CODEC) as stream:
+            unpacked = stream.read(_UNPACKED_BYTES)
+        contents = msgspec.msgpack.decode(unpacked, type=_Contents)
+        _schemas(contents)
+    except (OSError, DamagedTrace, pa.ArrowException, msgspec.MsgspecError):
         return None
+    fits = all(0 <= known.versions < len(contents.versions) for known in contents.states.values())
+    fits = fits and all(0 <= known.schema < len(contents.schemas) for known in contents.footers.values())
+    return contents if fits else None
+
+
+def _schemas(contents: _Contents) -> list[pa.Schema]:
+    return [pa.ipc.read_schema(pa.py_buffer(schema)) for schema in contents.schemas]
 
 
 def write_index(folder: Path) -> None:
     """Write the index of a trace anew, and remove the one before."""
     store = Store(folder)
     before = store.files(INDEX)
-    contents: _Contents = {}
-    left = MAX_BYTES
-    for path, size, content in _contents(store):
-        if (left := left - len(content)) < 0:
-            break
-        contents[path] = (size, content)
-    packed = gzip.compress(msgspec.json.encode(contents), compresslevel=1, mtime=0)
-    name = f"{whole_hash(packed)}.json.gz"
+    packed = pa.compress(msgspec.msgpack.encode(_Gathered(store).contents), codec=_CODEC, asbytes=True)
+    name = f"{whole_hash(packed)}{_ENDING}"
     write_part(folder, f"{INDEX}/{name}", packed)
     for old in before:
         if old != name:
             (folder / INDEX / old).unlink(missing_ok=True)
 
 
-def _contents(store: Store) -> Iterator[tuple[str, int, bytes]]:
-    """Path, bytes and what an index keeps, of every file that an open reads; the most useful first."""
-    for name, size in store.files(WRITERS).items():
-        yield f"{WRITERS}/{name}", size, store.read_json(f"{WRITERS}/{name}")
-    for name, size in store.walk(PASSES).items():
-        yield f"{PASSES}/{name}", size, store.read_json(f"{PASSES}/{name}")
-    for table in (*TABLES, SUMS):
-        for name, size in store.files(table).items():
+class _Gathered:
+    """What an index keeps of a trace, the most useful first, until it is full."""
+
+    def __init__(self, store: Store):
+        self.contents = _Contents()
+        self._store, self._left = store, MAX_BYTES
+        self._numbers: dict[bytes, int] = {}
+        for add in (self._states, self._contracts, self._footers):
+            if not all(add()):
+                break
+
+    def _has_room(self, num_bytes: int) -> bool:
+        self._left -= num_bytes
+        return self._left >= 0
+
+    def _states(self) -> Iterator[bool]:
+        manifest = self._store.manifest()
+        for name in self._store.files(WRITERS):
+            relative = f"{WRITERS}/{name}"
             try:
-                yield f"{table}/{name}", size, read_tail(store, f"{table}/{name}", size)
-            except DamagedTrace:
+                content = self._store.read_json(relative)
+                state = self._store.writer(name.removesuffix(".json"), manifest, content)
+                number = self._number(self.contents.versions, state.versions, msgspec.msgpack.encode(state.versions))
+                state = replace(state, versions={})
+                yield self._has_room(len(msgspec.msgpack.encode(state)))
+            except (DamagedTrace, OverflowError):  # of an integer beyond 64 bits
                 continue
+            md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+            self.contents.states[relative] = _State(whole_hash(content), md5, state, number)
+
+    def _contracts(self) -> Iterator[bool]:
+        for name in self._store.walk(PASSES):
+            content = self._store.read_json(f"{PASSES}/{name}")
+            yield self._has_room(len(content))
+            self.contents.documents[f"{PASSES}/{name}"] = content
+
+    def _footers(self) -> Iterator[bool]:
+        for table in (*TABLES, SUMS):
+            for name, size in self._store.files(table).items():
+                try:
+                    footer = read_footer(self._store, f"{table}/{name}", size)
+                except DamagedTrace:
+                    continue
+                schema = footer.schema.remove_metadata().serialize().to_pybytes()
+                number = self._number(self.contents.schemas, schema, schema)
+                yield self._has_room(len(footer.content))
+                self.contents.footers[f"{table}/{name}"] = _Footer(
+                    size, footer.num_rows, number, footer.metadata, footer.content
+                )
+
+    def _number(self, values: list[Any], value: object, key: bytes) -> int:
+        """Place of a value in a list of different ones."""
+        if key not in self._numbers:
+            self._numbers[key] = len(values)
+            values.append(value)
+        return self._numbers[key]

@@ -31,7 +31,7 @@ IDENTITY = b"tim-trace file"
 
 MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
-_MAGIC = b"PAR1"
+MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
 """Values of a column that a file may claim: so many of any file, and more by its bytes. Tokens take more than half a byte."""
 
@@ -122,11 +122,8 @@ class ParquetFooter:
     metadata: dict[bytes, bytes]
     content: bytes
     """The footer with its length and the magic number."""
-
-    @property
-    def hash(self) -> str:
-        """XXH3-64 of these bytes."""
-        return short_hash(self.content)
+    hash: str
+    """XXH3-64 of these bytes."""
 
     @property
     def identity(self) -> str | None:
@@ -161,39 +158,35 @@ class ParquetFooter:
             raise DamagedTrace(f"{store.shown(relative)}: its checksums cannot be read ({error})") from error
 
 
-def read_footer(store: Store, relative: str, num_bytes: int, content: bytes | None = None) -> ParquetFooter:
-    """Read the end of a file of so many bytes; who knows the footer's bytes gives them.
-
-    Raises DamagedTrace for what is no Parquet, and FileNotFoundError.
-    """
+def read_footer(store: Store, relative: str, num_bytes: int) -> ParquetFooter:
+    """Read the end of a file of so many bytes. Raises DamagedTrace for what is no Parquet, and FileNotFoundError."""
     where = store.shown(relative)
-    if content is None:
-        content = read_tail(store, relative, num_bytes)
+    content = _read_tail(store, relative, num_bytes)
     try:
-        found = pq.read_metadata(pa.BufferReader(_MAGIC + content))
+        found = pq.read_metadata(pa.BufferReader(MAGIC + content))
         _check_counts(found, num_bytes)
         return ParquetFooter(
             num_bytes=num_bytes, num_rows=found.num_rows, schema=found.schema.to_arrow_schema(),
-            metadata=found.metadata or {}, content=content,
+            metadata=found.metadata or {}, content=content, hash=short_hash(content),
         )  # fmt: skip
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)})") from error
 
 
-def read_tail(store: Store, relative: str, num_bytes: int) -> bytes:
+def _read_tail(store: Store, relative: str, num_bytes: int) -> bytes:
     """The footer of a file with its length and the magic number. Raises DamagedTrace for what is no Parquet."""
     where = store.shown(relative)
     try:
-        return _read_tail(store, relative, num_bytes, where)
+        return _tail(store, relative, num_bytes, where)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise DamagedTrace(f"{where}: cannot be read ({error.strerror or first_line(error)})") from error
 
 
-def _read_tail(store: Store, relative: str, num_bytes: int, where: str) -> bytes:
+def _tail(store: Store, relative: str, num_bytes: int, where: str) -> bytes:
     tail = store.read_range(relative, max(num_bytes - _TAIL_BYTES, 0), num_bytes)
-    if len(tail) < 12 or tail[-4:] != _MAGIC:
+    if len(tail) < 12 or tail[-4:] != MAGIC:
         raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
     length = struct.unpack("<i", tail[-8:-4])[0] + 8
     if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):

@@ -90,6 +90,8 @@ class Snapshot:
     """Bytes of records that were being appended when their process died, or are being appended now."""
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
+    _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    """Table and schema of the index -> columns that a file of these lacks."""
     _suspects: set[str] = field(default_factory=set)
     """Writers whose files are not those that their state names: it may have changed since."""
 
@@ -253,11 +255,16 @@ def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedF
             raise DamagedTrace(
                 f"{where}: has {num_bytes:,} bytes where its writer wrote {record.num_bytes:,}; {_RESTORE}"
             )
-        content = None if record is None else snapshot.index.footer(relative, num_bytes, record.footer)
-        footer = read_footer(snapshot.store, relative, num_bytes, content)
+        indexed = None if record is None else snapshot.index.footer(relative, num_bytes, record.footer)
+        footer = indexed or read_footer(snapshot.store, relative, num_bytes)
         _check_footer(footer, relative, where, record, is_checked=snapshot.manifest.is_checked)
-        lacking = _lacking_columns(footer.schema, spec, where)
-        keeps_tail = content is not None or not snapshot.store.is_local
+        key = spec.name, id(footer.schema)  # of an index, which is kept, and in which most files have one
+        lacking = snapshot._lacking.get(key) if indexed else None
+        if lacking is None:
+            lacking = _lacking_columns(footer.schema, spec, where)
+            if indexed:
+                snapshot._lacking[key] = lacking
+        keeps_tail = indexed is not None or not snapshot.store.is_local
         known = TableFile(
             relative, footer.verified(snapshot.store, relative, keeps_tail=keeps_tail), lacking, footer.num_rows
         )

@@ -331,16 +331,21 @@ class Store:
         """
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
-        digests = {} if index is None else self._md5(WRITERS)
-        known: dict[str, bytes] = {}
-        for name in digests:
-            if index is not None and (content := index.document(f"{WRITERS}/{name}", digests[name])) is not None:
-                known[name] = content
-        known |= self._read_many(WRITERS, [name for name in names if name not in known])
+        known: dict[str, WriterState | None] = {}
+        if index is not None:
+            known = {name: index.state(f"{WRITERS}/{name}", md5=md5) for name, md5 in self._md5(WRITERS).items()}
+        contents = self._read_many(WRITERS, [name for name in names if known.get(name) is None])
+        if index is not None:
+            known |= {name: index.state(f"{WRITERS}/{name}", content=content) for name, content in contents.items()}
         states, damaged = [], []
         for name in names:
             try:
-                states.append(self.writer(name.removesuffix(".json"), manifest, known.get(name)))
+                state, writer = known.get(name), name.removesuffix(".json")
+                if state is None:
+                    state = self.writer(writer, manifest, contents.get(name))
+                else:
+                    self._check_writer(state, writer, manifest)
+                states.append(state)
             except FileNotFoundError:
                 continue
             except DamagedTrace as error:
@@ -348,13 +353,41 @@ class Store:
         return states, damaged
 
     def _read_many(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
-        """Small files of a folder on object storage, all at the same time; those that cannot be read are left out."""
-        if self.is_local or not names:
+        """Small files of a folder, on object storage all at the same time; those that cannot be read so are left out."""
+        if not names:
             return {}
+        if self.is_local:
+            return dict(self._read_local(folder, names))
         sizes = self.files(folder)
         paths = {self.path(f"{folder}/{name}"): name for name in names if sizes[name] <= MAX_BYTES}
         found = self.filesystem.cat(list(paths), on_error="return")
         return {paths[path]: bytes(content) for path, content in found.items() if isinstance(content, bytes)}
+
+    def _read_local(self, folder: str, names: Collection[str]) -> Iterator[tuple[str, bytes]]:
+        """The same of regular files of a local folder, whose links are looked at once and not for each file."""
+        if self.link_out(folder) is not None:
+            return
+        try:
+            directory = os.open(self.path(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            for name in names:
+                try:
+                    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+                    descriptor = os.open(name, flags, dir_fd=directory)
+                except OSError:  # a link, or gone
+                    continue
+                try:
+                    found = os.fstat(descriptor)
+                    if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_BYTES:
+                        yield name, os.pread(descriptor, found.st_size, 0)
+                except OSError:
+                    continue
+                finally:
+                    os.close(descriptor)
+        finally:
+            os.close(directory)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
         """Read a writer's state; who has read the trace's `manifest`, or the file's content, gives it.
@@ -371,6 +404,12 @@ class Store:
             raise
         except OSError as error:
             raise unreadable(where, error) from error
+        self._check_writer(state, name, manifest)
+        return state
+
+    def _check_writer(self, state: WriterState, name: str, manifest: Manifest) -> None:
+        """Raise DamagedTrace for a state that is not of this name, or not of this trace."""
+        where = self.shown(f"{WRITERS}/{name}.json")
         if state.writer != name:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
         if state.run_id not in (None, manifest.run_id):
@@ -378,7 +417,6 @@ class Store:
                 f"{where}: is of run {state.run_id}, and {self.shown(MANIFEST)} of run {manifest.run_id}; restore from a copy "
                 "the one that is not of this trace"
             )
-        return state
 
 
 def unreadable(where: str, error: OSError) -> DamagedTrace:

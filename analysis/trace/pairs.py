@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 
 from ...schemas.errors import InvalidOption, option
 from ...schemas.layout import WEIGHTS
-from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
+from ...schemas.passes import REPLAY_PREFIX, TRAIN, first_pair
 from .database import Database, quoted
 from .source import Pair
 
@@ -29,15 +28,6 @@ def num_scored(database: Database) -> dict[str, int]:
     """Pass -> rows of scores with logprobs, for those that have any."""
     query = 'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
     return dict(database.connection.execute(query).fetchall())
-
-
-def first_pair(names: Sequence[str]) -> str | None:
-    """Of passes with logprobs train:rollout, else another one beside the rollout, else two of them; None of fewer than two."""
-    if len(names) < 2:
-        return None
-    if ROLLOUT not in names:
-        return f"{names[0]}:{names[1]}"
-    return f"{TRAIN if TRAIN in names else next(name for name in names if name != ROLLOUT)}:{ROLLOUT}"
 
 
 def why_nothing(database: Database, pair: Pair) -> str:

@@ -161,8 +161,8 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
     A file is named for the checksum of its footer, so that it is known for what it is without anybody's account of it.
     """
     store = snapshot.store
-    content = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])
-    footer = read_footer(store, relative, num_bytes, content)
+    indexed = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])
+    footer = indexed or read_footer(store, relative, num_bytes)
     if not footer.has_checksums:
         return None
     where = store.shown(relative)
@@ -175,7 +175,7 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
         raise DamagedTrace(f"{where}: is not what its name stands for")
     if not footer.schema.equals(KINDS[kind].schema):
         return None
-    keeps_tail = content is not None or not store.is_local
+    keeps_tail = indexed is not None or not store.is_local
     return kind, (a, b), covers, footer.verified(store, relative, keeps_tail=keeps_tail)
 
 

@@ -4,29 +4,39 @@
 
 Each writer is a Recorder of its own, as each rank of a run has one: it records a few sequences a step with the passes `rollout`,
 `train` and `current`. Values are random with a seed, lengths log-normal.
+
+    python benchmarks/scale/many_writers.py -o runs/scale/long --writers 512 --steps 10000 --sequences 1 --tokens 12 --at-once 1000 --seals 2
+
+With `--at-once` rows of so many steps are given to a writer together, without the Recorder, whose 5 million calls would take hours
+on one machine: writers, journals, sealed files and states are the same. Each writer seals `--seals` times, as one does whose
+responses are longer.
 """
 
 import argparse
 import os
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tim_trace import __version__
 from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.clock import now
+from tim_trace.schemas.layout import SCORES, SEQUENCES
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.attempts import Attempt
 from tim_trace.tracer.create import new_trace
+from tim_trace.tracer.ragged import Ragged
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.rows import ScoreRows, SequenceRows
 from tim_trace.tracer.writer import TraceWriter
 
 VOCABULARY = 150_000
 
 
-def write(folder, *, writers, steps, sequences=4, mean_tokens=48, seed=1, flush_every=None):
-    """Record a run. `flush_every` steps a writer seals, so that it leaves several segments."""
+def write(folder, *, writers, steps, sequences=4, mean_tokens=48, seed=1, flush_every=None, at_once=None):
+    """Record a run. `flush_every` steps a writer seals, so that it leaves several segments; `at_once`: see above."""
     manifest = Manifest(run_id=str(uuid.UUID(int=seed)), created_at=now(), created_by=__version__, source="recorder")
     with new_trace(folder, manifest, force=False) as made:
         attempt = Attempt(number=1, key="many_writers")
@@ -36,6 +46,14 @@ def write(folder, *, writers, steps, sequences=4, mean_tokens=48, seed=1, flush_
         rng = np.random.default_rng([seed, number])
         os.environ["RANK"] = str(number)
         writer = TraceWriter(made, attempt=attempt) if number else first
+        if at_once:
+            for start in range(1, steps + 1, at_once):
+                step = np.arange(start, min(start + at_once, steps + 1))
+                writer.submit(partial(_append_steps, writer, rng, step, number, sequences, mean_tokens), 0)
+                if flush_every and step[-1] % flush_every == 0:
+                    writer.submit(writer.segments.seal, 0)
+            writer.close()
+            continue
         with Recorder.of_writer(writer, Capture.parse("logprobs", 1.0)) as recorder:
             for step in range(1, steps + 1):
                 _record_step(recorder, rng, step, number, sequences, mean_tokens)
@@ -63,6 +81,36 @@ def _record_step(recorder, rng, step, number, sequences, mean_tokens):
     recorder.add_scores("current", added, logprobs=trained)
 
 
+def _append_steps(writer, rng, steps, number, sequences, mean_tokens):
+    """Rows of several steps, as the Recorder makes them of one."""
+    step = np.repeat(steps, sequences)
+    lengths = np.clip(rng.lognormal(np.log(mean_tokens), 0.5, len(step)).astype(int), 1, 8 * mean_tokens)
+    tokens = int(lengths.sum())
+    rollout = -rng.exponential(0.5, tokens).astype(np.float32)
+    trained = np.minimum(rollout + rng.normal(0, 0.02, tokens).astype(np.float32), 0)
+    names = [
+        f"{writer.name}-{row}" for row in range((steps[0] - 1) * sequences, (steps[0] - 1) * sequences + len(step))
+    ]
+    known = {"step": step, "seq_ids": names, "attempt": 1, "writer": writer.name}
+    rows = SequenceRows(
+        **known,
+        response_ids=Ragged(rng.integers(0, VOCABULARY, tokens, dtype=np.int32), lengths),
+        prompt_ids=Ragged(rng.integers(0, VOCABULARY, 12 * len(step), dtype=np.int32), np.full(len(step), 12)),
+        scalars={
+            "group_id": [f"{of}-{number}" for of in step],
+            "reward": rng.random(len(step)),
+            "advantage": rng.normal(0, 1, len(step)),
+            "policy_version": step - 1,
+        },
+    )
+    writer.append(SEQUENCES, rows.to_batch())
+    writer.state.num_sequences += len(step)
+    writer.state.num_tokens += tokens
+    for name, values in (("rollout", rollout), ("train", trained), ("current", trained)):
+        scores = ScoreRows(**known, pass_name=name, contract=None, logprobs=Ragged(values, lengths))
+        writer.append(SCORES, scores.to_batch())
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -70,7 +118,19 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--at-once", type=int, help="steps whose rows are given to a writer together")
+    parser.add_argument(
+        "--seals", type=int, help="files of a table that each writer leaves (default: one of each 64 MB)"
+    )
     given = parser.parse_args()
     start = time.perf_counter()
-    write(given.output, writers=given.writers, steps=given.steps, sequences=given.sequences, mean_tokens=given.tokens)
+    write(
+        given.output,
+        writers=given.writers,
+        steps=given.steps,
+        sequences=given.sequences,
+        mean_tokens=given.tokens,
+        flush_every=given.seals and given.steps // given.seals,
+        at_once=given.at_once,
+    )
     print(f"{given.writers} writers, {given.steps} steps: {time.perf_counter() - start:.0f} s")

@@ -2,9 +2,12 @@
 
     python benchmarks/scale/measure.py -o runs/scale --writers 8 64 512
 
-Each trace is made by many_writers.py, with 200 steps. Times are the least of three, in seconds; `bytes` is what the question
-for one step reads over what the tokens of that step take in the files; requests are counted at s3fs, to a server on this
-machine, each answered 20 ms later.
+Each trace is made by many_writers.py, with 200 steps. Times are the least of three, in seconds; `cpu` beside them is CPU time,
+which other work on the machine changes less. `bytes` is what the question for one step reads over what the tokens of that step
+take in the files; requests are counted at s3fs, to a server on this machine, each answered 20 ms later. The exponents at the end
+say how open and question grow with the number of writers: the slope of the logarithms, by least squares.
+
+    python benchmarks/scale/measure.py -o runs/long --writers 512 --steps 10000 --sequences 1 --tokens 12 --at-once 1000 --seals 2
 """
 
 import argparse
@@ -25,23 +28,22 @@ from tim_trace.analysis.trace.database import Database
 from tim_trace.tracer.index import write_index
 from tim_trace.tracer.store import Store
 
-STEP = 100
 DELAY_S = 0.02
-ONE_STEP = f"SELECT count(*), avg(d) FROM pair('train', 'rollout') WHERE step = {STEP}"
+ONE_STEP = "SELECT count(*), avg(d) FROM pair('train', 'rollout') WHERE step = {}"
 COUNT = "SELECT count(*) FROM sequences"
 
 
 def least(work, repeats=3):
-    """Seconds of the fastest of several runs, and what the last one gave."""
+    """Least wall and least CPU seconds of several runs."""
     taken = []
     for _ in range(repeats):
-        start = time.perf_counter()
-        found = work()
-        taken.append(time.perf_counter() - start)
-    return min(taken), found
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        taken.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return np.min(taken, axis=0)
 
 
-def step_bytes(trace):
+def step_bytes(trace, step):
     """Bytes that the rows of the step take of their row groups, in the columns that the question needs."""
     total = 0.0
     for table, columns in (("scores", ("step", "seq_id", "pass", "logprobs")), ("sequences", ("step", "seq_id"))):
@@ -50,7 +52,7 @@ def step_bytes(trace):
             for number in range(file.num_row_groups):
                 group = file.metadata.row_group(number)
                 rows = file.read_row_group(number, columns=["step", "pass"] if table == "scores" else ["step"])
-                here = np.asarray(rows["step"]) == STEP
+                here = np.asarray(rows["step"]) == step
                 if table == "scores":
                     here &= np.isin(np.asarray(rows["pass"]), ["train", "rollout"])
                 sizes = [group.column(index) for index in range(group.num_columns)]
@@ -59,9 +61,9 @@ def step_bytes(trace):
     return total
 
 
-def on_disk(trace):
-    """Seconds to open and to ask for one step, and the bytes that the latter reads over those of the step."""
-    opened, _ = least(lambda: Database(trace))
+def on_disk(trace, step):
+    """Seconds to open and to ask for one step, wall and CPU, and the bytes that the latter reads over those of the step."""
+    opened, question = least(lambda: Database(trace)), ONE_STEP.format(step)
     read, original = [0], Store.read_range
 
     def counted(self, *arguments):
@@ -69,23 +71,23 @@ def on_disk(trace):
         read[0] += len(content)
         return content
 
-    asked = min(least(partial(Database(trace).ask, ONE_STEP), 1)[0] for _ in range(3))
+    asked = np.min([least(partial(Database(trace).ask, question), 1) for _ in range(3)], axis=0)
     database = Database(trace)
     Store.read_range = counted
     try:
-        database.ask(ONE_STEP)
+        database.ask(question)
     finally:
         Store.read_range = original
-    return opened, asked, read[0] / step_bytes(trace)
+    return opened, asked, read[0] / step_bytes(trace, step)
 
 
-def on_s3(trace, filesystem, name, requests):
+def on_s3(trace, filesystem, name, requests, step):
     """Requests and seconds: to open, to open and count rows, and to ask an open trace for one step."""
     url = f"s3://bucket/{name}/run"
     filesystem.put(str(trace), url, recursive=True)
-    found = []
-    for question in (None, COUNT, ONE_STEP):
-        database = Database(url) if question == ONE_STEP else None
+    found, one_step = [], ONE_STEP.format(step)
+    for question in (None, COUNT, one_step):
+        database = Database(url) if question == one_step else None
         requests.clear()
         start = time.perf_counter()
         if question is None:
@@ -110,7 +112,12 @@ def counting(filesystem):
     return requests
 
 
-def main(folder, writers, sequences, tokens):
+def exponent(writers, seconds):
+    """How seconds grow with the number of writers."""
+    return np.polyfit(np.log(writers), np.log(seconds), 1)[0]
+
+
+def main(given):
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -119,25 +126,36 @@ def main(folder, writers, sequences, tokens):
     filesystem = fsspec.filesystem("s3")
     filesystem.mkdir("bucket")
     requests = counting(filesystem)
-    print("writers  state      files   open_s  step_s  bytes   open_req  s      count_req  s      step_req  s")
-    for count in writers:
-        trace = folder / str(count)
+    middle = given.steps // 2
+    flush_every = given.seals and given.steps // given.seals
+    head = "writers  state      files   open_s    cpu  step_s    cpu  bytes   open_req  s      count_req  s      step_req  s"
+    print(head)
+    found = {"recorded": [], "compacted": []}
+    for count in given.writers:
+        trace = given.output / str(count)
         if not trace.exists():
-            write(trace, writers=count, steps=200, sequences=sequences, mean_tokens=tokens)
-        for state in ("recorded", "compacted"):
+            write(
+                trace, writers=count, steps=given.steps, sequences=given.sequences, mean_tokens=given.tokens,
+                flush_every=flush_every, at_once=given.at_once,
+            )  # fmt: skip
+        for state in found:
             if state == "compacted":
-                start = time.perf_counter()
-                compact(trace)
-                spent = time.perf_counter() - start
+                wall, cpu = least(partial(compact, trace), 1)
             write_index(trace)
             files = sum(1 for _ in trace.rglob("*.parquet"))
-            opened, asked, share = on_disk(trace)
-            remote = on_s3(trace, filesystem, f"{count}-{state}", requests)
+            opened, asked, share = on_disk(trace, middle)
+            found[state].append((*opened, *asked))
+            remote = on_s3(trace, filesystem, f"{count}-{state}", requests, middle)
+            times = "  ".join(f"{seconds:6.3f}" for seconds in (*opened, *asked))
             cells = "".join(
                 f"{number:>9}  {taken:5.2f}" for number, taken in zip(remote[::2], remote[1::2], strict=True)
             )
-            print(f"{count:7}  {state:9}  {files:5}  {opened:7.3f}  {asked:6.3f}  {share:5.2f}{cells}", flush=True)
-        print(f"         compact took {spent:.1f} s")
+            print(f"{count:7}  {state:9}  {files:5}  {times}  {share:5.2f}{cells}", flush=True)
+        print(f"         compact took {wall:.1f} s, {cpu:.1f} s of CPU")
+    if len(given.writers) > 1:
+        for state, times in found.items():
+            slopes = "  ".join(f"{exponent(given.writers, seconds):6.2f}" for seconds in zip(*times, strict=True))
+            print(f"exponent {state:9}         {slopes}")
     server.stop()
 
 
@@ -145,7 +163,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/scale"))
     parser.add_argument("--writers", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequences", type=int, default=8, help="of a writer at each step")
     parser.add_argument("--tokens", type=int, default=64, help="of a response, about")
-    given = parser.parse_args()
-    main(given.output, given.writers, given.sequences, given.tokens)
+    parser.add_argument("--at-once", type=int, help="see many_writers.py")
+    parser.add_argument("--seals", type=int, help="see many_writers.py")
+    main(parser.parse_args())

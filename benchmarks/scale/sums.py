@@ -3,6 +3,11 @@
     python benchmarks/scale/sums.py -o runs/scale/sums --steps 200 800
 
 Each trace has 5,000 sequences of 8 tokens a step. Memory is the peak of the command's process, time its wall and CPU time.
+
+    python benchmarks/scale/sums.py -o runs/scale/tokens --steps 1000 --sequences 1000 --tokens 1000 --alike
+
+10^9 tokens in 1,000 steps. With `--alike` all sequences of a step have the same values, so that the trace is small on disk: what a
+question costs that is answered from sums does not depend on them.
 """
 
 import argparse
@@ -15,15 +20,15 @@ from pathlib import Path
 import numpy as np
 from tim_trace.tracer.recorder import Recorder
 
-SEQUENCES, TOKENS = 5000, 8
 QUESTIONS = (["info"], ["stats"], ["stats"], ["stats", "--by", "step"])
 
 
-def write(folder, steps):
+def write(folder, steps, sequences, tokens, *, alike):
     """Record steps with the passes `rollout` and `train`; values are a pool of random ones."""
     rng = np.random.default_rng(1)
-    size = SEQUENCES * TOKENS
-    ids = list(rng.integers(0, 150_000, (SEQUENCES, TOKENS), dtype=np.int32))
+    rows = 1 if alike else sequences
+    size = rows * tokens
+    ids = list(np.tile(rng.integers(0, 150_000, (rows, tokens), dtype=np.int32), (sequences // rows, 1)))
     rollout = -rng.exponential(0.5, 2 * size).astype(np.float32)
     passes = {"rollout": rollout, "train": np.minimum(rollout + rng.normal(0, 0.02, 2 * size).astype(np.float32), 0)}
     with Recorder(folder) as recorder:
@@ -31,7 +36,8 @@ def write(folder, steps):
             start = int(rng.integers(0, size))
             added = recorder.add_sequences(step=step, response_ids=ids)
             for name, values in passes.items():
-                recorder.add_scores(name, added, logprobs=list(values[start : start + size].reshape(SEQUENCES, TOKENS)))
+                given = np.tile(values[start : start + size].reshape(rows, tokens), (sequences // rows, 1))
+                recorder.add_scores(name, added, logprobs=list(given))
 
 
 def measured(command):
@@ -47,22 +53,25 @@ def measured(command):
     return spent, cpu, peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
 
-def main(folder, steps):
+def main(folder, steps, sequences, tokens, alike):
     print("sequences  command            wall_s   cpu_s  peak_MB")
     for count in steps:
         trace = folder / str(count)
         if not trace.exists():
-            write(trace, count)
+            write(trace, count, sequences, tokens, alike=alike)
         shutil.rmtree(trace / "sums", ignore_errors=True)
         for question in QUESTIONS:
             command = [sys.executable, "-m", "tim_trace", question[0], str(trace), *question[1:]]
             spent, cpu, peak = measured(command)
-            print(f"{count * SEQUENCES:9}  {' '.join(question):16}  {spent:7.1f}  {cpu:6.1f}  {peak:7.0f}", flush=True)
+            print(f"{count * sequences:9}  {' '.join(question):16}  {spent:7.1f}  {cpu:6.1f}  {peak:7.0f}", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/scale/sums"))
     parser.add_argument("--steps", type=int, nargs="+", default=[200, 800])
+    parser.add_argument("--sequences", type=int, default=5000, help="of a step")
+    parser.add_argument("--tokens", type=int, default=8, help="of a sequence")
+    parser.add_argument("--alike", action="store_true", help="all sequences of a step have the same values")
     given = parser.parse_args()
-    main(given.output, given.steps)
+    main(given.output, given.steps, given.sequences, given.tokens, given.alike)

@@ -1,10 +1,11 @@
-import gzip
 import json
+import os
 import shutil
 import tracemalloc
 from collections import Counter
 
 import msgspec
+import pyarrow as pa
 import pytest
 import s3fs
 from builders import add_step, make_batch, make_trace
@@ -19,6 +20,7 @@ from tim_trace.schemas.errors import DamagedTrace, DamageWarning, QueryFailed
 from tim_trace.schemas.layout import TABLES
 from tim_trace.tracer.index import MAX_BYTES, read_index, write_index
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.snapshot import take_snapshot
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.upload import Upload
 
@@ -53,7 +55,7 @@ def test_an_open_reads_no_footer_that_the_index_holds(indexed, monkeypatch):
     def tables_read():
         read.clear()
         Database(indexed)
-        return {name.partition("/")[0] for name in read if name.endswith((".parquet", ".gz"))}
+        return {name.partition("/")[0] for name in read if name.endswith((".parquet", ".zst"))}
 
     assert tables_read() == {"index"}
     shutil.rmtree(indexed / "index")
@@ -64,9 +66,9 @@ def test_the_summary_of_a_finished_trace_comes_with_an_index(tmp_path):
     make_trace(tmp_path / "run")
     summarize(tmp_path / "run")
     (path,) = (tmp_path / "run" / "index").iterdir()
-    held = read_index(Store(tmp_path / "run")).contents
+    held = read_index(Store(tmp_path / "run")).paths
     there = {str(file.relative_to(tmp_path / "run")) for file in (tmp_path / "run").rglob("*") if file.is_file()}
-    assert set(held) == there - {"trace.json", f"index/{path.name}"} - {
+    assert held == there - {"trace.json", f"index/{path.name}"} - {
         name for name in there if name.startswith("tokenizer/")
     }
     assert verify(tmp_path / "run").is_whole
@@ -87,38 +89,91 @@ def test_an_index_of_before_hides_nothing_that_came_since(indexed):
     assert rows_of(indexed) != before
 
 
-def packed(contents):
-    """An index of these contents, under the name that fits it."""
-    content = gzip.compress(msgspec.json.encode(contents))
-    return f"{whole_hash(content)}.json.gz", content
+def contents_of(trace):
+    """What the index of a trace holds, for tests to change."""
+    (path,) = (trace / "index").iterdir()
+    unpacked = pa.CompressedInputStream(pa.BufferReader(path.read_bytes()), "zstd").read()
+    return msgspec.msgpack.decode(unpacked)
 
 
 def put_index(trace, contents):
+    """Put an index of these contents into a trace, under the name that fits it."""
     shutil.rmtree(trace / "index")
     (trace / "index").mkdir()
-    name, content = packed(contents)
-    (trace / "index" / name).write_bytes(content)
+    content = pa.compress(msgspec.msgpack.encode(contents), codec="zstd", asbytes=True)
+    (trace / "index" / f"{whole_hash(content)}.msgpack.zst").write_bytes(content)
 
 
 def test_what_is_of_other_files_in_an_index_is_not_taken(indexed, tmp_path):
-    before = rows_of(indexed)
+    before, states = rows_of(indexed), take_snapshot(Store(indexed)).writers
     make_trace(tmp_path / "other", steps=4, rows=7)
     write_index(tmp_path / "other")
-    mine, other = (read_index(Store(trace)).contents for trace in (indexed, tmp_path / "other"))
-    # Another trace's footers and contracts under this one's names, of files that have as many bytes.
-    foreign = {path.partition("/")[0]: content for path, (_, content) in other.items()}
-    put_index(indexed, {path: (size, foreign[path.partition("/")[0]]) for path, (size, _) in mine.items()})
+    mine, other = contents_of(indexed), contents_of(tmp_path / "other")
+    # Another trace's states, footers and contracts under this one's names, of files that have as many bytes.
+    for kind in ("states", "footers", "documents"):
+        foreign = {path.partition("/")[0]: entry for path, entry in other[kind].items()}
+        for path, entry in mine[kind].items():
+            given = foreign[path.partition("/")[0]]
+            other[kind][path] = [entry[0], *given[1:]] if kind == "footers" else given
+    put_index(indexed, other)
     assert rows_of(indexed) == before
+    assert take_snapshot(Store(indexed)).writers == states
     assert not Database(indexed).damaged
+
+
+@pytest.mark.parametrize("kind", ["versions", "schemas"])
+def test_an_index_whose_parts_do_not_fit_is_passed_over(indexed, kind):
+    before = rows_of(indexed)
+    for values in ([], [b"no schema"]):
+        contents = contents_of(indexed)
+        contents[kind] = values
+        put_index(indexed, contents)
+        assert not read_index(Store(indexed)).paths
+        assert rows_of(indexed) == before
+        assert len(verify(indexed).ignored) == 1
+        write_index(indexed)
+
+
+def test_states_of_an_index_are_those_that_lie_there(tmp_path):
+    trace = make_run(tmp_path / "run")
+    read = take_snapshot(Store(trace)).writers
+    write_index(trace)
+    index = read_index(Store(trace))
+    assert set(index.states) == {f"writers/{state.writer}.json" for state in read}
+    assert take_snapshot(Store(trace)).writers == read
+    assert any(state.versions for state in read)
+
+
+def test_a_local_state_that_changed_since_is_read_where_it_lies(tmp_path):
+    trace = make_run(tmp_path / "run", attempts=False)
+    write_index(trace)
+    path = max((trace / "writers").iterdir())
+    before = path.stat()
+    content = path.read_bytes().replace(b'"num_sequences": ', b'"num_sequences":1')
+    path.write_bytes(content)  # as many bytes, and at the same time as far as anybody can tell
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.warns(DamageWarning, match=path.name):
+        assert Database(trace).damaged
+
+
+def test_states_of_an_index_are_read_anew_by_a_release_that_reads_more_of_them(tmp_path):
+    trace = make_run(tmp_path / "run", attempts=False)
+    write_index(trace)
+    contents = contents_of(trace)
+    contents["state_fields"] = contents["state_fields"][:-1]
+    put_index(trace, contents)
+    assert not read_index(Store(trace)).states
+    assert read_index(Store(trace)).footers
+    assert not Database(trace).damaged
 
 
 @pytest.mark.slow
 def test_an_index_that_unpacks_to_more_than_any_has_takes_no_memory(indexed):
     before = rows_of(indexed)
-    content = gzip.compress(b" " * (1 << 29) + b"{}")
-    (indexed / "index" / f"{whole_hash(content)}.json.gz").write_bytes(content)
+    content = pa.compress(b" " * (1 << 29) + b"{}", codec="zstd", asbytes=True)
+    (indexed / "index" / f"{whole_hash(content)}.msgpack.zst").write_bytes(content)
     tracemalloc.start()
-    assert read_index(Store(indexed)).contents
+    assert read_index(Store(indexed)).paths
     assert tracemalloc.get_traced_memory()[1] < 5 * MAX_BYTES
     tracemalloc.stop()
     assert rows_of(indexed) == before
@@ -218,6 +273,6 @@ def test_a_run_that_is_being_sent_has_an_index_of_nearly_all_that_is_there(s3, t
     assert 2 <= len(indexed) <= 6
     store = Store("s3://bucket/growing/run")
     there = {f"{table}/{name}" for table in TABLES for name in store.files(table)}
-    assert len(there & read_index(store).contents.keys()) > len(there) / 2
+    assert len(there & read_index(store).paths) > len(there) / 2
     upload.send()
     assert rows_of("s3://bucket/growing/run") == rows_of(tmp_path / "run")

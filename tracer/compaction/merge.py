@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from ...schemas.checksums import SMALL_BLOCK_BYTES, SealedFile
 from ...schemas.clock import now
 from ...schemas.errors import DamagedTrace, InvalidOption
-from ...schemas.layout import PASSES, TABLES, WRITERS, Segment
+from ...schemas.layout import EVAL_SCORES, PASSES, SCORES, TABLES, WRITERS, Segment
 from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.writer_state import CLOSED, COMPACTION, WriterState
@@ -34,13 +34,14 @@ from ..store import Store
 from ..whole_file import trace_file, write_part
 from .buckets import sorted_groups
 from .parts import Part, read_parts, sweeps
+from .shared_chunks import share_chunks
 
 _SPLIT = (*SPLIT_FLOATS, "prompt_ids", "response_ids")
 """Lists whose elements are split into their bytes: token ids take less so, too."""
 FILE_BYTES = 512_000_000
 """About what a merged file takes where nothing else is asked for."""
-_SMALL = 0.5
-"""A merged file of less than this share of the wanted size is merged again with what came since."""
+_SMALL = 0.25
+"""A merged file of less than this share of the wanted size is merged again with what came since; sharing makes files smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,8 @@ def _write_table(
                 temporary, relative, TABLE_SPECS[table].schema, groups.until(temporary, file_bytes, steps),
                 block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, split=_SPLIT),
             )  # fmt: skip
+            if table in (SCORES, EVAL_SCORES):
+                written = share_chunks(temporary, written, SMALL_BLOCK_BYTES)
         found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
     return found
 

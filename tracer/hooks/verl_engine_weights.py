@@ -95,7 +95,6 @@ class VerlEngineWeights(EngineWeights):
                 self._session.note(why)
                 return
             import torch
-
             from verl.utils.device import get_device_name
 
             rollout = worker.config.rollout

@@ -1,0 +1,77 @@
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+from builders import make_trace
+from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.trace.pairs import num_scored
+from tim_trace.schemas.errors import DamageWarning
+from tim_trace.tracer.ragged import Ragged
+from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.rows import ScoreRows
+from tim_trace.tracer.scored_passes import comparable_pair, scored_passes
+
+
+def recorded(folder, passes, *, closes=True, num_tokens=3):
+    """A trace of sequences with these passes: name -> whether it has logprobs. Those of importers may have none."""
+    recorder = Recorder(folder)
+    for step in (1, 2):
+        batch = recorder.add_sequences(step=step, response_ids=[list(range(num_tokens))] * 2)
+        for name, has_logprobs in passes.items():
+            if has_logprobs:
+                recorder.add_scores(name, batch, logprobs=[[-1.0] * num_tokens] * 2)
+                continue
+            rows = ScoreRows(
+                pass_name=name, step=step, seq_ids=["a", "b"], writer=recorder.writer.name, contract=None,
+                entropy=Ragged(np.ones(2 * num_tokens, np.float32), np.full(2, num_tokens)),
+            )  # fmt: skip
+            recorder.writer.submit(partial(recorder.writer.append, "scores", rows.to_batch()), 0)
+    if closes:
+        recorder.close()
+    else:
+        recorder.flush()
+    return folder
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize(
+    ("passes", "pair"),
+    [
+        ({"train": True, "rollout": True, "current": True}, "train:rollout"),
+        ({"train": False, "rollout": True, "current": True}, "current:rollout"),
+        ({"replay/x": True, "rollout": False}, None),
+        ({}, None),
+    ],
+)
+def test_the_passes_that_have_logprobs_are_those_that_a_database_counts(tmp_path, passes, pair, closes):
+    trace = recorded(tmp_path / "run", passes, closes=closes)
+    assert scored_passes(trace) == list(num_scored(Database(trace)))
+    assert comparable_pair(trace) == pair
+
+
+def test_responses_without_tokens_have_logprobs_all_the_same(tmp_path):
+    trace = recorded(tmp_path / "run", {"train": True, "rollout": True}, num_tokens=0)
+    assert scored_passes(trace) == list(num_scored(Database(trace))) == ["rollout", "train"]
+
+
+def test_traces_of_earlier_releases_tell_their_passes(trace_v1):
+    assert scored_passes(trace_v1) == list(num_scored(Database(trace_v1)))
+
+
+def test_damage_is_told(tmp_path):
+    make_trace(tmp_path / "run")
+    next((tmp_path / "run" / "scores").iterdir()).unlink()
+    with pytest.warns(DamageWarning, match="is missing"):
+        assert comparable_pair(tmp_path / "run") is None
+
+
+def test_neither_a_database_nor_pandas_is_imported_for_it(tmp_path):
+    make_trace(tmp_path / "run")
+    program = (
+        "import sys; from tim_trace.tracer.scored_passes import comparable_pair; "
+        f"print(comparable_pair({str(tmp_path / 'run')!r}), sorted({{'duckdb', 'pandas'}} & {{*sys.modules}}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "train:rollout []\n"
