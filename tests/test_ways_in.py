@@ -21,6 +21,15 @@ RAN = {
         "replay/test_adapters.py::test_replaying_as_recorded_gives_every_bit_back",
         "replay/test_adapters.py::test_with_an_engine_every_pass_comes_back_bit_for_bit",
     ),
+    "TRL with a vLLM server": (
+        "tracer/test_vllm_server.py::test_rloo_with_a_server_trains_on_what_it_would_have_trained_on",
+        "tracer/test_vllm_server.py::test_the_logprobs_of_rloo_s_server_are_recorded_though_rloo_asks_for_none",
+    ),
+    "TRL's AsyncGRPOTrainer": (
+        "tracer/test_trl_async.py::test_sequences_are_the_trained_samples_and_no_token_of_the_tool_has_a_score",
+        "tracer/test_trl_async.py::test_both_sides_tell_the_updates_that_their_weights_have_seen",
+        "tracer/test_trl_async.py::test_every_bit_of_a_packed_row_and_its_gradient_come_back",
+    ),
     "verl 0.9 (PPOTrainer": (
         "tracer/test_verl_live.py::test_verl_s_numbers_come_out_as_verl_logged_them",
         "tracer/test_verl_live.py::test_in_verl_s_own_precision_every_bit_comes_back_of_two_workers",
@@ -37,6 +46,11 @@ RAN = {
         "tracer/test_vllm.py::test_every_completion_is_recorded_with_the_engine_s_logprobs",
         "tracer/test_vllm_async.py::test_every_completion_is_recorded_with_the_engine_s_logprobs",
         "tracer/test_vllm_async.py::test_requests_that_run_together_are_a_step_and_a_name_that_comes_again_gets_a_number",
+    ),
+    "vLLM as a server": (
+        "tracer/test_vllm_server.py::test_clients_get_what_they_would_have_got",
+        "tracer/test_vllm_server.py::test_what_clients_were_given_is_recorded_with_the_engine_s_logprobs",
+        "tracer/test_vllm_server.py::test_ctrl_c_ends_the_server_and_the_trace_is_finished",
     ),
     "a loop of your own": (
         "test_docs.py::test_python_in_the_readme_runs",
@@ -64,7 +78,7 @@ def rows():
 
 def test_every_row_names_tests():
     unnamed = [row for row in rows() if not any(row.startswith(start) for start in RAN)]
-    assert unnamed == ["TRL with a vLLM server"]
+    assert not unnamed
     assert all(any(row.startswith(start) for row in rows()) for start in RAN)
 
 
