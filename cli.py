@@ -33,6 +33,7 @@ from .schemas.errors import (
     speaking_options,
     tell_damage,
 )  # fmt: skip
+from .schemas.passes import ROLLOUT
 
 if TYPE_CHECKING:
     from .analysis.rows import Rows
@@ -1558,7 +1559,12 @@ def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
     if results.sample is not None:
         yield _sampled(results.sample)
     broken = [result for result in results if result.differs]
-    if broken:
+    if pair.endswith(f":{ROLLOUT}"):
+        yield (
+            "the trace has no pass `train`: the engine's tokens were scored here, a row a forward where it is not recorded which rows "
+            "went together, and d is the mismatch"
+        )
+    elif broken:
         yield (
             f"the recorded bits did not come back in {len(broken)} steps (first: step {broken[0].step}), so a "
             f"difference to `train` is not the arm's alone; what differs here: {'; '.join(broken[0].differs)}"

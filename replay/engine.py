@@ -14,7 +14,7 @@ from ..schemas.arguments import check_arguments
 from ..schemas.capture import Capture
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, InvalidOption, option
-from ..schemas.passes import TRAIN
+from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
 from ..tracer.adopt import adopt
 from ..tracer.cluster import run_units
@@ -119,7 +119,7 @@ def replay(
     if as_recorded and len(arms) > 1:
         raise InvalidOption(f"changes nothing, and {arms[1].name} does; leave one of them out", option="as_recorded")
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
-    chosen = parse_steps(steps, run.steps(TRAIN))
+    chosen = parse_steps(steps, run.steps(run.replayed_pass))
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
     kept = Capture.parse(capture, capture_fraction)
     wanted = _wanted(run, arms, chosen, force, kept, drawn, device)
@@ -205,7 +205,7 @@ def _wanted(
         name = asked[0][0].name
         raise InvalidOption(
             f"{name} has all of these {'steps' if sample is None else 'sequences'} already; look at it (tim-trace stats RUN "
-            f"--pair {name}:train), or replace it with {option('force')}"
+            f"--pair {name}:{run.replayed_pass}), or replace it with {option('force')}"
         )
     return wanted
 
@@ -271,7 +271,7 @@ def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set
     """Step -> the sequences that the trace has of an arm; None for all."""
     if not target.is_sample:
         return dict.fromkeys(target.steps)
-    whole, own = run.sequences(TRAIN, steps), run.sequences(target.name, steps)
+    whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
     return {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
 
 
@@ -282,7 +282,7 @@ def _lacks(there: dict[int, set[str] | None], step: int, sample: Sample | None) 
 
 
 def _contract(run: RecordedRun, step: int, rows: list[RecordedRow]) -> Contract:
-    """The contract of the recorded `train` pass; a step that was scored under several is refused."""
+    """The contract of the pass that is replayed; a step that was scored under several is refused."""
     digests = {row.contract for row in rows}
     if len(digests) != 1:
         raise CannotReplay(f"{run.store.url}: step {step} was scored under {len(digests)} contracts; which one held?")
@@ -601,7 +601,11 @@ def _group_sums(entry: _Wanted, step: int, scored: Scored, sample: Sample | None
 def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:
     """Why the recorded bits did not come back, as far as the trace tells."""
     unknown = not all(row.composition_known for row in rows)
-    words = ["batch composition: not recorded, now one row a forward"] if unknown else []
+    words = []
+    if scorer.run.replayed_pass == ROLLOUT:
+        words.append(f"pass: {TRAIN} not recorded, now {ROLLOUT}, which an engine gave: d is the mismatch")
+    if unknown:
+        words.append("batch composition: not recorded, now one row a forward")
     if not all(row.version_known for row in rows):
         words.append(
             f"policy version: not recorded, now {rows[0].policy_version}, the only one whose weights there are"

@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow.dataset as ds
 
 from ..schemas.layout import SCORES, SEQUENCES
-from ..schemas.passes import TRAIN
 from ..schemas.results import Table
 from .meter import Told
 from .recorded import RecordedRun
@@ -107,7 +106,7 @@ class Extent:
 
 
 def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
-    """Each step with what pass `train` has of it; some steps are in memory at a time."""
+    """Each step with what the replayed pass has of it; some steps are in memory at a time."""
     for part in batched(steps, STEPS_AT_ONCE):
         yield from _extents(run, part).items()
 
@@ -122,7 +121,9 @@ def _extents(run: RecordedRun, steps: Sequence[int]) -> dict[int, list[Extent]]:
         for step, seq_id, prompt, response, version in _rows(known)
     }
     scored = run.table(
-        SCORES, chosen & (ds.field("pass") == TRAIN), ["step", "seq_id", "policy_version", "writer", "forward_id"]
+        SCORES,
+        chosen & (ds.field("pass") == run.replayed_pass),
+        ["step", "seq_id", "policy_version", "writer", "forward_id"],
     )
     found: dict[int, list[Extent]] = {step: [] for step in steps}
     for step, seq_id, version, writer, forward_id in _rows(scored):

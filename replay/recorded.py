@@ -19,7 +19,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, DamagedTrace, tell_damage
 from ..schemas.layout import PASSES, SCORES, SEQUENCES
-from ..schemas.passes import TRAIN
+from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.tables import TABLES
 from ..tracer.adopt import adopt
 from ..tracer.contracts import read_contract
@@ -112,6 +112,11 @@ class RecordedRun:
         }
         tell_damage(self.snapshot.damaged)
 
+    @cached_property
+    def replayed_pass(self) -> str:
+        """The pass whose rows are scored again: the trainer's, or the engine's where it is there alone, as in dumps of responses."""
+        return ROLLOUT if not self.steps(TRAIN) and self.steps(ROLLOUT) else TRAIN
+
     @property
     def opening(self) -> dict[str, Any]:
         """What another process opens the same trace with."""
@@ -175,12 +180,14 @@ class RecordedRun:
         except DamagedTrace as error:
             raise CannotReplay(f"{error}; without it nothing says how the pass was made") from error
 
-    def train_contract(self, digest: str, pass_name: str = TRAIN) -> Contract:
-        """The contract of the recorded `train` pass, or another of the trainer's, by its hash.
+    def train_contract(self, digest: str, pass_name: str | None = None) -> Contract:
+        """The contract of the pass that is replayed, or another of the trainer's, by its hash.
 
-        A loop of the user's own says of its model what it likes; what it does not say is taken from the model's config.
+        A loop of the user's own says of its model what it likes; what it does not say is taken from the model's config. Of an
+        engine's pass nothing is taken: it is no code that scores here.
         """
-        contract = self.contract(pass_name, digest)
+        pass_name = pass_name or self.replayed_pass
+        contract = self.contract(pass_name, digest) if pass_name != ROLLOUT else {}
         config = self.model["config"]
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
         given = contract.get("model") or {}
@@ -197,7 +204,7 @@ class RecordedRun:
     @cached_property
     def has_routing(self) -> bool:
         """Whether router choices were recorded of the pass that is replayed."""
-        routed = (ds.field("pass") == TRAIN) & ds.field("routing").is_valid()
+        routed = (ds.field("pass") == self.replayed_pass) & ds.field("routing").is_valid()
         return bool(self.table(SCORES, routed, ["step"]).num_rows)
 
     def check_routing(self) -> None:
@@ -207,7 +214,7 @@ class RecordedRun:
         if not has_experts(self.model["config"]):
             raise CannotReplay(f"routing recorded: {self.store.url} is of a model that is no mixture of experts")
         raise CannotReplay(
-            f"routing recorded: {self.store.url} holds no router choices of pass {TRAIN!r}; record them with "
+            f"routing recorded: {self.store.url} holds no router choices of pass {self.replayed_pass!r}; record them with "
             "tim-trace record --routing, or Recorder.add_scores(routing=...)"
         )
 
@@ -229,8 +236,12 @@ class RecordedRun:
         """The writers that recorded a pass."""
         return set(self.table(SCORES, ds.field("pass") == pass_name, ["writer"])["writer"].to_pylist())
 
-    def step(self, step: int, pass_name: str = TRAIN) -> list[RecordedRow]:
-        """The rows of a step in the order in which they went through the model. Raises CannotReplay."""
+    def step(self, step: int, pass_name: str | None = None) -> list[RecordedRow]:
+        """The rows of a step in the order in which they went through the model, of the pass that is replayed or another one.
+
+        Raises CannotReplay.
+        """
+        pass_name = pass_name or self.replayed_pass
         if not 0 <= step < 1 << 40:
             raise CannotReplay(f"{self.store.url}: step {step:,} is none that a run has; is the trace damaged?")
         named = ["seq_id", "prompt_ids", "response_ids", "policy_version"]

@@ -13,7 +13,7 @@ from .sample import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """One step under one arm, next to the recorded `train` pass: d = replay - train, nats."""
+    """One step under one arm, next to the pass that is replayed, `train` where it was recorded: d = replay - train, nats."""
 
     arm: str
     step: int

@@ -16,7 +16,6 @@ import pyarrow.dataset as ds
 
 from ..schemas.errors import InvalidOption
 from ..schemas.layout import SCORES, SEQUENCES
-from ..schemas.passes import TRAIN
 from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
@@ -131,8 +130,8 @@ def _hash(text: str) -> int:
 
 
 def _num_sequences(run: RecordedRun, steps: Sequence[int]) -> int:
-    """That pass `train` has of these steps."""
-    chosen = ds.field("step").isin(list(steps)) & (ds.field("pass") == TRAIN) & (ds.field("iteration") == 0)
+    """That the replayed pass has of these steps."""
+    chosen = ds.field("step").isin(list(steps)) & (ds.field("pass") == run.replayed_pass) & (ds.field("iteration") == 0)
     return int(run.table(SCORES, chosen, ["step"]).num_rows)
 
 
@@ -144,7 +143,7 @@ def _groups(run: RecordedRun, steps: Sequence[int]) -> dict[int, dict[str, list[
         (step, seq_id): f"sequence {seq_id}" if group is None else f"group {group}"
         for step, seq_id, group in zip(*(known[name].to_pylist() for name in known.column_names), strict=True)
     }
-    scored = run.table(SCORES, chosen & (ds.field("pass") == TRAIN), ["step", "seq_id"])
+    scored = run.table(SCORES, chosen & (ds.field("pass") == run.replayed_pass), ["step", "seq_id"])
     found: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for step, seq_id in dict.fromkeys(zip(scored["step"].to_pylist(), scored["seq_id"].to_pylist(), strict=True)):
         found[step][group_of.get((step, seq_id), f"sequence {seq_id}")].append(seq_id)

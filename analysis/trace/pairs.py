@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 from ...schemas.errors import InvalidOption, option
-from ...schemas.passes import first_pair
+from ...schemas.layout import WEIGHTS
+from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, first_pair
 from .database import Database, quoted
 from .source import Pair
 
@@ -40,10 +43,26 @@ def why_nothing(database: Database, pair: Pair) -> str:
     if (shown := first_pair(others)) is not None:
         return f"{where}: {problem}; compare two of: {', '.join(others)}, as {option('pair', shown)}"
     if others:
-        return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}"
+        return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}{_replay_gives(database, others[0])}"
     if database.kept_steps:
         return f"{where}: {problem}; {option('steps', database.steps)} names steps without any score"
     return f"{where}: {problem}; the trace has no scores at all"
+
+
+def _replay_gives(database: Database, name: str) -> str:
+    """How a replay scores what an engine sampled; empty where there is more or other than that, or nothing to score."""
+    (counts,) = database.connection.execute(
+        "SELECT sum(num_prompt_tokens), sum(num_response_tokens) FROM sequences"
+    ).fetchall()
+    if len(database.sources) != 1 or name != ROLLOUT or not all(counts):
+        return ""
+    store = database.sources[0].store
+    trace = shlex.quote(store.url)
+    attach = "" if store.exists(WEIGHTS) else f"`tim-trace weights {trace} --attach VERSION DIR` and "
+    return (
+        f". {attach}`tim-trace replay {trace}` score the same tokens with the weights, and "
+        f"{option('pair', f'{REPLAY_PREFIX}as-recorded:{name}')} compares the two"
+    )
 
 
 def _note(database: Database, passes: list[str]) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 from ...schemas.checksums import short_hash, whole_hash
 from ...schemas.contract import canonical_json
 from ...schemas.errors import CannotReplay, InvalidOption, TimTraceError
-from ...schemas.passes import TRAIN
 from ...schemas.steps import parse_steps
 from ...tracer import environment
 from ...tracer.progress import Progress, no_progress
@@ -127,7 +126,7 @@ def locate(
         side: run if factory is None else RecordedRun(trace, model_factory=factory, weights_from=weights_from)
         for side, (factory, _) in sides.items()
     }
-    asked = parse_steps(steps, run.steps(TRAIN))
+    asked = parse_steps(steps, run.steps(run.replayed_pass))
     if len(asked) != 1:
         raise InvalidOption(f"{steps!r} names {len(asked)} steps; name one", option="steps")
     rows = run.step(asked[0])

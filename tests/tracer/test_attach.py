@@ -12,6 +12,7 @@ import torch
 from builders import make_trace, run, tim_trace
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.info import info
+from tim_trace.analysis.stats import stats
 from tim_trace.analysis.weights import export, weights
 from tim_trace.replay.engine import replay
 from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
@@ -179,6 +180,40 @@ def test_a_parquet_file_is_replayed_with_the_model_that_its_import_names(tmp_pat
     (result,) = replay(tmp_path / "run")
     assert result.identity_held
     assert result.num_equal == result.num_tokens > 0
+
+
+def test_the_engine_s_side_alone_is_scored_with_the_weights(tmp_path, model):
+    """As of a client of `vllm serve`: what the trainer would have given its tokens is what a replay gives."""
+    samples = scored(model)
+    for sample in samples:
+        sample.rollout = sample.train + np.float32(0.25)
+    lines = [
+        {
+            "prompt_token_ids": sample.prompt.tolist(),
+            "choices": [
+                {"token_ids": sample.response.tolist(), "logprobs": {"token_logprobs": sample.rollout.tolist()}}
+            ],
+        }
+        for sample in samples
+    ]
+    (tmp_path / "saved.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    import_dump("vllm", tmp_path / "saved.jsonl", output=tmp_path / "run")
+    told = tim_trace("stats", tmp_path / "run").stderr
+    assert f"`tim-trace weights {tmp_path / 'run'} --attach VERSION DIR` and `tim-trace replay" in told
+    attach(tmp_path / "run", 0, tmp_path / "model")
+    done = tim_trace("replay", tmp_path / "run", "--arm", "dtype=fp64", "--json")
+    assert done.code == 0, done.stderr
+    assert "the trace has no pass `train`" in done.stderr
+    assert f"next: tim-trace stats {tmp_path / 'run'} --pair replay/fp64:rollout --by step" in done.stderr
+    found = {row["arm"]: row for row in done.json()}
+    num_tokens = sum(len(sample.response) for sample in samples)
+    assert {row["num_tokens"] for row in found.values()} == {num_tokens}
+    assert found["as-recorded"]["num_equal"] == 0
+    assert found["as-recorded"]["mean_abs_d"] == pytest.approx(0.25, abs=1e-6)
+    (row,) = stats(tmp_path / "run", pair="replay/as-recorded:rollout").dicts()
+    given = np.concatenate([sample.train.astype(np.float64) - sample.rollout for sample in samples])
+    assert row["mean_abs_d"] == pytest.approx(np.abs(given).mean(), abs=1e-12)
+    assert row["num_tokens"] == num_tokens
 
 
 def dumps_with_versions(folder, model, step):
