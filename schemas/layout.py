@@ -107,7 +107,7 @@ _OWN = re.compile(
         rf"{SUMS}/[a-z_]+-[0-9a-f]+\.parquet",
         rf"{WRITERS}/{_WRITER}\.json",
         rf"{JOURNAL}/{_SEGMENT_NAME}\.[a-z_]+\.arrows",
-        rf"{INDEX}/{_HEX32}\.json\.gz",
+        rf"{INDEX}/{_HEX32}\.(?:msgpack\.zst|json\.gz)",
         rf"{LOCATE}/{_HEX16}(?:(?:-unfinished(?:-(?:sequence|patch-[ab])-\d+)?)?\.json|-(?:operators|patches)-{_HEX16}\.parquet)",
         rf"{TOKENIZER}/(?:{'|'.join(map(re.escape, _TOKENIZER_NAMES))})",
     ))

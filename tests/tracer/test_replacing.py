@@ -14,6 +14,7 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.verify import verify
 from tim_trace.schemas.errors import ImportFailed, InvalidOption, StorageError, TraceExists
 from tim_trace.tracer.importers.neutral import import_parquet
+from tim_trace.tracer.index import write_index
 from tim_trace.tracer.launch import record
 from tim_trace.tracer.recorder import Recorder
 
@@ -40,6 +41,16 @@ def replace(how, output, tmp_path):
         Recorder(output, force=True).close()
     else:
         import_parquet(rows_file(tmp_path / "rows.jsonl"), output=output, force=True)
+
+
+@pytest.mark.parametrize("how", ["record", "recorder", "import"])
+def test_a_trace_with_an_index_is_replaced(tmp_path, how):
+    make_trace(tmp_path / "run")
+    write_index(tmp_path / "run")
+    before = tree(tmp_path / "run")
+    assert any(name.startswith("index/") for name in before)
+    replace(how, tmp_path / "run", tmp_path)
+    assert not before.keys() & tree(tmp_path / "run").keys() - {"trace.json"}
 
 
 @pytest.mark.parametrize("how", ["record", "recorder", "import"])
