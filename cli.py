@@ -898,8 +898,8 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     from .analysis.replay_estimates import replay_estimates
     from .analysis.replay_text import estimate_sentence, plan_rows
     from .analysis.rows import table, to_text
-    from .analysis.stats import replayed_pair
     from .replay.results import by_arm
+    from .tracer.scored_passes import replayed_pair
 
     def tell_estimate(plan: Any) -> None:
         if plan.seconds >= _LEAST_TOLD_S and not click.get_current_context().meta.get(_QUIET, False):
@@ -1561,8 +1561,7 @@ def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
     broken = [result for result in results if result.differs]
     if pair.endswith(f":{ROLLOUT}"):
         yield (
-            "the trace has no pass `train`: the engine's tokens were scored here, a row a forward where it is not recorded which rows "
-            "went together, and d is the mismatch"
+            "the trace has no pass `train`, so that the engine's tokens were scored again: d is the mismatch with the engine"
         )
     elif broken:
         yield (

@@ -151,14 +151,14 @@ def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[
     a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
     query = f"SELECT * FROM correction_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})"
     batches = list(database.connection.mapped_batches(query, partial(zones_of_rows, bounds)))
-    database.connection.register("zoneszones_of_rows", pa.Table.from_batches(batches))
+    database.connection.register("zones_of_sequences", pa.Table.from_batches(batches))
     try:
         yield database.connection.sql(
             f"""SELECT step, dense_rank() OVER (ORDER BY {", ".join(KEYS)}) AS sequence, {_COLUMNS}
-                FROM zoneszones_of_rows ORDER BY sequence, sign, zone"""
+                FROM zones_of_sequences ORDER BY sequence, sign, zone"""
         ).to_arrow_table()
     finally:
-        database.connection.unregister("zoneszones_of_rows")
+        database.connection.unregister("zones_of_sequences")
 
 
 def _warn_of_advantages(database: Database) -> None:

@@ -94,8 +94,9 @@ class Location(Result):
     patches: tuple[PatchShare, ...]
     operators: tuple[OperatorError, ...]
     unseen: tuple[str, ...]
-    unjudged: dict[str, str]
     """Operators that only one execution has."""
+    unjudged: dict[str, str]
+    """What has a form that is not understood, and why it could not be judged."""
     engines: tuple[str, ...]
     """The sides that vLLM ran: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""
     kept: str | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..schemas.errors import InvalidOption, NothingToCompare, option
-from ..schemas.passes import REPLAY_PREFIX, STANDARD, TRAIN
 from ..schemas.steps import ALL_STEPS
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
@@ -15,7 +14,7 @@ from .frameworks.registry import framework_of, refuse_options
 from .frameworks.sequence_rows import read_once
 from .rows import Rows
 from .trace.database import Database, Traces, opened
-from .trace.pairs import num_scored, parse_pair, quoted_pair, why_nothing
+from .trace.pairs import parse_pair, quoted_pair, why_nothing
 from .trace.samples import tell_sampled
 from .trace.source import Pair
 from .trace.sums import ensure, keep, make_exact
@@ -155,9 +154,3 @@ def _why_not_routed(database: Database, pair: Pair) -> str:
         f"{where}: {pair[0]!r} and {pair[1]!r} do not both have router choices; record a mixture of experts with "
         "--routing, and replay it: every pass replayed with hf has them then"
     )
-
-
-def replayed_pair(trace: str, arm: str) -> str:
-    """A replay beside the trainer's pass, or beside another one where the trainer has no logprobs."""
-    scored = num_scored(Database(trace))
-    return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in scored), TRAIN)}"

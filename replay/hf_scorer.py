@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ..schemas.capture import HIDDEN, Capture
-from ..schemas.contract import Contract
+from ..schemas.contract import PREFIX_TREE, Contract
 from ..schemas.errors import CannotReplay, TimTraceWarning, option
 from ..tracer import environment
 from ..tracer.dense import Distribution
@@ -29,7 +29,7 @@ from .backends.transformers import TransformersScorer
 from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, recorded_forwards, responses
 from .meter import Told, untold, work
 from .numerics import Numerics
-from .prefix_tree import TREE, tree_batch
+from .prefix_tree import tree_batch
 from .recorded import RecordedRow, RecordedRun, has_experts
 from .scored import Scored
 from .settings import settings
@@ -315,7 +315,7 @@ class HfScorer:
                 "attention_kernels": sorted(self.kernels),
                 "rows_a_forward": self._rows_a_forward,
                 "prompt_padding_side": None if self.numerics.is_tree else self._padding,
-                "packing": TREE if self.numerics.is_tree else None,
+                "packing": PREFIX_TREE if self.numerics.is_tree else None,
                 "device": environment.device_name(self.device),
                 "torch": used | {"autocast_dtype": autocast},
                 "versions": environment.numeric_versions(),

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..schemas.contract import Contract
+from ..schemas.contract import PREFIX_TREE, Contract
 from .arms import DTYPES, PACKABLE, Arm
 from .backends import packing, trl
 from .batching import END_TO_END
-from .prefix_tree import TREE
 from .settings import autocast_dtype
 
 
@@ -39,7 +38,7 @@ class Numerics:
         """Whether rows go through the model as the tree that they were recorded in: always where the arm leaves their shape."""
         arm = self.arm
         shaped = arm.has_batch_shape or arm.padding or arm.compile or arm.cached_tokens is not None
-        return self.recorded.get("packing") == TREE and not shaped and arm.attention in PACKABLE
+        return self.recorded.get("packing") == PREFIX_TREE and not shaped and arm.attention in PACKABLE
 
     @property
     def attention(self) -> str:
@@ -47,7 +46,7 @@ class Numerics:
         if self.arm.padding in END_TO_END or self.is_tree:
             return packing.NAME
         # What is recorded for trees takes nothing else.
-        recorded = "sdpa" if self.recorded.get("packing") == TREE else str(self.recorded["model"]["attention"])
+        recorded = "sdpa" if self.recorded.get("packing") == PREFIX_TREE else str(self.recorded["model"]["attention"])
         return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
 
     @property
@@ -62,7 +61,7 @@ class Numerics:
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding in END_TO_END or arm.compile or arm.dtype == "fp64"
-        shaped = shaped or (self.recorded.get("packing") == TREE and not self.is_tree)
+        shaped = shaped or (self.recorded.get("packing") == PREFIX_TREE and not self.is_tree)
         return trl.scores(self.recorded) and not shaped and all(value is None for value in own)
 
     @property

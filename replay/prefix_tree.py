@@ -15,8 +15,6 @@ from .backends.packing import Span
 from .batching import PackedBatch
 from .recorded import RecordedRow
 
-TREE = "prefix_tree"
-"""What a contract calls it."""
 UNLABELLED = -100
 """Label of a place whose next token has no score."""
 

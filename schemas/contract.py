@@ -9,6 +9,9 @@ from typing import Any
 
 Contract = dict[str, Any]
 
+PREFIX_TREE = "prefix_tree"
+"""`packing` of TRL's TreeRow: the samples of a forward as a tree of what they begin with alike."""
+
 
 def canonical_json(value: Any) -> str:
     """Write `value` as the one JSON text that the same content always gives: sorted keys, no spaces."""

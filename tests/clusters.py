@@ -32,3 +32,18 @@ def _started():
         else:
             return made, nodes
     raise AssertionError
+
+
+def removing(made, node, told):
+    """A progress that removes a node at the first part that is done; `told` gets the size of each part."""
+
+    @contextmanager
+    def progress(what, total):
+        def advance(size):
+            told.append(size)
+            if len(told) == 1:
+                made.remove_node(node, allow_graceful=False)
+
+        yield advance
+
+    return progress

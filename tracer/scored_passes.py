@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from ..schemas.errors import tell_damage
 from ..schemas.layout import SCORES
-from ..schemas.passes import first_pair
+from ..schemas.passes import REPLAY_PREFIX, STANDARD, TRAIN, first_pair
 from .snapshot import TableFile, take_snapshot
 from .store import Store
 from .verified_file import FileCursor
@@ -19,6 +19,12 @@ from .verified_file import FileCursor
 def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
     """The pair that says most of what a trace holds: see `first_pair`."""
     return first_pair(scored_passes(trace))
+
+
+def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
+    """A replay beside the trainer's pass, or beside another one where the trainer has no logprobs."""
+    names = scored_passes(trace)
+    return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 
 
 def scored_passes(trace: str | os.PathLike[str]) -> list[str]:

@@ -51,10 +51,12 @@ def why_nothing(database: Database, pair: Pair) -> str:
 
 def _replay_gives(database: Database, name: str) -> str:
     """How a replay scores what an engine sampled; empty where there is more or other than that, or nothing to score."""
+    if len(database.sources) != 1 or name != ROLLOUT:
+        return ""
     (counts,) = database.connection.execute(
         "SELECT sum(num_prompt_tokens), sum(num_response_tokens) FROM sequences"
     ).fetchall()
-    if len(database.sources) != 1 or name != ROLLOUT or not all(counts):
+    if not all(counts):
         return ""
     store = database.sources[0].store
     trace = shlex.quote(store.url)

@@ -1,12 +1,11 @@
 """Verbs that divide their reading among the nodes of a real Ray cluster. What they give is compared with one process, to the last bit."""
 
 import shutil
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
 from builders import tim_trace
-from clusters import two_nodes
+from clusters import removing, two_nodes
 from runs import train
 from segmented import make_run
 from tim_trace.analysis import check, corrections, gradient, objective, stats, triangulate, verify
@@ -82,17 +81,7 @@ def test_corrections_survive_a_node_that_is_removed_after_the_first_part(trace):
     alone = corrections(trace, by="step")
     told = []
     with two_nodes() as (made, nodes):
-
-        @contextmanager
-        def removing(what, total):
-            def advance(num_tokens):
-                told.append(num_tokens)
-                if len(told) == 1:
-                    made.remove_node(nodes[0], allow_graceful=False)
-
-            yield advance
-
-        assert corrections(trace, by="step", ray=made.address, progress=removing) == alone
+        assert corrections(trace, by="step", ray=made.address, progress=removing(made, nodes[0], told)) == alone
     assert len(told) > 4
 
 

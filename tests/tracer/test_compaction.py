@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 
 import duckdb
 import numpy as np
@@ -13,7 +12,7 @@ import polars
 import pyarrow.parquet as pq
 import pytest
 from builders import PROGRAMS, tim_trace
-from clusters import two_nodes
+from clusters import removing, two_nodes
 from segmented import add_steps, make_run, rows_of
 from tim_trace.analysis import check, compact, objective, stats
 from tim_trace.analysis.trace.database import Database
@@ -329,16 +328,7 @@ def test_a_node_that_is_removed_and_a_driver_that_is_killed_leave_a_whole_trace(
         process.wait()
         assert rows_of(trace) == before
 
-        @contextmanager
-        def removing(what, total):
-            def advance(rows):
-                told.append(rows)
-                if len(told) == 1:
-                    made.remove_node(nodes[0], allow_graceful=False)
-
-            yield advance
-
-        merge(str(trace), 4000, removing, made.address)
+        merge(str(trace), 4000, removing(made, nodes[0], told), made.address)
     assert len(told) > 4
     assert rows_of(trace) == before
     assert verify(trace).is_whole

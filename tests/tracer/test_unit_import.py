@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import pytest
 from builders import TIM_TRACE
-from clusters import two_nodes
+from clusters import removing, two_nodes
 from dumps import ONE_SIDED, WRITERS, make_steps, write_lines
 from segmented import QUESTIONS
 from tim_trace import check, import_dump, stats, verify
@@ -168,17 +167,13 @@ def test_what_a_node_read_when_it_was_removed_is_read_on_another(tmp_path):
     import_dump("verl", tmp_path / "dump", output=tmp_path / "alone" / "run")
     told = []
     with two_nodes() as (made, nodes):
-
-        @contextmanager
-        def removing(what, total):
-            def advance(num_bytes):
-                told.append(num_bytes)
-                if len(told) == 1:
-                    made.remove_node(nodes[0], allow_graceful=False)
-
-            yield advance
-
-        import_dump("verl", tmp_path / "dump", output=tmp_path / "divided" / "run", ray=made.address, progress=removing)
+        import_dump(
+            "verl",
+            tmp_path / "dump",
+            output=tmp_path / "divided" / "run",
+            ray=made.address,
+            progress=removing(made, nodes[0], told),
+        )
     assert len(told) > 6
     same_trace(tmp_path / "divided" / "run", tmp_path / "alone" / "run")
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...schemas.contract import Contract
+from ...schemas.contract import PREFIX_TREE, Contract
 from .. import environment
 from .model_contract import as_json, class_path, dtypes, numerics
-
-PREFIX_TREE = "prefix_tree"
-"""Packing of TRL's TreeRow: the samples of a forward as a tree of what they begin with alike."""
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:

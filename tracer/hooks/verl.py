@@ -146,9 +146,8 @@ class TrainerHooks:
     ) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
-        if (
-            not self._is_fitting
-        ):  # the asynchronous trainers have a `fit` of their own, which Ray keeps from being hooked
+        # The asynchronous trainers have a `fit` of their own, which Ray keeps from being hooked.
+        if not self._is_fitting:
             self._flushes = True
             self._begin(trainer)
         with self.session.guard("verl's batch"):
