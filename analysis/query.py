@@ -8,9 +8,10 @@ from typing import Any
 import duckdb
 
 from ..schemas.errors import InvalidQuery, TimTraceError, option
+from ..tracer.trace_files import PROTOCOL
 from .rows import Rows
 from .trace.connection import NOT_OF_FILES
-from .trace.database import Database, Traces, quoted
+from .trace.database import Database, Traces
 from .trace.macros import words_of
 
 _READING = {
@@ -55,6 +56,7 @@ class Session:
                     _check_reads(connection, statement)
             result: Any = None
             for statement in statements:
+                self._database.large.choose(statement.query)
                 result = connection.execute(statement)
             columns = tuple(column[0] for column in result.description or ())
             return Rows(columns, result.fetchall() if columns else [])
@@ -83,7 +85,7 @@ def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
 def _confine(database: Database) -> None:
     """Let the connection read the traces' own files and nothing else, and see none of this process's variables."""
     connection = database.connection
-    connection.execute(f"SET allowed_paths = [{', '.join(quoted(url) for url in database.urls)}]")
+    connection.execute(f"SET allowed_directories = ['{PROTOCOL}://']")
     connection.execute("SET python_enable_replacements = false")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

@@ -12,7 +12,7 @@ from ..replay.locate.result_files import header_path, read_header, read_whole_ta
 from ..replay.locate.result_header import ResultHeader
 from ..replay.locate.unfinished import unfinished_names, unfinished_questions
 from ..schemas.checksums import SealedFile, whole_hash
-from ..schemas.errors import DamagedTrace, TimTraceError
+from ..schemas.errors import DamagedTrace, QueryFailed, TimTraceError
 from ..schemas.layout import DENSE, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
 from ..schemas.results import Result
 from ..tracer.dense_group import is_sealed, open_dense, sealed_root
@@ -196,20 +196,24 @@ class _Verifier:
         count.num_damaged += bool(damage)
         self.damaged += damage
 
-    def _file(self, folder: str, relative: str, file: VerifiedFile) -> _Part:
+    def _file(self, folder: str, relative: str, file: VerifiedFile) -> _Part | str:
         record = self._records.get(relative)
+        try:
+            is_checked = file.has_checksums
+        except (DamagedTrace, QueryFailed) as error:  # of a footer that is read now
+            return str(error)
 
         def read() -> None:
             whole = file.verify()
             if record is not None and whole != record.hash:
                 raise ValueError("its content is not what its writer wrote")
-            if not file.has_checksums:
+            if not is_checked:
                 import pyarrow as pa
                 from pyarrow.parquet import read_table
 
                 read_table(pa.BufferReader(self.store.read_bytes(relative)))
 
-        return _Part(folder=folder, name=relative, num_bytes=file.num_bytes, is_checked=file.has_checksums, read=read)
+        return _Part(folder=folder, name=relative, num_bytes=file.num_bytes, is_checked=is_checked, read=read)
 
     def _document(self, folder: str, relative: str, record: SealedFile) -> _Part:
         def read() -> None:

@@ -59,3 +59,27 @@ def _part(part: str, text: str, recorded: Sequence[int]) -> set[int]:
 
 def _from_end(bound: int | None, recorded: Sequence[int]) -> int | None:
     return bound if bound is None or bound >= 0 else recorded[max(bound, -len(recorded))]
+
+
+def named_range(text: str) -> tuple[int, int | None] | None:
+    """First and last of the steps that a text can name, the last None where it has no end; None where that depends on the recorded ones.
+
+    >>> named_range("3,20:40:5")
+    (3, 40)
+    >>> named_range("8:")
+    (8, None)
+    >>> named_range("-1") is named_range("all") is None
+    True
+    """
+    ranges = []
+    for part in text.split(","):
+        try:
+            bounds = [int(number) if number.strip() else None for number in part.split(":")[:2]]
+        except ValueError:
+            return None
+        first, last = bounds[0], bounds[-1]
+        if first is None or first < 0 or (last is not None and last < 0):
+            return None
+        ranges.append((first, last))
+    lasts = [last for _, last in ranges if last is not None]
+    return min(first for first, _ in ranges), max(lasts) if len(lasts) == len(ranges) else None

@@ -22,7 +22,7 @@ from ..schemas.errors import DamagedTrace
 from ..schemas.layout import Segment
 from .dense_group import BFLOAT16, DATA_TYPES
 from .store import Store, first_line, unreadable
-from .verified_file import VerifiedFile
+from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
 """Attribute of a group's root: path below it -> its bytes, and base64 of its blocks' checksums."""
@@ -93,11 +93,12 @@ class SealedGroup:
             if self._files is None:
                 if not self.store.exists(relative):
                     return None
-                self._open[name] = VerifiedFile(self.store, relative, self.store.file_size(relative), None)
+                self._open[name] = VerifiedFile(self.store, relative, self.store.file_size(relative), FileChecksums())
             elif name not in self._files:
                 return None
             else:
-                self._open[name] = VerifiedFile(self.store, relative, *self._files[name])
+                num_bytes, blocks = self._files[name]
+                self._open[name] = VerifiedFile(self.store, relative, num_bytes, FileChecksums(blocks=blocks))
         return self._open[name]
 
     def _below(self, group: str) -> list[str]:

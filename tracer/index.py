@@ -4,6 +4,9 @@ An index is a copy, and nothing is believed because it stands there. A footer se
 file's writer gave, a contract where its hash is its name, a writer's state where the file itself has the checksum still that it
 had when the index was made. What was read and compared then, schemas and counts and states, is not read of the same bytes another
 time. What the index lacks, and what has changed since, is read where it lies; so an index may be old, and may be removed.
+
+Of a table whose footers do not fit, the index tells of each file how long its footer is and which columns it names: the footer itself
+is read, and compared with its writer's account, when a question needs the file.
 """
 
 from __future__ import annotations
@@ -17,19 +20,24 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from ..schemas.checksums import short_hash, whole_hash
+from ..schemas.checksums import SealedFile, short_hash, whole_hash
 from ..schemas.errors import DamagedTrace
-from ..schemas.layout import INDEX, PASSES, SUMS, TABLES, WRITERS
+from ..schemas.layout import INDEX, PASSES, SCORES, SEQUENCES, SUMS, TABLES, WRITERS
 from ..schemas.writer_state import WriterState
 from .parquet_file import ParquetFooter, read_footer
 from .store import Store
 from .whole_file import write_part
 
 MAX_BYTES = 64 << 20
-"""Of all that an index holds. A trace of more files has larger ones to be read: see compaction."""
+"""Of all that an index holds."""
+
+MANY_FOOTERS = 4096
+"""Files of a table that has more of them have no footer in the index: a question seldom needs them all, and to open reads it."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
 """Of an index that is not compressed; one that has more is passed over."""
+_SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
+"""Folders of Parquet files in the order in which there is room for their footers."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
 _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
@@ -55,6 +63,18 @@ class _Footer(msgspec.Struct, array_like=True):
     content: bytes
 
 
+class KnownFile(msgspec.Struct, array_like=True):
+    """What is told of a file whose footer is not held."""
+
+    num_bytes: int
+    """Of the whole file."""
+    schema: int
+    tail_bytes: int
+    """Of the footer with its length and the magic number."""
+    hash: str
+    """XXH3-64 of these."""
+
+
 class _Contents(msgspec.Struct):
     """An index as it is written; path in the trace -> what lies there."""
 
@@ -64,6 +84,7 @@ class _Contents(msgspec.Struct):
     states: dict[str, _State] = msgspec.field(default_factory=dict)
     schemas: list[bytes] = msgspec.field(default_factory=list)
     footers: dict[str, _Footer] = msgspec.field(default_factory=dict)
+    files: dict[str, KnownFile] = msgspec.field(default_factory=dict)
     documents: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
@@ -73,12 +94,22 @@ class Index:
 
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
+    files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
+    """Of each index that was read what it tells of files whose footers are not held, and the schemas that it names."""
     documents: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def paths(self) -> set[str]:
         """Of every file that it tells of."""
-        return {*self.states, *self.footers, *self.documents}
+        return {*self.states, *self.footers, *self.documents, *(path for files, _ in self.files for path in files)}
+
+    def known(self, relative: str, num_bytes: int, checksum: str | None) -> tuple[KnownFile, pa.Schema] | None:
+        """What is told of a file whose footer is not held, if it has so many bytes and a footer of this checksum."""
+        for files, schemas in self.files:
+            found = files.get(relative)
+            if found is not None and found.num_bytes == num_bytes and found.hash == checksum:
+                return found, schemas[found.schema]
+        return None
 
     def footer(self, relative: str, num_bytes: int, checksum: str | None) -> ParquetFooter | None:
         """The footer of a file of so many bytes, if it has this checksum."""
@@ -115,6 +146,7 @@ def read_index(store: Store) -> Index:
 def _add(index: Index, contents: _Contents) -> None:
     schemas = _schemas(contents)
     index.footers |= {path: (footer, schemas[footer.schema]) for path, footer in contents.footers.items()}
+    index.files.append((contents.files, schemas))
     index.documents |= contents.documents
     if contents.state_fields == _STATE_FIELDS:
         for known in contents.states.values():
@@ -141,7 +173,8 @@ def _contents_of(store: Store, name: str, size: int) -> _Contents | None:
     except (OSError, DamagedTrace, pa.ArrowException, msgspec.MsgspecError):
         return None
     fits = all(0 <= known.versions < len(contents.versions) for known in contents.states.values())
-    fits = fits and all(0 <= known.schema < len(contents.schemas) for known in contents.footers.values())
+    for described in (contents.footers, contents.files):
+        fits = fits and all(0 <= known.schema < len(contents.schemas) for known in described.values())
     return contents if fits else None
 
 
@@ -168,9 +201,13 @@ class _Gathered:
         self.contents = _Contents()
         self._store, self._left = store, MAX_BYTES
         self._numbers: dict[bytes, int] = {}
-        for add in (self._states, self._contracts, self._footers):
+        self._before = read_index(store)
+        self._accounts: dict[str, SealedFile] = {}
+        for add in (self._states, self._contracts):
             if not all(add()):
-                break
+                return
+        for table in _SMALL_FIRST:
+            self._files_of(table)
 
     def _has_room(self, num_bytes: int) -> bool:
         self._left -= num_bytes
@@ -190,6 +227,7 @@ class _Gathered:
                 continue
             md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
             self.contents.states[relative] = _State(whole_hash(content), md5, state, number)
+            self._accounts |= state.files or {}
 
     def _contracts(self) -> Iterator[bool]:
         for name in self._store.walk(PASSES):
@@ -197,19 +235,45 @@ class _Gathered:
             yield self._has_room(len(content))
             self.contents.documents[f"{PASSES}/{name}"] = content
 
-    def _footers(self) -> Iterator[bool]:
-        for table in (*TABLES, SUMS):
-            for name, size in self._store.files(table).items():
-                try:
-                    footer = read_footer(self._store, f"{table}/{name}", size)
-                except DamagedTrace:
-                    continue
-                schema = footer.schema.remove_metadata().serialize().to_pybytes()
-                number = self._number(self.contents.schemas, schema, schema)
-                yield self._has_room(len(footer.content))
-                self.contents.footers[f"{table}/{name}"] = _Footer(
-                    size, footer.num_rows, number, footer.metadata, footer.content
-                )
+    def _files_of(self, table: str) -> None:
+        """The footers of a table, if all of them fit and are not many, or else what is told of files without them."""
+        there = {f"{table}/{name}": size for name, size in self._store.files(table).items()}
+        before = {name: file for name, size in there.items() if (file := self._known_before(name, size)) is not None}
+        fits = len(there) <= MANY_FOOTERS and sum(file.tail_bytes for file in before.values()) <= self._left
+        footers: dict[str, _Footer] | None = {} if fits else None
+        files: dict[str, KnownFile] = {}
+        left = self._left
+        for relative, size in there.items():
+            if footers is None and relative in before:
+                files[relative] = before[relative]
+                continue
+            try:
+                footer = read_footer(self._store, relative, size)
+            except DamagedTrace:
+                continue
+            number = self._schema(footer.schema)
+            files[relative] = KnownFile(size, number, len(footer.content), footer.hash)
+            left -= len(footer.content)
+            if left < 0:
+                footers = None
+            if footers is not None:
+                footers[relative] = _Footer(size, footer.num_rows, number, footer.metadata, footer.content)
+        if footers is not None:
+            self.contents.footers |= footers
+            self._left = left
+        elif self._has_room(len(msgspec.msgpack.encode(files))):
+            self.contents.files |= files
+
+    def _known_before(self, relative: str, size: int) -> KnownFile | None:
+        """What the index before told of a file that its writer accounts for as it did then."""
+        record = self._accounts.get(relative)
+        found = None if record is None else self._before.known(relative, size, record.footer)
+        return None if found is None else msgspec.structs.replace(found[0], schema=self._schema(found[1]))
+
+    def _schema(self, schema: pa.Schema) -> int:
+        """Place of a schema among those of the index."""
+        content = schema.remove_metadata().serialize().to_pybytes()
+        return self._number(self.contents.schemas, content, content)
 
     def _number(self, values: list[Any], value: object, key: bytes) -> int:
         """Place of a value in a list of different ones."""

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from ..schemas.checksums import BLOCK_BYTES, BLOCK_SIZES, BlockDigests, SealedFile, short_hash
 from ..schemas.errors import DamagedTrace
 from .store import Store, first_line
-from .verified_file import VerifiedFile
+from .verified_file import FileChecksums, VerifiedFile, unreadable_checksums
 
 BLOCKS = b"tim-trace blocks"
 """Metadata: base64 of XXH3-64 of each block before the footer, 8 bytes each."""
@@ -148,20 +148,31 @@ class ParquetFooter:
 
         Raises DamagedTrace where the checksums cannot be read.
         """
+        checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
         try:
-            blocks = base64.b64decode(self.metadata[BLOCKS], validate=True) if self.has_checksums else None
-            return VerifiedFile(
-                store, relative, self.num_bytes, blocks, tail_bytes=len(self.content), tail_hash=self.hash,
-                tail=self.content if keeps_tail else None, block_bytes=self._block_bytes,
+            return VerifiedFile(store, relative, self.num_bytes, checksums)
+        except ValueError as error:
+            raise unreadable_checksums(store.shown(relative), error) from error
+
+    def checksums(self, where: str, *, keeps_tail: bool) -> FileChecksums:
+        """What the bytes of the file are compared with. Raises DamagedTrace where that cannot be read."""
+        try:
+            return FileChecksums(
+                blocks=base64.b64decode(self.metadata[BLOCKS], validate=True) if self.has_checksums else None,
+                block_bytes=self._block_bytes, tail_bytes=len(self.content), tail_hash=self.hash,
+                tail=self.content if keeps_tail else None,
             )  # fmt: skip
         except ValueError as error:
-            raise DamagedTrace(f"{store.shown(relative)}: its checksums cannot be read ({error})") from error
+            raise unreadable_checksums(where, error) from error
 
 
-def read_footer(store: Store, relative: str, num_bytes: int) -> ParquetFooter:
-    """Read the end of a file of so many bytes. Raises DamagedTrace for what is no Parquet, and FileNotFoundError."""
+def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int = _TAIL_BYTES) -> ParquetFooter:
+    """Read the end of a file of so many bytes; who knows how many of them are the footer's says so.
+
+    Raises DamagedTrace for what is no Parquet, and FileNotFoundError.
+    """
     where = store.shown(relative)
-    content = _read_tail(store, relative, num_bytes)
+    content = _read_tail(store, relative, num_bytes, tail_bytes)
     try:
         found = pq.read_metadata(pa.BufferReader(MAGIC + content))
         _check_counts(found, num_bytes)
@@ -173,19 +184,19 @@ def read_footer(store: Store, relative: str, num_bytes: int) -> ParquetFooter:
         raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)})") from error
 
 
-def _read_tail(store: Store, relative: str, num_bytes: int) -> bytes:
+def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> bytes:
     """The footer of a file with its length and the magic number. Raises DamagedTrace for what is no Parquet."""
     where = store.shown(relative)
     try:
-        return _tail(store, relative, num_bytes, where)
+        return _tail(store, relative, num_bytes, where, tail_bytes)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise DamagedTrace(f"{where}: cannot be read ({error.strerror or first_line(error)})") from error
 
 
-def _tail(store: Store, relative: str, num_bytes: int, where: str) -> bytes:
-    tail = store.read_range(relative, max(num_bytes - _TAIL_BYTES, 0), num_bytes)
+def _tail(store: Store, relative: str, num_bytes: int, where: str, tail_bytes: int) -> bytes:
+    tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
     if len(tail) < 12 or tail[-4:] != MAGIC:
         raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
     length = struct.unpack("<i", tail[-8:-4])[0] + 8

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +18,7 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from ..schemas.layout import (
     DENSE,
     FOLDERS,
+    INDEX,
     JOURNAL,
     METRICS,
     PASSES,
@@ -36,7 +39,7 @@ from .journal import journal_of, journaled_segments, read_journal
 from .liveness import Liveness, liveness
 from .parquet_file import ParquetFooter, read_footer
 from .store import Store
-from .verified_file import FileCursor, VerifiedFile
+from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
 _LOOKS = 100
 """How often a trace is looked at whose files are sealed, or whose writers' states change, while they are read."""
@@ -54,6 +57,8 @@ class TableFile:
     lacking: tuple[str, ...]
     """Columns that it lacks, being of an earlier release."""
     rows: int
+    steps: tuple[int, int] | None = None
+    """First and last step of its rows, as its writer says; None where it does not, and of a file without rows."""
     newest: dict[int, int] | None = None
     """Step -> newest attempt at training of its rows; None before that was read."""
 
@@ -92,6 +97,8 @@ class Snapshot:
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     """Table and schema of the index -> columns that a file of these lacks."""
+    _seen: set[str] = field(default_factory=set)
+    """Paths of what lies in the folders of tables."""
     _suspects: set[str] = field(default_factory=set)
     """Writers whose files are not those that their state names: it may have changed since."""
 
@@ -137,12 +144,25 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
     for _ in range(_LOOKS):
         snapshot = Snapshot(store=store, manifest=manifest, examined=known)
         try:
-            _look(snapshot)
+            with _no_collection():
+                _look(snapshot)
         except FileNotFoundError:  # a segment was sealed between listing and reading: look again
             continue
         if not _has_changed(snapshot):
             return snapshot
     raise QueryFailed(f"{store.url}: is being written faster than it can be read; ask again")
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Look for no cycles meanwhile: of tens of thousands of files all that is made stays, and is gone through again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _look(snapshot: Snapshot) -> None:
@@ -198,6 +218,7 @@ def _read_table(
     sealed: set[Segment] = set()
     for name, num_bytes in store.files(table).items():
         relative = f"{table}/{name}"
+        snapshot._seen.add(relative)
         segment = Segment.parse(name.removesuffix(".parquet")) if name.endswith(".parquet") else None
         if segment is None:
             snapshot.ignored.append(f"{store.shown(relative)}: no file of a trace; it was passed over, remove it")
@@ -250,26 +271,64 @@ def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedF
     """A sealed file, its size, footer and columns compared with what is said of it. Raises DamagedTrace."""
     known = snapshot.examined.get(relative)
     if known is None or known.file.num_bytes != num_bytes:
-        where = snapshot.store.shown(relative)
         if record is not None and num_bytes != record.num_bytes:
             raise DamagedTrace(
-                f"{where}: has {num_bytes:,} bytes where its writer wrote {record.num_bytes:,}; {_RESTORE}"
+                f"{snapshot.store.shown(relative)}: has {num_bytes:,} bytes where its writer wrote {record.num_bytes:,}; {_RESTORE}"
             )
-        indexed = None if record is None else snapshot.index.footer(relative, num_bytes, record.footer)
-        footer = indexed or read_footer(snapshot.store, relative, num_bytes)
-        _check_footer(footer, relative, where, record, is_checked=snapshot.manifest.is_checked)
-        key = spec.name, id(footer.schema)  # of an index, which is kept, and in which most files have one
-        lacking = snapshot._lacking.get(key) if indexed else None
-        if lacking is None:
-            lacking = _lacking_columns(footer.schema, spec, where)
-            if indexed:
-                snapshot._lacking[key] = lacking
-        keeps_tail = indexed is not None or not snapshot.store.is_local
-        known = TableFile(
-            relative, footer.verified(snapshot.store, relative, keeps_tail=keeps_tail), lacking, footer.num_rows
-        )
+        known = _later(snapshot, relative, record, spec) or _now(snapshot, relative, num_bytes, record, spec)
         snapshot.examined[relative] = known
     return known
+
+
+def _now(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile | None, spec: Table) -> TableFile:
+    """A file whose footer is held by the index, or is read now."""
+    store, where = snapshot.store, snapshot.store.shown(relative)
+    indexed = None if record is None else snapshot.index.footer(relative, num_bytes, record.footer)
+    footer = indexed or read_footer(store, relative, num_bytes)
+    _check_footer(footer, relative, where, record, is_checked=snapshot.manifest.is_checked)
+    lacking = (
+        _lacking_of_index(snapshot, footer.schema, spec, relative)
+        if indexed
+        else _lacking_columns(footer.schema, spec, where)
+    )
+    verified = footer.verified(store, relative, keeps_tail=indexed is not None or not store.is_local)
+    return TableFile(relative, verified, lacking, footer.num_rows, None if record is None else record.steps)
+
+
+def _later(snapshot: Snapshot, relative: str, record: SealedFile | None, spec: Table) -> TableFile | None:
+    """A file of whose footer the index tells what an open has to know: it is read when a question needs the file."""
+    known = None if record is None else snapshot.index.known(relative, record.num_bytes, record.footer)
+    if known is None or record is None or record.num_rows is None:
+        return None
+    file, schema = known
+    store = snapshot.store
+    lacking = _lacking_of_index(snapshot, schema, spec, relative)
+    checksums = partial(_read_checksums, store, relative, record, file.tail_bytes, spec, lacking)
+    return TableFile(
+        relative, VerifiedFile(store, relative, record.num_bytes, checksums), lacking, record.num_rows, record.steps
+    )
+
+
+def _read_checksums(
+    store: Store, relative: str, record: SealedFile, tail_bytes: int, spec: Table, lacking: tuple[str, ...]
+) -> FileChecksums:
+    """What the bytes of a file are compared with, of its footer, compared itself with what was said of it at the open."""
+    where = store.shown(relative)
+    footer = read_footer(store, relative, record.num_bytes, tail_bytes=tail_bytes)
+    _check_footer(footer, relative, where, record, is_checked=True)
+    if _lacking_columns(footer.schema, spec, where) != lacking:
+        raise DamagedTrace(
+            f"{where}: has other columns than the index says; remove the folder {INDEX}, which is only a copy"
+        )
+    return footer.checksums(where, keeps_tail=not store.is_local)
+
+
+def _lacking_of_index(snapshot: Snapshot, schema: pa.Schema, spec: Table, relative: str) -> tuple[str, ...]:
+    """`_lacking_columns` of a schema of the index, which most files have in common."""
+    key = spec.name, id(schema)
+    if key not in snapshot._lacking:
+        snapshot._lacking[key] = _lacking_columns(schema, spec, snapshot.store.shown(relative))
+    return snapshot._lacking[key]
 
 
 def _check_footer(
@@ -382,7 +441,8 @@ def _contract(snapshot: Snapshot, pass_name: str, digest: str) -> dict[str, Any]
 def _find_missing(snapshot: Snapshot) -> None:
     """Note the files that writers account for and that are not there."""
     store = snapshot.store
-    there = {f"{table}/{name}" for table in (*TABLES, WEIGHTS, JOURNAL) for name in store.files(table)}
+    there = {f"{folder}/{name}" for folder in (WEIGHTS, JOURNAL) for name in store.files(folder)}
+    there |= snapshot._seen
     there |= {f"{folder}/{name}" for folder in (PASSES, TOKENIZER) for name in store.walk(folder)}
     there |= {f"{DENSE}/{name}/zarr.json" for name in store.folders(DENSE)}
     there |= snapshot.replaced

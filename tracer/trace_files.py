@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from io import BytesIO
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -13,7 +16,7 @@ PROTOCOL = "tim"
 
 
 class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Files by names that are given here, such as tim://0/scores/12."""
+    """Files by names that are given here, such as tim://0/scores/12, and patterns that stand for files that are chosen."""
 
     protocol = PROTOCOL
     cachable = False
@@ -21,10 +24,27 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
     def __init__(self) -> None:
         super().__init__()
         self._files: dict[str, VerifiedFile] = {}
+        self._contents: dict[str, bytes] = {}
+        self._chosen: dict[str, Sequence[str]] = {}
+        self.num_asked: Counter[str] = Counter()
+        """Pattern -> how often its files were asked for."""
 
     def add(self, name: str, file: VerifiedFile) -> str:
         """Give a file a name, and return its URL."""
         self._files[name] = file
+        return self.url(name)
+
+    def add_content(self, name: str, content: bytes) -> None:
+        """Give a file that is in memory a name."""
+        self._contents[name] = content
+
+    def choose(self, pattern: str, names: Sequence[str]) -> None:
+        """Let a pattern stand for these files from now on."""
+        self._chosen[pattern] = names
+
+    @staticmethod
+    def url(name: str) -> str:
+        """URL of a file or a pattern."""
         return f"{PROTOCOL}://{name}"
 
     @property
@@ -39,14 +59,23 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         name = self._strip_protocol(path)
-        if name not in self._files:
+        if name in self._contents:
+            size = len(self._contents[name])
+        elif name in self._files:
+            size = self._files[name].shown_bytes
+        else:
             raise FileNotFoundError(path)
-        return {"name": name, "size": self._files[name].shown_bytes, "type": "file", "mtime": 0.0}
+        return {"name": name, "size": size, "type": "file", "mtime": 0.0}
 
     def exists(self, path: str, **_: Any) -> bool:
-        return self._strip_protocol(path) in self._files
+        name = self._strip_protocol(path)
+        return name in self._files or name in self._contents
 
     def glob(self, path: str, **_: Any) -> list[str]:
+        pattern = self._strip_protocol(path)
+        if pattern in self._chosen:
+            self.num_asked[pattern] += 1
+            return list(self._chosen[pattern])
         return [path] if self.exists(path) else []
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
@@ -58,5 +87,6 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
         return datetime.fromtimestamp(0.0, UTC)  # no file of a trace changes
 
-    def _open(self, path: str, mode: str = "rb", **_: Any) -> FileCursor:
-        return FileCursor(self._files[self.info(path)["name"]])
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        name = self._strip_protocol(path)
+        return BytesIO(self._contents[name]) if name in self._contents else FileCursor(self._files[name])

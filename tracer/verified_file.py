@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import xxhash
 
@@ -25,40 +27,79 @@ _MAX_SPAN_BYTES = 64 << 20
 """A longer read is not kept."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileChecksums:
+    """What a file's bytes are compared with."""
+
+    blocks: bytes | None = None
+    """Checksums of the blocks, DIGEST_BYTES each; None of a file that has none, of which nothing but its length is compared."""
+    block_bytes: int = BLOCK_BYTES
+    tail_bytes: int = 0
+    """At the file's end, which belong to no block."""
+    tail_hash: str = ""
+    """Checksum of these."""
+    tail: bytes | None = None
+    """These, where they were read before and are kept."""
+
+
+def unreadable_checksums(where: str, error: ValueError) -> DamagedTrace:
+    """What to say of a file whose checksums are none of it."""
+    return DamagedTrace(f"{where}: its checksums cannot be read ({error})")
+
+
 class VerifiedFile:
     """Reads ranges of a file. Raises DamagedTrace, which names the file, for bytes that are not those that were written.
 
-    `blocks` holds the checksums of the file's blocks of `block_bytes`, DIGEST_BYTES each; None is a file that has none, of
-    which nothing but its length is compared. The last `tail_bytes` belong to no block; their checksum is `tail_hash`. A
-    block is compared once. `tail` is their content, where it was read before.
+    A block is compared once. Where the checksums are to be read of the file's own end first, `checksums` is a function that does so
+    when they are needed.
     """
 
     def __init__(
-        self,
-        store: Store,
-        relative: str,
-        num_bytes: int,
-        blocks: bytes | None,
-        *,
-        tail_bytes: int = 0,
-        tail_hash: str = "",
-        tail: bytes | None = None,
-        block_bytes: int = BLOCK_BYTES,
+        self, store: Store, relative: str, num_bytes: int, checksums: FileChecksums | Callable[[], FileChecksums]
     ):
         self.store, self.relative, self.num_bytes = store, relative, num_bytes
-        self._blocks, self._block_bytes = blocks, block_bytes
-        self._tail_hash, self._tail = tail_hash, tail
-        self._end = num_bytes - tail_bytes
-        count = -(-self._end // block_bytes)
-        if blocks is not None and len(blocks) != count * DIGEST_BYTES:
-            raise ValueError(f"{len(blocks) // DIGEST_BYTES} for {count} blocks")
-        self._seen = bytearray(count)
+        self._read_checksums = None if isinstance(checksums, FileChecksums) else checksums
         self._num_requests = 0
         self._failed: DamagedTrace | QueryFailed | None = None
         self._lock, self._alone = threading.Lock(), threading.Lock()
+        if isinstance(checksums, FileChecksums):
+            self._know(checksums)
+
+    def _know(self, checksums: FileChecksums) -> None:
+        blocks, size = checksums.blocks, checksums.block_bytes
+        self._blocks, self._block_bytes = blocks, size
+        self._tail_hash, self._tail = checksums.tail_hash, checksums.tail
+        self._end = self.num_bytes - checksums.tail_bytes
+        count = -(-self._end // size)
+        if blocks is not None and len(blocks) != count * DIGEST_BYTES:
+            raise ValueError(f"{len(blocks) // DIGEST_BYTES} for {count} blocks")
+        self._seen = bytearray(count)
+
+    def _need_checksums(self) -> None:
+        """Read them, where that was not done yet."""
+        if self._read_checksums is None:
+            return
+        with self._alone:
+            if self._read_checksums is not None:
+                try:
+                    self._know(self._read_checksums())
+                except FileNotFoundError as error:
+                    self._failed = self._gone()
+                    raise self._failed from error
+                except DamagedTrace as error:
+                    self._failed = error
+                    raise
+                except ValueError as error:
+                    self._failed = unreadable_checksums(self.store.shown(self.relative), error)
+                    raise self._failed from error
+                self._read_checksums = None
+
+    def _gone(self) -> QueryFailed:
+        return QueryFailed(f"{self.store.shown(self.relative)}: was there and is gone: merged, or removed; ask again")
 
     @property
     def has_checksums(self) -> bool:
+        self._need_checksums()
         return self._blocks is not None
 
     @property
@@ -68,6 +109,7 @@ class VerifiedFile:
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop), of which those beyond the end are left out."""
+        self._need_checksums()
         start, stop = min(start, self.num_bytes), min(stop, self.num_bytes)
         try:
             if stop <= self._end:
@@ -87,6 +129,7 @@ class VerifiedFile:
     @property
     def _gap(self) -> int:
         """Bytes that FileCursor shows between the blocks and a tail that is in memory."""
+        self._need_checksums()
         return 0 if self._tail is None else _GAP_BYTES
 
     def read_shown(self, start: int, stop: int) -> bytes:
@@ -95,7 +138,7 @@ class VerifiedFile:
         Readers of Parquet ask for more than the footer, not knowing how long it is, and find columns by their distance from
         the beginning. So what they ask for more costs no request.
         """
-        if stop <= self._end or not self._gap:
+        if not self._gap or stop <= self._end:
             return self.read(start, stop)
         before = self.read(start, self._end) if start < self._end else b""
         zeros = max(min(stop, self._end + self._gap) - max(start, self._end), 0)
@@ -104,6 +147,7 @@ class VerifiedFile:
 
     def verify(self) -> str:
         """Read all of it and return XXH3-128 of that, 32 hexadecimal digits. Raises DamagedTrace."""
+        self._need_checksums()
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: has {size - self.num_bytes:,} bytes more than were written; restore it from a "
@@ -185,7 +229,7 @@ class VerifiedFile:
         try:
             content = self.store.read_range(self.relative, start, stop)
         except FileNotFoundError as error:
-            raise QueryFailed(f"{where}: was there and is gone: merged, or removed; ask again") from error
+            raise self._gone() from error
         except OSError as error:
             raise unreadable(where, error) from error
         if len(content) != stop - start:

@@ -34,6 +34,9 @@ NOT_OF_FILES = (
 """What is wrong with the question, or ended by who asked it."""
 
 
+def _nothing() -> None: ...
+
+
 class Connection:
     """A DuckDB connection that is asked questions of our own. What it does not define is DuckDB's."""
 
@@ -42,19 +45,24 @@ class Connection:
         self._explain = explain
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None
         """Makes macros known that a question names, given its words."""
+        self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
+        """Has a question read the files that it needs; what it gives has the same question read them again."""
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
         """Run statements, and return the last one's rows."""
-        self.define_named(words_of(query) if isinstance(query, str) else frozenset())
+        if isinstance(query, str):
+            self.define_named(words_of(query))
+            self.choose_files(query, parameters)
         with self.explained():
             return Result(self.raw.execute(query, parameters), self)
 
     def sql(self, query: str, params: Parameters = None) -> Result:
         """A query whose rows are computed when they are asked for."""
         self.define_named(words_of(query))
+        choose_again = self.choose_files(query, params)
         with self.explained():
-            return Result(self.raw.sql(query, params=params), self)
+            return Result(self.raw.sql(query, params=params), self, choose_again)
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
         """A query's rows, in batches that are computed by all threads while they are asked for."""
@@ -105,8 +113,8 @@ def _close_all() -> None:
 class Result:
     """What a question gave."""
 
-    def __init__(self, raw: Any, connection: Connection):
-        self._raw, self._connection = raw, connection
+    def __init__(self, raw: Any, connection: Connection, choose_again: Callable[[], None] = _nothing):
+        self._raw, self._connection, self._choose_again = raw, connection, choose_again
 
     @property
     def description(self) -> Any:
@@ -114,21 +122,25 @@ class Result:
 
     def fetchall(self) -> list[tuple[Any, ...]]:
         with self._connection.explained():
+            self._choose_again()
             found: list[tuple[Any, ...]] = self._raw.fetchall()
         return found
 
     def fetchnumpy(self) -> dict[str, Any]:
         with self._connection.explained():
+            self._choose_again()
             found: dict[str, Any] = self._raw.fetchnumpy()
         return found
 
     def to_arrow_table(self) -> pa.Table:
         with self._connection.explained():
+            self._choose_again()
             return self._raw.to_arrow_table()
 
     def to_arrow_reader(self, batch_size: int) -> Batches:
         """Batches of rows as they are computed."""
         with self._connection.explained():
+            self._choose_again()
             return Batches(self._raw.to_arrow_reader(batch_size), self._connection)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.resources import files
@@ -17,14 +17,15 @@ import pyarrow.parquet as pq
 from ...replay.locate.result_files import result_ids
 from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
 from ...schemas.layout import HYPERPARAMETER, METRICS, TABLES
-from ...schemas.steps import ALL_STEPS, parse_steps
+from ...schemas.steps import ALL_STEPS, named_range, parse_steps
 from ...schemas.sums import KINDS, OF_RUNS, SEQUENCE_SUMS, STATISTICS
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.tables import Table
 from ...tracer.arrow_arrays import text_array
 from ...tracer.progress import Progress, no_progress
+from ...tracer.snapshot import TableFile
 from ...tracer.store import first_line
-from ...tracer.trace_files import PROTOCOL, TraceFiles
+from ...tracer.trace_files import TraceFiles
 from ...tracer.verified_file import FileCursor
 from ..correction import Correction, published
 from ..correction import define as define_corrections
@@ -35,8 +36,10 @@ from ..frameworks import registry
 from ..routing import FUNCTIONS
 from ..routing import register as register_routing
 from ..rows import Rows
+from . import large_tables
 from .computed import IN_FILES, ComputedFiles
-from .connection import Connection
+from .connection import Connection, Parameters
+from .large_tables import LargeTables
 from .macros import MacroFile, Macros
 from .pair_sums import FUNCTION
 from .pair_sums import register as register_pair_sums
@@ -56,7 +59,7 @@ _IS_SETTING = f"starts_with(name, '{HYPERPARAMETER}')"
 
 _RECORDED = f"""
     SELECT DISTINCT run, step
-    FROM (SELECT run, step FROM sequences UNION ALL SELECT run, step FROM metrics WHERE NOT {_IS_SETTING})
+    FROM (SELECT run, step FROM sequences UNION ALL SELECT run, step FROM metrics WHERE NOT {_IS_SETTING}){{where}}
     ORDER BY run, step
 """
 
@@ -101,6 +104,7 @@ class Database:
         self.connection = Connection(
             duckdb.connect(), partial(_explained, self.sources, self.files, self.distributions)
         )
+        self.large = LargeTables(self.connection.raw, self.files)
         self.computed = ComputedFiles()
         self._superseded: set[Pair] = set()
         self._superseded_runs: set[Pair] = set()
@@ -132,6 +136,7 @@ class Database:
         self.covered = set.intersection(*(source.covered for source in self.sources))
         self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
         self.connection.define_named = self.macros.define_named
+        self.connection.choose_files = self._choose_files
         if steps != ALL_STEPS:
             self._choose_steps(steps)
         if not isinstance(traces, (Source, Database)):  # who looked at one knows
@@ -186,11 +191,6 @@ class Database:
                 f"the trace is damaged or incomplete, so that its rest proves nothing: {self.damaged[0]}{more}; "
                 f"{option('partial')} answers from the rest"
             )
-
-    @property
-    def urls(self) -> list[str]:
-        """The names under which the traces' files are read."""
-        return [f"{PROTOCOL}://{name}" for name in self.files.names]
 
     def _macro_files(self) -> dict[str, MacroFile]:
         """The files of macros by name; of frameworks by the framework's."""
@@ -267,7 +267,10 @@ class Database:
                     else f'"{column.name}"'
                     for column in spec.columns
                 )
-                part.append(f"SELECT {found} FROM read_parquet({_list(urls)})")
+                if len(entries) > large_tables.MANY_FILES:
+                    part.append(f"SELECT {columns} FROM {self._add_large(index, spec, entries, found)}")
+                else:
+                    part.append(f"SELECT {found} FROM read_parquet({_list(urls)})")
             if spec.name in source.journals:
                 journal = f"journal_{index}_{spec.name}"
                 self.connection.register(journal, source.journals[spec.name])
@@ -278,6 +281,18 @@ class Database:
         newest = [self._newest(index, source, rows) for index, source, rows in parts]
         _define_view(self.connection, f"all_{spec.name}", [rows for _, _, rows in parts], columns, spec.schema)
         _define_view(self.connection, spec.name, newest, columns, spec.schema)
+
+    def _add_large(self, index: int, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
+        """Name of a view over files of which a question reads those that it needs."""
+        lacking = entries[0].lacking
+        view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
+        schema = pa.schema([field for field in spec.schema if field.name not in lacking])
+        self.large.add(view, schema, columns, str(index), entries)
+        return view
+
+    def _choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
+        choice = self.large.choose(query, parameters)
+        return lambda: None if choice is None else self.large.take(choice)
 
     def _newest(self, index: int, source: Source, rows: str) -> str:
         """The rows of a step's newest attempt at training alone, where a run resumed."""
@@ -334,9 +349,7 @@ class Database:
     def _choose_steps(self, steps: str) -> None:
         """Let the views hold these steps alone: of sequences, scores, logged values, sums and contracts."""
         several = len(self.sources) > 1
-        recorded: dict[str, list[int]] = {source.run: [] for source in self.sources}
-        for run, step in self.connection.execute(_RECORDED).fetchall():
-            recorded[run].append(step)
+        recorded = self._recorded_steps(named_range(steps))
         self.kept_steps = {run: parse_steps(steps, every, of=run if several else "") for run, every in recorded.items()}
         within, until = [], []
         for run, kept in self.kept_steps.items():
@@ -350,6 +363,15 @@ class Database:
         self.connection.execute(_PASSES_OF_SCORES)
         self.is_whole, self.run_covered = False, set()
         self.define_sums(self._superseded)
+
+    def _recorded_steps(self, within: tuple[int, int | None] | None) -> dict[str, list[int]]:
+        """Run -> its steps, of all that are recorded or of a range in which each run has one."""
+        found: dict[str, list[int]] = {source.run: [] for source in self.sources}
+        where = "" if within is None else f" WHERE step >= {within[0]}"
+        where += "" if within is None or within[1] is None else f" AND step <= {within[1]}"
+        for run, step in self.connection.execute(_RECORDED.format(where=where)).fetchall():
+            found[run].append(step)
+        return found if within is None or all(found.values()) else self._recorded_steps(None)
 
     def _narrow(self, view: str, within: str) -> None:
         self.connection.execute(f"ALTER VIEW {view} RENAME TO every_{view}")
@@ -483,6 +505,7 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     database.macros.define_all()
     for name in like:
         database.macros.define(name)
+    database.large.choose_all()
     return database.connection.raw
 
 

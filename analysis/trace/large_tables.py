@@ -1,0 +1,229 @@
+"""Tables of very many files: which of them a question needs is known of its plan, before any of them is read.
+
+Writers say of each file which steps its rows have, and how many rows. A question is planned over files without rows or statistics, so that
+what DuckDB asks of `step` there follows from the question alone; then it is asked over the files that can have such rows.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...tracer.snapshot import TableFile
+from ...tracer.trace_files import TraceFiles
+from .connection import Parameters
+
+MANY_FILES = 256
+"""A table of more files than this is large."""
+
+_PROBE_ROWS = 2
+_PLANNED = re.compile(r"\s*(SELECT|WITH|FROM|\()", re.IGNORECASE)
+_DEFINES = re.compile(r"\s*(CREATE\s+(OR\s+REPLACE\s+)?(VIEW|MACRO)|ALTER|SET|RESET)\b", re.IGNORECASE)
+"""A statement that asks for columns at most."""
+_BOUND = re.compile(r"step\s*(=|>=|<=|>|<)\s*(-?\d+)")
+_IN = re.compile(r"(?:optional:\s*)?\(*step\s+IN\s*\((-?\d+(?:,\s*-?\d+)*)\)+")
+
+Steps = tuple[float, float]
+"""First and last step, both ends included; infinite where there is no bound."""
+_ALL: Steps = (float("-inf"), float("inf"))
+
+
+@dataclass(slots=True, kw_only=True)
+class _LargeTable:
+    view: str
+    pattern: str
+    columns: str
+    """In SQL, as they are read of its files."""
+    files: Sequence[TableFile]
+    folder: str
+    """Before their paths in the names under which TraceFiles gives them."""
+    no_columns: str = ""
+    """The same without a file: NULL of each one's type."""
+
+    @property
+    def marker(self) -> str:
+        return f"planned {self.view}"
+
+    def needed(self, wanted: list[Steps]) -> list[str]:
+        """Names of the files that may have rows of these steps; a file of which nobody says which it has may have any."""
+        return [
+            f"{self.folder}/{file.relative}"
+            for file in self.files
+            if file.steps is None or any(low <= file.steps[1] and file.steps[0] <= high for low, high in wanted)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a question needs of the large tables."""
+
+    names: dict[str, list[str]]
+    """Pattern -> the files that it stands for."""
+    counted: frozenset[str] = frozenset()
+    """Views of which the question needs no column, but the number of rows."""
+
+
+class LargeTables:
+    """The large tables of a database."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection, files: TraceFiles):
+        self._connection, self._files = connection, files
+        self._tables: list[_LargeTable] = []
+        self._counted: frozenset[str] = frozenset()
+
+    def add(self, view: str, schema: pa.Schema, columns: str, folder: str, files: Sequence[TableFile]) -> None:
+        """Define a view of columns of files of this schema, of which none is read before a question needs it.
+
+        `folder` stands before their paths in the names under which TraceFiles gives them.
+        """
+        schema = pa.schema([field.with_nullable(True) for field in schema])
+        for rows in (0, _PROBE_ROWS):
+            content = io.BytesIO()
+            table = pa.Table.from_arrays([pa.nulls(rows, field.type) for field in schema], schema=schema)
+            pq.write_table(table, content, write_statistics=False)
+            self._files.add_content(f"{view}/{rows}", content.getvalue())
+        table = _LargeTable(view=view, pattern=f"{view}/*", columns=columns, folder=folder, files=files)
+        self._tables.append(table)
+        self._probe(table)
+        self._define(table)
+        types = self._connection.execute(f"DESCRIBE {view}").fetchall()
+        table.no_columns = ", ".join(f'NULL::{of} AS "{name}"' for name, of, *_ in types)
+
+    def choose_all(self) -> None:
+        """Let every question read all files, for whoever asks the connection itself."""
+        self.take(self._all)
+
+    def choose(self, query: str, parameters: Parameters = None) -> Choice | None:
+        """Let the next question read the files that it needs, and return which these are; None where it reads none."""
+        if not self._tables:
+            return None
+        if _DEFINES.match(query):
+            for table in self._tables:
+                self._probe(table)
+            return None
+        is_one = ";" not in query.rstrip().removesuffix(";")
+        choice = (self._planned(query, parameters) if is_one and _PLANNED.match(query) else None) or self._all
+        self.take(choice)
+        return choice
+
+    def take(self, choice: Choice) -> None:
+        """Let the next question read these files."""
+        if choice.counted != self._counted:
+            self._counted = choice.counted
+            for table in self._tables:
+                self._probe(table)
+                self._define(table)
+        for table in self._tables:
+            self._files.choose(table.pattern, choice.names[table.pattern] or [f"{table.view}/0"])
+
+    @cached_property
+    def _all(self) -> Choice:
+        return Choice(names={table.pattern: table.needed([_ALL]) for table in self._tables})
+
+    def _planned(self, query: str, parameters: Parameters) -> Choice | None:
+        """What the question needs; None where its plan does not tell."""
+        for table in self._tables:
+            self._probe(table)
+            self._define(table, f" WHERE writer IS DISTINCT FROM '{table.marker}'")
+        before = self._files.num_asked.copy()
+        try:
+            ((_, plan),) = self._connection.execute(f"EXPLAIN (FORMAT json) {query}", parameters).fetchall()
+            scans = list(_scans(json.loads(plan)))
+            asked = self._files.num_asked - before
+        except (duckdb.Error, ValueError):  # no question, or a wrong one: it is asked, and says so itself
+            return None
+        finally:
+            for table in self._tables:
+                self._define(table)
+        names, counted = {}, set()
+        for table in self._tables:
+            found = [scan for scan in scans if any(table.marker in condition for condition in scan.conditions)]
+            if len(found) < asked[table.pattern] or not found:
+                names[table.pattern] = self._all.names[table.pattern]
+                continue
+            names[table.pattern] = table.needed([scan.steps for scan in found])
+            if all(not scan.columns and len(scan.conditions) == 1 for scan in found):
+                counted.add(table.view)
+        return Choice(names=names, counted=frozenset(counted))
+
+    def _probe(self, table: _LargeTable) -> None:
+        self._files.choose(table.pattern, [f"{table.view}/{_PROBE_ROWS}"])
+
+    def _define(self, table: _LargeTable, where: str = "") -> None:
+        rows = f"SELECT {table.columns} FROM read_parquet('{self._files.url(table.pattern)}'){where}"
+        if not where and table.view in self._counted:
+            rows = f"SELECT {table.no_columns} FROM range({sum(file.rows for file in table.files)})"
+        self._connection.execute(f"CREATE OR REPLACE VIEW {table.view} AS {rows}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """A reading of files in a plan."""
+
+    columns: list[str]
+    conditions: list[str]
+
+    @property
+    def steps(self) -> Steps:
+        """The steps that its rows can have."""
+        if any(
+            condition.count("'") % 2 for condition in self.conditions
+        ):  # a text with line breaks, which part conditions
+            return _ALL
+        first, last = _ALL
+        for condition in self.conditions:
+            low, high = _steps_of(condition)
+            first, last = max(first, low), min(last, high)
+        return first, last
+
+
+def _steps_of(condition: str) -> Steps:
+    """The steps that a condition leaves, as far as it can be read.
+
+    >>> _steps_of("((step >= 3) AND (step < 8))")
+    (3, 7)
+    >>> _steps_of("optional: (step IN (3, 7, 9))")
+    (3, 9)
+    >>> _steps_of("((step = 3) OR (step = 5))")
+    (-inf, inf)
+    """
+    first, last = _ALL
+    if "'" in condition or '"' in condition:
+        return first, last
+    if listed := _IN.fullmatch(condition):
+        steps = [int(number) for number in listed[1].split(",")]
+        return min(steps), max(steps)
+    terms = condition.replace("(", "").replace(")", "").split(" AND ")
+    bounds = [_BOUND.fullmatch(term) for term in terms]
+    if None in bounds:
+        return first, last
+    for bound in bounds:
+        assert bound is not None
+        operator, step = bound[1], int(bound[2])
+        if operator in ("=", ">=", ">"):
+            first = max(first, step + (operator == ">"))
+        if operator in ("=", "<=", "<"):
+            last = min(last, step - (operator == "<"))
+    return first, last
+
+
+def _scans(plan: Any) -> Iterator[_Scan]:
+    for node in plan if isinstance(plan, list) else [plan]:
+        if node["name"].strip() == "READ_PARQUET":
+            told = node.get("extra_info", {})
+            yield _Scan(_several(told.get("Projections")), _several(told.get("Filters")))
+        yield from _scans(node.get("children", []))
+
+
+def _several(told: Any) -> list[str]:
+    """What a plan says once as a text, and of several as a list."""
+    return [text for text in ([told] if isinstance(told, str) else told or []) if text]
