@@ -63,7 +63,7 @@ class _LargeTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class FileChoice:
     """What a question needs of the large tables."""
 
     names: dict[str, list[str]]
@@ -102,7 +102,7 @@ class LargeTables:
         """Let every question read all files, for whoever asks the connection itself."""
         self.take(self._all)
 
-    def choose(self, query: str, parameters: Parameters = None) -> Choice | None:
+    def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:
         """Let the next question read the files that it needs, and return which these are; None where it reads none."""
         if not self._tables:
             return None
@@ -115,7 +115,7 @@ class LargeTables:
         self.take(choice)
         return choice
 
-    def take(self, choice: Choice) -> None:
+    def take(self, choice: FileChoice) -> None:
         """Let the next question read these files."""
         if choice.counted != self._counted:
             self._counted = choice.counted
@@ -126,10 +126,10 @@ class LargeTables:
             self._files.choose(table.pattern, choice.names[table.pattern] or [f"{table.view}/0"])
 
     @cached_property
-    def _all(self) -> Choice:
-        return Choice(names={table.pattern: table.needed([_ALL]) for table in self._tables})
+    def _all(self) -> FileChoice:
+        return FileChoice(names={table.pattern: table.needed([_ALL]) for table in self._tables})
 
-    def _planned(self, query: str, parameters: Parameters) -> Choice | None:
+    def _planned(self, query: str, parameters: Parameters) -> FileChoice | None:
         """What the question needs; None where its plan does not tell."""
         for table in self._tables:
             self._probe(table)
@@ -153,7 +153,7 @@ class LargeTables:
             names[table.pattern] = table.needed([scan.steps for scan in found])
             if all(not scan.columns and len(scan.conditions) == 1 for scan in found):
                 counted.add(table.view)
-        return Choice(names=names, counted=frozenset(counted))
+        return FileChoice(names=names, counted=frozenset(counted))
 
     def _probe(self, table: _LargeTable) -> None:
         self._files.choose(table.pattern, [f"{table.view}/{_PROBE_ROWS}"])
