@@ -21,7 +21,7 @@ from ..tracer.journal import DENSE_TABLE, journaled_segments, read_journal
 from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import torn_record
 from ..tracer.store import first_line
-from ..tracer.verified_file import VerifiedFile
+from ..tracer.verified_file import FileCursor, VerifiedFile
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
 from .rows import Rows, printable, to_text
@@ -212,6 +212,8 @@ class _Verifier:
                 from pyarrow.parquet import read_table
 
                 read_table(pa.BufferReader(self.store.read_bytes(relative)))
+            if record is not None and record.steps not in (None, found := _steps(file)):
+                raise ValueError(f"its rows are of the steps {found}, where its writer says {record.steps}")
 
         return _Part(folder=folder, name=relative, num_bytes=file.num_bytes, is_checked=is_checked, read=read)
 
@@ -357,3 +359,13 @@ def _parts_of(database: Database) -> tuple[_Verifier, dict[tuple[str, str], _Par
     verifier = _Verifier(database.sources[0])
     parts = (part for part in verifier.parts() if isinstance(part, _Part))
     return verifier, {(part.folder, part.name): part for part in parts}
+
+
+def _steps(file: VerifiedFile) -> tuple[int, int]:
+    """First and last step of a file's rows."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    from pyarrow.parquet import read_table
+
+    ends = pc.min_max(read_table(pa.PythonFile(FileCursor(file), mode="r"), columns=["step"])["step"])
+    return ends["min"].as_py(), ends["max"].as_py()

@@ -31,7 +31,7 @@ from .whole_file import write_part
 MAX_BYTES = 64 << 20
 """Of all that an index holds."""
 
-MANY_FOOTERS = 4096
+MANY_FOOTERS = 1024
 """Files of a table that has more of them have no footer in the index: a question seldom needs them all, and to open reads it."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES

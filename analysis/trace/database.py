@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from ...replay.locate.result_files import result_ids
 from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
 from ...schemas.layout import HYPERPARAMETER, METRICS, TABLES
-from ...schemas.steps import ALL_STEPS, named_range, parse_steps
+from ...schemas.steps import ALL_STEPS, named_range, parse_steps, select_steps
 from ...schemas.sums import KINDS, OF_RUNS, SEQUENCE_SUMS, STATISTICS
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.tables import Table
@@ -349,7 +349,7 @@ class Database:
     def _choose_steps(self, steps: str) -> None:
         """Let the views hold these steps alone: of sequences, scores, logged values, sums and contracts."""
         several = len(self.sources) > 1
-        recorded = self._recorded_steps(named_range(steps))
+        recorded = self._recorded_steps(steps)
         self.kept_steps = {run: parse_steps(steps, every, of=run if several else "") for run, every in recorded.items()}
         within, until = [], []
         for run, kept in self.kept_steps.items():
@@ -364,14 +364,22 @@ class Database:
         self.is_whole, self.run_covered = False, set()
         self.define_sums(self._superseded)
 
-    def _recorded_steps(self, within: tuple[int, int | None] | None) -> dict[str, list[int]]:
-        """Run -> its steps, of all that are recorded or of a range in which each run has one."""
+    def _recorded_steps(self, steps: str) -> dict[str, list[int]]:
+        """Run -> its steps: those of the range that a text names, where it names one, or else all that are recorded."""
+        within = named_range(steps)
+        if within is not None:
+            first, last = within
+            until = "" if last is None else f" AND step <= {last}"
+            found = self._steps_where(f" WHERE step >= {first}{until}")
+            if all(select_steps(steps, every) for every in found.values()):
+                return found
+        return self._steps_where("")
+
+    def _steps_where(self, where: str) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {source.run: [] for source in self.sources}
-        where = "" if within is None else f" WHERE step >= {within[0]}"
-        where += "" if within is None or within[1] is None else f" AND step <= {within[1]}"
         for run, step in self.connection.execute(_RECORDED.format(where=where)).fetchall():
             found[run].append(step)
-        return found if within is None or all(found.values()) else self._recorded_steps(None)
+        return found
 
     def _narrow(self, view: str, within: str) -> None:
         self.connection.execute(f"ALTER VIEW {view} RENAME TO every_{view}")

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 
@@ -8,7 +9,8 @@ from tim_trace.analysis.query import Session
 from tim_trace.analysis.trace import large_tables
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.verify import verify
-from tim_trace.schemas.errors import DamagedTrace, DamageWarning
+from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidOption
+from tim_trace.schemas.writer_state import parse_writer_state
 from tim_trace.tracer import index
 from tim_trace.tracer.index import read_index, write_index
 from tim_trace.tracer.recorder import Recorder
@@ -102,6 +104,8 @@ def test_chosen_steps_read_no_file_of_others(trace, files_read):
     assert database.ask("SELECT count(*) FROM pair('train', 'rollout') WHERE step = 3").rows[0][0] > 0
     assert len(set(files_read)) == 3
     assert Database(trace, "-2:").kept_steps == {"run": [STEPS - 1, STEPS]}
+    with pytest.raises(InvalidOption, match=f"recorded: 1 to {STEPS}"):
+        Database(trace, f"{STEPS + 1}:")
 
 
 def test_a_question_that_is_computed_later_reads_its_own_files(trace):
@@ -141,6 +145,17 @@ def test_a_file_under_another_s_name_and_of_another_s_columns_is_told_when_it_is
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.warns(DamageWarning, match="bytes where its writer wrote"):
         assert len(Database(trace).damaged) == STEPS
+
+
+def test_steps_that_a_writer_says_and_its_rows_have_not_are_named_by_verify(trace):
+    (path,) = (path for path in (trace / "writers").iterdir() if b"scores/" in path.read_bytes())
+    state = parse_writer_state(path.read_bytes(), path.name)
+    name = sorted(file for file in state.files if file.startswith("scores/"))[3]
+    state.files[name] = dataclasses.replace(state.files[name], steps=(7, 9))
+    path.write_text(state.to_json())
+    (sentence,) = verify(trace).damaged
+    assert name in sentence
+    assert "of the steps (4, 4), where its writer says (7, 9)" in sentence
 
 
 def test_an_index_that_is_written_again_reads_no_file_that_it_knows(trace, files_read):

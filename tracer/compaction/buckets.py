@@ -16,17 +16,27 @@ from ..store import Store
 from .parts import Part, opened, read, sweeps
 
 STEP_TOKENS = 32 << 10
-"""Steps that are smaller share a row group, until it has as many response tokens."""
+"""Steps that are smaller share a row group, until it has as many response tokens, or more of a long run:"""
+_MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
+"""as many as leave about so many row groups in a file. To look for one step in thousands takes longer than to read a larger one."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
+def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
+    """Response tokens that a row group of small steps has, in merged files of about so many bytes."""
+    tokens = float(sum(part.tokens.sum() for part in parts))
+    of_file = tokens * min(1.0, file_bytes / max(sum(part.num_bytes for part in parts), 1))
+    return int(min(max(of_file / _ROW_GROUPS, STEP_TOKENS), _MAX_STEP_TOKENS))
+
+
 def sorted_groups(
-    store: Store, table: Table, parts: Sequence[Part], room: Path, advance: Callable[[int], None]
+    store: Store, table: Table, parts: Sequence[Part], small: int, room: Path, advance: Callable[[int], None]
 ) -> Iterator[pa.Table]:
     """The rows of all parts by step, and within a range of steps by pass; rows of one pass and step stay in their order.
 
-    Each table is one row group: it ends where a step does, unless a step alone has more than ROW_GROUP_TOKENS. `room` is a
+    Each table is one row group: it ends where a step does, unless a step alone has more than ROW_GROUP_TOKENS; steps of less than `small`
+    tokens share one. `room` is a
     folder for the buckets, which are removed. `advance` is told the rows read. Raises DamagedTrace.
     """
     for bounds in sweeps(parts):
@@ -37,7 +47,7 @@ def sorted_groups(
                 rows = pa.ipc.open_stream(file).read_all()
             name.unlink()
             if rows.num_rows:
-                yield from _row_groups(_in_order(rows))
+                yield from _row_groups(_in_order(rows), small)
 
 
 def _fill(
@@ -76,7 +86,7 @@ def _in_order(rows: pa.Table) -> pa.Table:
     return rows.take(pc.sort_indices(rows, [*keys, ("step", "ascending")]))
 
 
-def _row_groups(rows: pa.Table) -> Iterator[pa.Table]:
+def _row_groups(rows: pa.Table, small: int) -> Iterator[pa.Table]:
     sizes = np.maximum(response_lengths(rows), 1)
     tokens = np.concatenate([[0], np.cumsum(sizes)])
     ends_of_passes = {rows.num_rows}
@@ -87,7 +97,7 @@ def _row_groups(rows: pa.Table) -> Iterator[pa.Table]:
         if before > start and tokens[end] - tokens[start] > ROW_GROUP_TOKENS:
             yield rows.slice(start, before - start)
             start = before
-        if tokens[end] - tokens[start] >= STEP_TOKENS or end in ends_of_passes:
+        if tokens[end] - tokens[start] >= small or end in ends_of_passes:
             for first, stop in row_group_bounds(sizes[start:end], ROW_GROUP_TOKENS):
                 yield rows.slice(start + first, stop - first)
             start = end

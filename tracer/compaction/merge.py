@@ -32,7 +32,7 @@ from ..seal import SPLIT_FLOATS, parquet_options
 from ..snapshot import Snapshot, TableFile, take_snapshot
 from ..store import Store
 from ..whole_file import trace_file, write_part
-from .buckets import sorted_groups
+from .buckets import sorted_groups, step_tokens
 from .parts import Part, read_parts, sweeps
 from .shared_chunks import share_chunks
 
@@ -117,17 +117,20 @@ def write_merged(
         for table, of_table in parts.items():
             room = building / f"{table}-buckets"
             room.mkdir()
-            found |= _write_table(snapshot.store, table, of_table, writer, 0, building, room, file_bytes, advance)
+            small = step_tokens(of_table, file_bytes)
+            found |= _write_table(
+                snapshot.store, table, of_table, small, writer, 0, building, room, file_bytes, advance
+            )
             room.rmdir()
     return found
 
 
 def _write_table(
-    store: Store, table: str, parts: Sequence[Part], writer: str, first: int, building: Path, room: Path, file_bytes: int,
-    advance: Callable[[int], None],
+    store: Store, table: str, parts: Sequence[Part], small: int, writer: str, first: int, building: Path, room: Path,
+    file_bytes: int, advance: Callable[[int], None],
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the rows of parts to files that are numbered from `first` on; `room` is a folder for buckets."""
-    groups = _Waiting(sorted_groups(store, TABLE_SPECS[table], parts, room, advance))
+    """Write the rows of parts to files that are numbered from `first` on; `room` is a folder for buckets, `small` see sorted_groups."""
+    groups = _Waiting(sorted_groups(store, TABLE_SPECS[table], parts, small, room, advance))
     found: dict[str, SealedFile] = {}
     while groups.has_more:
         relative = Segment(writer, first + len(found)).parquet(table)
@@ -150,6 +153,8 @@ class _Unit:
     table: str
     parts: tuple[tuple[str, int, np.ndarray, np.ndarray, int], ...]
     """Path of a file, and what a Part says of a row group."""
+    small: int
+    """Steps of less tokens share a row group."""
     first: int
     """Number of its first file."""
     num_bytes: float
@@ -186,12 +191,13 @@ def _units(table: str, parts: Sequence[Part], file_bytes: int) -> Iterator[_Unit
         at = np.searchsorted(edges, part.steps, side="right") - 1
         np.add.at(bytes_E, at, part.num_bytes * part.tokens / max(part.tokens.sum(), 1))
     first = start = 0
+    small = step_tokens(parts, file_bytes)
     for end in range(1, len(edges)):
         num_bytes = float(bytes_E[start:end].sum())
         if end == len(edges) - 1 or num_bytes + bytes_E[end] / 2 > file_bytes:
             own = [part.within(int(edges[start]), int(edges[end])) for part in parts]
             yield _Unit(
-                table=table, first=first, num_bytes=num_bytes,
+                table=table, small=small, first=first, num_bytes=num_bytes,
                 parts=tuple(
                     (part.entry.relative, part.row_group, part.steps, part.tokens, part.num_bytes) for part in own if len(part.steps)
                 ),
@@ -218,7 +224,8 @@ class _UnitMerger:
         ]
         with tempfile.TemporaryDirectory(prefix="tim-trace-") as room:
             return _write_table(
-                self._store, unit.table, parts, self._writer, unit.first, self._building, Path(room), self._file_bytes, lambda rows: None
+                self._store, unit.table, parts, unit.small, self._writer, unit.first, self._building, Path(room), self._file_bytes,
+                lambda rows: None,
             )  # fmt: skip
 
     def close(self) -> None:
