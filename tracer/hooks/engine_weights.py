@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from ...schemas.layout import ENGINE_WEIGHTS
 from ...schemas.tables import ENGINE_WEIGHTS_TABLE
+from ..arrow_arrays import column_array
 from ..weights.coarse import values_a_row
 from ..weights.digests import Digest, digest, resolved
 from .engine_parameters import held_tensors
@@ -170,7 +171,7 @@ class EngineWeights:
             [writer.state.attempt] * len(names), [writer.name] * len(names),
         ]  # fmt: skip
         schema = ENGINE_WEIGHTS_TABLE.schema
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+        arrays = [column_array(column, field.type) for column, field in zip(columns, schema, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
