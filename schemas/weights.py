@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from typing import Any
 
@@ -122,7 +122,7 @@ class WeightVersion:
         return self.segment.rpartition("-")[0]
 
     def to_json(self) -> str:
-        return to_document(asdict(self))
+        return to_document({field.name: getattr(self, field.name) for field in fields(self)})
 
 
 def parse_weight_version(content: bytes, where: str, *, needs_checksum: bool = False) -> WeightVersion:

@@ -76,6 +76,8 @@ class WriterState:
     """Sequences that were sampled to evaluate; in none of the numbers above."""
     spent_s: float = 0.0
     """Time that hooks took from the recorded program's own thread, waiting included, seconds."""
+    cpu_s: float | None = None
+    """CPU time that hooks and writing threads of this process took, seconds; None of earlier releases, and before the end."""
     waited_s: float = 0.0
     """Time that the recording thread waited because the disk was slower than training, seconds."""
     model: dict[str, Any] = field(default_factory=dict)

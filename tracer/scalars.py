@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from numbers import Integral, Real
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,17 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
     values = listed(value, rows, what)
     if isinstance(values, np.ndarray) and values.dtype.kind == "f" and pa.types.is_floating(type):
         return number_array(values.astype(np.float64), type)
+    if isinstance(values, list) and _is_of_column(values, type):
+        return column_array(values, type)
     return column_array([_one(item, type, f"{what}: row {row}", flags) for row, item in enumerate(values)], type)
+
+
+def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
+    """Whether each value is None, a float of a column of floats, or ASCII of one of text: none is looked at by itself then."""
+    kinds = set(map(type, values)) - {NoneType}
+    if pa.types.is_string(column):
+        return kinds <= {str} and "".join(filter(None, values)).isascii()
+    return pa.types.is_floating(column) and kinds <= {float}
 
 
 def _is_column(value: Any, rows: int, type: pa.DataType) -> bool:

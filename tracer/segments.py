@@ -70,6 +70,11 @@ class SegmentWriter:
         return group, start
 
     @property
+    def cpu_s(self) -> float:
+        """CPU time of the threads that seal, so far, seconds."""
+        return sum(sealer.cpu_s for sealer in self._sealers.values())
+
+    @property
     def is_behind(self) -> bool:
         """Whether the journal has grown to `seal_bytes` while the segment before is still being sealed; from any thread."""
         return self._num_bytes >= self.seal_bytes and self._is_sealing

@@ -44,6 +44,8 @@ class Worker:
     ):
         self.max_bytes, self.max_wait_s = max_bytes, max_wait_s
         self.waited_s = 0.0
+        self.cpu_s = 0.0
+        """CPU time of its thread so far."""
         self.error: BaseException | None = None
         self._is_behind = is_behind
         self._idle, self._idle_s = idle, idle_s
@@ -129,6 +131,7 @@ class Worker:
             except BaseException as error:  # the training thread goes on whatever happened here
                 self._fail(error)
             del task
+            self.cpu_s = time.thread_time()
             with self._changed:
                 self._pace.note(time.monotonic() - begin, num_bytes)
                 self._queued_bytes -= num_bytes

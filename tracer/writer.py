@@ -281,6 +281,8 @@ class TraceWriter:
     def _end(self) -> None:
         self._reserve.unlink(missing_ok=True)
         self.state.closed_at = now()
+        of_weights = self._weights.cpu_s if self._weights else 0.0
+        self.state.cpu_s = (self.state.cpu_s or 0.0) + self._worker.cpu_s + self.segments.cpu_s + of_weights
         self.state.waited_s = self._worker.waited_s + (self._weights.waited_s if self._weights else 0.0)
         try:
             self.save_state()

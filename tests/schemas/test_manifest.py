@@ -1,6 +1,8 @@
 import json
 
 import pytest
+from tim_trace.schemas.checksums import whole_hash
+from tim_trace.schemas.contract import canonical_json
 from tim_trace.schemas.documents import to_document
 from tim_trace.schemas.errors import DamagedTrace, NewerTrace
 from tim_trace.schemas.manifest import FORMAT_VERSION, Manifest, parse_manifest
@@ -32,6 +34,22 @@ def test_another_file_is_named(text):
 def test_the_same_text_in_another_encoding_is_not_what_was_written(encoding):
     with pytest.raises(DamagedTrace, match="some/where"):
         parse_manifest(MANIFEST.to_json().encode(encoding), "some/where")
+
+
+def test_a_document_is_the_text_that_json_writes():
+    values = {
+        "a": {},
+        "b": [],
+        "c": (1, {"d": None}),
+        "e": "é\u2028😀",
+        "f": 1e-5,
+        "g": float("nan"),
+        "h": 1 << 70,
+        "i": True,
+    }
+    text = to_document(values)
+    assert text == json.dumps(json.loads(text), indent=1) + "\n"
+    assert json.loads(text)["checksum"] == whole_hash(canonical_json(values).encode())
 
 
 def test_fields_of_a_later_minor_release_are_passed_over():

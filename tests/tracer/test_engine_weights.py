@@ -15,6 +15,7 @@ from tim_trace.tracer.hooks.engine_parameters import held_tensors
 from tim_trace.tracer.hooks.engine_weights import EngineWeights
 from tim_trace.tracer.hooks.session import Order, Session
 from tim_trace.tracer.hooks.trainer_tensors import trainer_tensors, transfer_name
+from tim_trace.tracer.weights import digests
 from tim_trace.tracer.weights.coarse import values_a_row
 from tim_trace.tracer.weights.digests import _sum, digest, resolved
 
@@ -147,6 +148,17 @@ def test_a_transfer_that_is_right_has_equal_digests_everywhere(arguments):
 @pytest.mark.parametrize(("level", "held"), [("held", [NUM_TENSORS] * 4), ("none", [])])
 def test_how_much_is_accounted_for_is_the_user_s_choice(level, held):
     assert [row[4] for row in counts(trained(options=("--engine-weights", level)))] == held
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
+)
+def test_a_small_tensor_has_the_digest_that_it_has_in_pieces(monkeypatch, dtype):
+    several = [torch.arange(60).view(6, 10).to(dtype).t(), torch.tensor(3).to(dtype), torch.zeros(0).to(dtype)]
+    whole = [digest(tensor, torch.bfloat16) for tensor in several]
+    monkeypatch.setattr(digests, "_LANES", {})
+    monkeypatch.setattr(digests, "_CAST_ELEMENTS", 7)
+    assert [digest(tensor, torch.bfloat16) for tensor in several] == whole
 
 
 def test_digests_are_equal_where_the_bits_are_in_the_engine_s_dtype():

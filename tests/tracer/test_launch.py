@@ -3,10 +3,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from builders import PROGRAMS, TIM_TRACE, run, tim_trace
 from tim_trace.analysis.info import info
+from tim_trace.schemas.manifest import Manifest
+from tim_trace.tracer.create import new_trace
+from tim_trace.tracer.hooks.session import Order, Session
+from tim_trace.tracer.store import Store
 
 SAY = [sys.executable, "-c"]
 
@@ -130,3 +135,24 @@ def test_nothing_of_the_recording_is_left_in_a_bare_environment():
     done = run(*SAY, "import os; print('TIM_TRACE_RECORD' in os.environ)")
     assert done.stdout == "False\n"
     assert "TIM_TRACE_RECORD" not in os.environ
+
+
+def test_a_process_says_what_cpu_time_its_recording_took(tmp_path):
+    """Hooks and threads; what they wait for is none."""
+    manifest = Manifest(run_id="run", created_at="2026-01-01T00:00:00Z", created_by="0", source="record")
+    with new_trace(tmp_path / "run", manifest, force=False) as folder:
+        session = Session(Order(run=str(folder)))
+    with session.guard("work"):
+        busy_for(0.2)
+        time.sleep(2)
+    session.recorder.add_sequences(step=1, response_ids=[[1]])
+    session.recorder.writer.submit(lambda: busy_for(0.1), 0)
+    session.close()
+    (state,) = Store(folder).writers()[0]
+    assert 0.3 <= state.cpu_s < 2
+
+
+def busy_for(seconds):
+    begin = time.thread_time()
+    while time.thread_time() - begin < seconds:
+        pass

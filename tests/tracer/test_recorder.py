@@ -92,6 +92,26 @@ def test_every_column_of_a_sequence_comes_back(tmp_path):
     assert (second["group_id"], second["reward"], second["finish_reason"]) == (None, -1.0, "length")
 
 
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        (["stop", None], None),
+        (["é", "stop"], None),
+        (["stop", 3], "row 1: got 3"),
+        (["stop", "\udcff"], "row 1.*no text in UTF-8"),
+    ],
+)
+def test_a_column_of_texts_is_looked_at_text_by_text(tmp_path, texts, problem):
+    with Recorder(tmp_path / "run") as recorder:
+        if problem is not None:
+            with pytest.raises(InvalidRecord, match=problem):
+                recorder.add_sequences(step=1, response_ids=[[4], [5]], finish_reason=texts)
+            return
+        recorder.add_sequences(step=1, response_ids=[[4], [5]], finish_reason=texts)
+    rows = connect(tmp_path / "run").execute("SELECT finish_reason FROM sequences ORDER BY seq_id").fetchall()
+    assert [found for (found,) in rows] == texts
+
+
 def test_what_is_not_given_is_null(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(step=1, response_ids=[[4, 5]])

@@ -10,11 +10,12 @@ import pyarrow as pa
 
 from ...schemas.layout import ENGINE_WEIGHTS
 from ...schemas.tables import ENGINE_WEIGHTS_TABLE
+from ..arrow_arrays import column_array
 from ..weights.coarse import values_a_row
 from ..weights.digests import Digest, digest, resolved
 from .engine_parameters import held_tensors
 from .patches import Patches
-from .trainer_tensors import is_whole, trainer_tensors
+from .trainer_tensors import is_whole, trained_model, trainer_tensors
 from .vllm_contract import model_runner
 
 GIVEN, HELD, NONE = "given", "held", "none"
@@ -125,10 +126,11 @@ class EngineWeights:
         if not self.is_on or self._version == version:
             return
         with self._guard():
+            model = trained_model(trainer)
+            if self._trainer is None or self._trainer() is not trainer:
+                self._is_whole = is_whole(model)
             self._version, self._trainer = version, weakref.ref(trainer)
             self._own, self._unmerged = {}, {}
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            self._is_whole = is_whole(model)
             if self._is_whole:
                 for name, tensor, unmerged in trainer_tensors(model):
                     self._shapes[name] = tuple(tensor.shape)
@@ -169,7 +171,7 @@ class EngineWeights:
             [writer.state.attempt] * len(names), [writer.name] * len(names),
         ]  # fmt: skip
         schema = ENGINE_WEIGHTS_TABLE.schema
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+        arrays = [column_array(column, field.type) for column, field in zip(columns, schema, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
@@ -186,8 +188,7 @@ class EngineWeights:
         return is_power or self._level == HELD or any(self._last.get(name) != value for name, value in own.items())
 
     def _trainer_tensors(self) -> Iterator[tuple[str, Any, Any]]:
-        trainer = self._trainer()
-        return trainer_tensors(trainer.accelerator.unwrap_model(trainer.model))
+        return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
         """Tensor -> the dtype through which the trainer's gives what the engine has, or how few values a row of it has."""

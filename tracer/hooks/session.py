@@ -74,7 +74,7 @@ class Session:
         self._told: set[str] = set()
         self._exit_registered = False
         self._depth = 0
-        self.spent_s = 0.0
+        self.spent_s = self.cpu_s = 0.0
 
     @property
     def is_recording(self) -> bool:
@@ -130,9 +130,13 @@ class Session:
 
     def _seal(self) -> None:
         if self._recorder is not None and self._pid == os.getpid():
-            self._recorder.writer.state.spent_s = self.spent_s
+            self._account()
             self._recorder.close()
-            self._recorder, self.spent_s = None, 0.0
+            self._recorder, self.spent_s, self.cpu_s = None, 0.0, 0.0
+
+    def _account(self) -> None:
+        """Have the writer's state say what its hooks took."""
+        self._recorder.writer.state.spent_s, self._recorder.writer.state.cpu_s = self.spent_s, self.cpu_s
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
@@ -141,7 +145,7 @@ class Session:
         An error ends this process's recording, or is given to `otherwise`. The time that passes inside is what recording
         costs the program.
         """
-        begin, self._depth = time.perf_counter(), self._depth + 1
+        begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:
             yield
         except Exception as error:
@@ -153,6 +157,7 @@ class Session:
             self._depth -= 1
             if not self._depth:
                 self.spent_s += time.perf_counter() - begin
+                self.cpu_s += time.thread_time() - begin_cpu
 
     def stop(self, what: str, error: Exception) -> None:
         """End this process's recording and say why."""
@@ -180,7 +185,7 @@ class Session:
     def close(self) -> None:
         """Seal what this process recorded."""
         if self._recorder is not None and self._pid == os.getpid():
-            self._recorder.writer.state.spent_s = self.spent_s
+            self._account()
             with self.guard("the end"):
                 self._recorder.close(at_exit=True)
 

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from ..weights.layout import is_sharded
+
+_unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def trained_model(trainer: Any) -> Any:
+    """The model that a trainer trains, without what accelerate wraps around it; it is asked once, as it searches for packages."""
+    known = _unwrapped.get(trainer.model)
+    model = None if known is None else known()
+    if model is None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        _unwrapped[trainer.model] = weakref.ref(model)
+    return model
 
 
 def is_whole(model: Any) -> bool:

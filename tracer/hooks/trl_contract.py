@@ -7,6 +7,7 @@ from typing import Any
 from ...schemas.contract import PREFIX_TREE, Contract
 from .. import environment
 from .model_contract import as_json, class_path, dtypes, numerics
+from .trainer_tensors import trained_model
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
@@ -25,7 +26,7 @@ def packed_contract(trainer: Any) -> Contract:
 
 
 def _contract(trainer: Any, scorer: Any, *, source: str, grad: bool) -> Contract:
-    model = _unwrapped(trainer)
+    model = trained_model(trainer)
     args, accelerator = trainer.args, trainer.accelerator
     return {
         "engine": "trl",
@@ -76,7 +77,7 @@ def generation_contract(trainer: Any) -> Contract:
         "logprobs_note": "transformers' generation returns none, so this pass has no scores",
         "sampling": sampling(trainer),
         "device": environment.device_name(trainer.accelerator.device),
-        "model": numerics(_unwrapped(trainer)),
+        "model": numerics(trained_model(trainer)),
         "torch": environment.torch_settings(),
         "versions": environment.numeric_versions(),
     }
@@ -120,7 +121,7 @@ def sampling(trainer: Any) -> dict[str, Any]:
 
 def model_identity(trainer: Any) -> dict[str, Any]:
     """Which model is trained; where it has adapters of PEFT, the model below them, and their configs by name."""
-    model = _unwrapped(trainer)
+    model = trained_model(trainer)
     configs = _adapters(model)
     below = model.get_base_model() if configs else model
     identity = {
@@ -142,17 +143,13 @@ def model_identity(trainer: Any) -> dict[str, Any]:
 
 def has_adapters(trainer: Any) -> bool:
     """Whether the trained model has adapters of PEFT."""
-    return bool(getattr(_unwrapped(trainer), "peft_config", None))
+    return bool(getattr(trained_model(trainer), "peft_config", None))
 
 
 def _adapters(model: Any) -> dict[str, dict[str, Any]]:
     """The configs of a model's adapters by name, as JSON holds them; empty without adapters of PEFT."""
     configs = getattr(model, "peft_config", None) or {}
     return {str(name): as_json(config.to_dict()) for name, config in configs.items() if hasattr(config, "to_dict")}
-
-
-def _unwrapped(trainer: Any) -> Any:
-    return trainer.accelerator.unwrap_model(trainer.model)
 
 
 def _autocast_dtype(accelerator: Any) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..routing import RouterTap, Routing, is_mixture, of_cells, routers
 from .session import Session
+from .trainer_tensors import trained_model
 from .trl_batches import left_padded, right_padded
 from .trl_state import TrainRows
 
@@ -50,7 +51,7 @@ def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: di
 
 def tell_of_routing(session: Session, trainer: Any) -> None:
     """Say why a mixture of experts' router choices are not recorded, where they are not."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = trained_model(trainer)
     known = routers(model)
     if not is_mixture(model):
         if session.order.routing:

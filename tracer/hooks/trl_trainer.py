@@ -22,6 +22,7 @@ from .model_weights import keeps_weights, own_tensors
 from .session import Session
 from .tokenizer import tokenizer_identity
 from .trainer_class import name_of, own_loss, unknown_output
+from .trainer_tensors import trained_model
 from .trl_batches import (
     ROW_KEY,
     engine_call_of,
@@ -228,7 +229,7 @@ class TrainerHooks:
         if state.kept_version == version:
             return
         state.kept_version = version
-        model = trainer.accelerator.unwrap_model(trainer.model)
+        model = trained_model(trainer)
         if state.keeps_weights is None:
             state.keeps_weights = keeps_weights(self.session, model)
         if state.keeps_weights:

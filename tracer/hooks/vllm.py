@@ -109,7 +109,7 @@ class EngineHooks:
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
-        if any(map(has_embeddings, prompts if isinstance(prompts, (list, tuple)) else [prompts])):
+        if has_embeddings(prompts):
             self.session.note(EMBEDDED)
             return {}, []
         rows = num_prompts(prompts)

@@ -10,9 +10,11 @@ EMBEDDED = (
 )
 
 
-def has_embeddings(prompt: Any) -> bool:
-    """Whether a prompt is embeddings in place of tokens."""
-    return isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
+def has_embeddings(prompts: Any) -> bool:
+    """Whether any of a call's prompts is embeddings in place of tokens."""
+    given = prompts if isinstance(prompts, (list, tuple)) else (prompts,)
+    mappings = {kind for kind in set(map(type, given)) if issubclass(kind, Mapping)}
+    return any(type(prompt) in mappings and prompt.get("prompt_embeds") is not None for prompt in given)
 
 
 def num_prompts(prompts: Any) -> int:

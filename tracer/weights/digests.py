@@ -13,6 +13,8 @@ import xxhash
 _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 22
 _CAST_ELEMENTS = 1 << 16
+_LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+"""Bytes of an element -> integers of torch that NumPy has, too."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
 """An int, or on an accelerator a tensor of one int64 that `resolved` reads with the others."""
@@ -31,7 +33,9 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None) -> Digest:
         tensor = tensor.to(device)
     if dtype is None or not tensor.is_floating_point():
         dtype = tensor.dtype
-    flat = tensor.contiguous().reshape(-1)
+    if tensor.device.type == "cpu" and tensor.numel() <= _CAST_ELEMENTS and dtype.itemsize in _LANES:
+        return _of_few(tensor, dtype)
+    flat = tensor.contiguous().view(-1)
     return _of_bytes(flat, dtype) if flat.device.type == "cpu" else _sum(flat.to(dtype))
 
 
@@ -48,12 +52,20 @@ def resolved(digests: Sequence[Digest]) -> list[int]:
     return found
 
 
+def _of_few(tensor: Any, dtype: Any) -> int:
+    """What `_of_bytes` gives of a small tensor in fewer calls: a model of small tensors is made of little else."""
+    import torch
+
+    cast = tensor.to(dtype).contiguous()
+    return xxhash.xxh3_64_intdigest(cast.view(getattr(torch, _LANES[dtype.itemsize])).numpy())
+
+
 def _of_bytes(flat: Any, dtype: Any) -> int:
     """The digest of a cast that is never there as a whole: a piece stays in the processor's cache."""
     import torch
 
     found = xxhash.xxh3_64()
-    for piece in flat.split(_CAST_ELEMENTS) if flat.numel() else ():
+    for piece in flat.split(_CAST_ELEMENTS):
         found.update(piece.to(dtype).view(torch.uint8).numpy())
     return found.intdigest()
 

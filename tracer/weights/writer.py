@@ -113,6 +113,11 @@ class WeightWriter:
         """Seconds that callers waited for the disk."""
         return self._worker.waited_s
 
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of its threads so far, seconds."""
+        return sum(worker.cpu_s for worker in (self._worker, *self._encoders))
+
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Keep a version, once: names of a state_dict -> tensors, on any device, whole or sharded (DTensor).
 
