@@ -6,7 +6,7 @@ import os
 import socket
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -66,18 +66,20 @@ class _Held:
 
 
 def run_units(
-    address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float
-) -> Iterator[tuple[int, Any]]:
+    address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float,
+    at_room: Callable[[int], None] = lambda num_actors: None,
+) -> Iterator[tuple[int, Any]]:  # fmt: skip
     """Number and result of each unit, in the order in which they end.
 
     `address` is LOCAL, `auto` or `host:port`. As many actors share the units as the cluster has room for, each with a copy of
     `worker`; `num_cpus` of one are those of the largest node where that has fewer. A unit whose actor or node dies is given to
-    another. What a worker refuses is raised here.
+    another. What a worker refuses is raised here. `at_room` is told the number of actors that the cluster has room for.
 
     Raises NotInstalled, InvalidOption where no cluster answers, ClusterFailed where no node has room or a unit kills TRIES actors.
     """
     with connected(address) as ray:
         pool = _Pool(ray, worker, num_cpus, num_gpus, len(units))
+        at_room(max(pool.room, 1))
         try:
             yield from pool.run(units)
             pool.close()
@@ -153,7 +155,7 @@ class _Pool:
         self._idle: list[Any] = []
         self._running: dict[Any, tuple[int | None, Any]] = {}
         """Reference -> unit and actor; None where the actor is not there yet."""
-        for _ in range(max(min(self._room(), num_units), 1)):
+        for _ in range(max(min(self.room, num_units), 1)):
             self._start()
 
     def run(self, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -164,7 +166,7 @@ class _Pool:
                 number = waiting.popleft()
                 self._running[actor.run.remote(units[number])] = number, actor
             ended, _ = self._ray.wait(list(self._running), timeout=LOOK_S)
-            empty = 0 if ended or self._room() else empty + 1
+            empty = 0 if ended or self.room else empty + 1
             if empty >= PATIENCE:
                 raise ClusterFailed(
                     f"no node of the cluster has {self._num_cpus:g} CPUs and {self._num_gpus:g} GPUs for an actor"
@@ -227,7 +229,8 @@ class _Pool:
         """What each node that is alive has of everything."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
-    def _room(self) -> int:
+    @property
+    def room(self) -> int:
         """Actors that the nodes have room for, were they idle."""
         total = 0
         for node in self._nodes():

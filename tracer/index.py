@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,14 @@ def _schemas(contents: _Contents) -> list[pa.Schema]:
     return [pa.ipc.read_schema(pa.py_buffer(schema)) for schema in contents.schemas]
 
 
-def write_index(folder: Path) -> None:
-    """Write the index of a trace anew, and remove the one before."""
+def write_index(folder: Path, *, elsewhere: Store | None = None) -> None:
+    """Write the index of a trace anew, and remove the one before.
+
+    `elsewhere` is where those files of its tables lie that the folder does not have.
+    """
     store = Store(folder)
     before = store.files(INDEX)
-    packed = pa.compress(msgspec.msgpack.encode(_Gathered(store).contents), codec=_CODEC, asbytes=True)
+    packed = pa.compress(msgspec.msgpack.encode(_Gathered(store, elsewhere).contents), codec=_CODEC, asbytes=True)
     name = f"{whole_hash(packed)}{_ENDING}"
     write_part(folder, f"{INDEX}/{name}", packed)
     for old in before:
@@ -164,9 +168,10 @@ def write_index(folder: Path) -> None:
 class _Gathered:
     """What an index keeps of a trace, the most useful first, until it is full."""
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, elsewhere: Store | None):
         self.contents = _Contents()
         self._store, self._left = store, MAX_BYTES
+        self._tables = [store] if elsewhere is None else [store, elsewhere]
         self._numbers: dict[bytes, int] = {}
         for add in (self._states, self._contracts, self._footers):
             if not all(add()):
@@ -198,10 +203,12 @@ class _Gathered:
             self.contents.documents[f"{PASSES}/{name}"] = content
 
     def _footers(self) -> Iterator[bool]:
-        for table in (*TABLES, SUMS):
-            for name, size in self._store.files(table).items():
+        for table, store in product((*TABLES, SUMS), self._tables):
+            for name, size in store.files(table).items():
+                if f"{table}/{name}" in self.contents.footers:
+                    continue
                 try:
-                    footer = read_footer(self._store, f"{table}/{name}", size)
+                    footer = read_footer(store, f"{table}/{name}", size)
                 except DamagedTrace:
                     continue
                 schema = footer.schema.remove_metadata().serialize().to_pybytes()
