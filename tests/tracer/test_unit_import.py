@@ -10,6 +10,8 @@ import warnings
 from functools import partial
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from builders import TIM_TRACE
 from clusters import removing, two_nodes
@@ -118,6 +120,67 @@ def test_lines_of_one_large_file_keep_their_numbers_and_a_grown_one_adds_what_is
     same_trace(tmp_path / "divided" / "run", tmp_path / "alone" / "run")
     writers = "SELECT count(DISTINCT writer) FROM scores"
     assert connect(tmp_path / "divided" / "run").execute(writers).fetchone()[0] > 10
+
+
+def neutral_rows(steps, num=40, named=False):
+    """Rows of the neutral format; without names sequences are called by their numbers."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for place in range(steps * num):
+        tokens = draw.integers(0, 90, draw.integers(1, 30)).tolist()
+        rollout = np.minimum(-draw.exponential(1, len(tokens)), 0).astype(np.float32)
+        rows.append({
+            "step": 1 + place // num, "prompt_ids": [1, 2], "response_ids": tokens, "rollout_logprobs": rollout.tolist(),
+            "train_logprobs": np.minimum(rollout + np.float32(0.001), 0).tolist(), "group_id": f"g{place // 4}",
+        } | ({"seq_id": f"s{place}"} if named else {}))  # fmt: skip
+    return rows
+
+
+def write_neutral(folder, form):
+    """A folder of files of a form, of which one Parquet file has several row groups; `mixed` has a file of lines between two."""
+    folder.mkdir()
+    rows = neutral_rows(6, named=form == "named")
+    pq.write_table(pa.Table.from_pylist([{"step": 1, "name": "loss", "value": 0.5}]), folder / "metrics.parquet")
+    if form == "mixed":
+        pq.write_table(pa.Table.from_pylist(rows[:100]), folder / "a.parquet", row_group_size=20)
+        write_lines(folder / "b.jsonl", rows[100:150])
+        pq.write_table(pa.Table.from_pylist(rows[150:]), folder / "c.parquet", row_group_size=20)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), folder / "all.parquet", row_group_size=30)
+
+
+@pytest.mark.parametrize("form", ["numbered", "named", "mixed"])
+def test_row_groups_of_parquet_files_are_divided(tmp_path, cluster, form):
+    write_neutral(tmp_path / "dump", form)
+    for case, options in (("all", {}), ("some", {"steps": "2:5", "sample": 0.5})):
+        alone = import_dump("parquet", tmp_path / "dump", output=tmp_path / case / "alone" / "run", **options)
+        divided = import_dump(
+            "parquet", tmp_path / "dump", output=tmp_path / case / "divided" / "run", ray=cluster[0].address, **options
+        )
+        assert brought_in(divided) == brought_in(alone)
+        assert divided.num_metrics == 1
+        same_trace(tmp_path / case / "divided" / "run", tmp_path / case / "alone" / "run")
+    writers = "SELECT count(DISTINCT writer) FROM scores"
+    assert connect(tmp_path / "all" / "divided" / "run").execute(writers).fetchone()[0] >= 8
+
+
+def test_an_error_in_a_row_group_is_told_in_the_same_words(tmp_path, cluster):
+    rows = neutral_rows(6)
+    rows[150]["rollout_logprobs"] = [-0.5] * 40
+    twice = neutral_rows(6, named=True)
+    twice[200]["seq_id"], twice[200]["step"] = "s3", 1
+    for name, written, told in (
+        ("row", rows, "step 4, sequence .150.: 40 values of logprobs"),
+        ("twice", twice, "comes a second time"),
+    ):
+        pq.write_table(pa.Table.from_pylist(written), tmp_path / f"{name}.parquet", row_group_size=30)
+        refusals = []
+        for ray in (None, cluster[0].address):
+            with pytest.raises(ImportFailed, match=told) as refusal:
+                import_dump("parquet", tmp_path / f"{name}.parquet", output=tmp_path / "run", ray=ray)
+            refusals.append(str(refusal.value))
+        assert refusals[0] == refusals[1]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"row.parquet", "twice.parquet"}
 
 
 def test_an_error_names_the_same_line_and_leaves_nothing(tmp_path, cluster):
