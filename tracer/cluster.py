@@ -119,6 +119,17 @@ def run_units(
             pool.kill()
 
 
+def check_address(address: str | None) -> None:
+    """Raise InvalidOption for what cannot be an address."""
+    if address not in (None, LOCAL, AUTO) and not (address and _host_and_port(address)):
+        before = f"; put RUN before {option('ray')}, which takes the word behind it" if speaks_options() else ""
+        raise InvalidOption(
+            f"got {address!r}; use {AUTO!r} on a node of the cluster, HOST:PORT of its head, or {LOCAL!r} for one on this machine"
+            f"{before}",
+            option="ray",
+        )
+
+
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
     """Ray, connected for all work meanwhile; a connection that was there before stays. Nothing without an address.
@@ -128,11 +139,7 @@ def connected(address: str | None) -> Iterator[Any]:
     if address is None:
         yield None
         return
-    if address not in (LOCAL, AUTO) and not _host_and_port(address):
-        raise InvalidOption(
-            f"got {address!r}; use {AUTO!r} on a node of the cluster, HOST:PORT of its head, or {LOCAL!r} for one on this machine",
-            option="ray",
-        )
+    check_address(address)
     try:
         import ray
     except ImportError as error:

@@ -218,6 +218,10 @@ def test_the_command_line_takes_an_address(trace):
     told = tim_trace("verify", trace, "--ray", "127.0.0.1:1")
     assert told.code == 2
     assert "--ray: no cluster answers at '127.0.0.1:1'" in told.stderr
+    told = tim_trace("verify", "--ray", trace)
+    assert told.code == 2
+    assert f"--ray: got '{trace}'; use 'auto' on a node" in told.stderr
+    assert "put RUN before --ray, which takes the word behind it" in told.stderr
     told = tim_trace("triangulate", trace, "--gpus-per-arm", "1")
     assert told.code == 2
     assert "--gpus-per-arm: are of a cluster's GPUs; add --ray auto" in told.stderr

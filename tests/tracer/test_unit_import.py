@@ -80,7 +80,7 @@ def brought_in(imported):
 @pytest.mark.parametrize("format", ["verl", "slime", "prime-rl", "nemo-rl", "trl", "vllm"])
 def test_a_cluster_brings_in_what_one_process_does(tmp_path, cluster, format):
     write = {**WRITERS, **ONE_SIDED}[format]
-    write(tmp_path / "dump", make_steps(*([3] if format == "vllm" else [3, 4, 7, 8]), num=12))
+    write(tmp_path / "dump", make_steps(*([3] if format in ONE_SIDED else [3, 4, 7, 8]), num=12))
     alone = import_dump(format, tmp_path / "dump", output=tmp_path / "alone" / "run")
     divided = import_dump(format, tmp_path / "dump", output=tmp_path / "divided" / "run", ray=cluster[0].address)
     assert brought_in(divided) == brought_in(alone)
@@ -162,6 +162,40 @@ def test_row_groups_of_parquet_files_are_divided(tmp_path, cluster, form):
         same_trace(tmp_path / case / "divided" / "run", tmp_path / case / "alone" / "run")
     writers = "SELECT count(DISTINCT writer) FROM scores"
     assert connect(tmp_path / "all" / "divided" / "run").execute(writers).fetchone()[0] >= 8
+
+
+def killing():
+    """A progress that ends the import at the third unit that is whole, as a driver does that is killed: nothing is tidied up."""
+    code = (
+        "import os, sys; from contextlib import contextmanager; from tim_trace import import_dump; "
+        "from tim_trace.tracer.importers import unit_import; unit_import.LEAST_BYTES = 500; done = []\n"
+        "@contextmanager\n"
+        "def progress(what, total):\n"
+        "    def advance(size):\n"
+        "        done.append(size)\n"
+        "        if len(done) == 3: os.kill(os.getpid(), 9)\n"
+        "    yield advance\n"
+        "import_dump('parquet', sys.argv[1], output=sys.argv[2], ray=sys.argv[3], progress=progress)\n"
+    )
+    return [sys.executable, "-c", code]
+
+
+def test_row_groups_that_were_whole_are_taken_over_while_they_hold_what_they_held(tmp_path, cluster):
+    write_neutral(tmp_path / "dump", "numbered")
+    output = tmp_path / "divided" / "run"
+    done = subprocess.run([*killing(), str(tmp_path / "dump"), str(output), cluster[0].address])
+    assert done.returncode == -signal.SIGKILL
+    whole = [*unit_import.room_of(output).glob("*/.tmp-unit.json")]
+    assert len(whole) >= 3
+    # The last rows of the file change: what lies before them is not read again.
+    rows = neutral_rows(6)
+    rows[-1]["rollout_logprobs"] = [-0.75] * len(rows[-1]["response_ids"])
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "dump" / "all.parquet", row_group_size=30)
+    import_dump("parquet", tmp_path / "dump", output=tmp_path / "alone" / "run")
+    import_dump("parquet", tmp_path / "dump", output=output, ray=cluster[0].address)
+    pids = {state.pid for state in Store(output).writers()[0]}
+    assert len(pids) > 2  # actors of both drivers
+    same_trace(output, tmp_path / "alone" / "run")
 
 
 def test_an_error_in_a_row_group_is_told_in_the_same_words(tmp_path, cluster):
