@@ -287,6 +287,7 @@ _weights_from = click.option(
     "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, where the trace has no weights of its own."
 )
 
+
 def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """The value of --ray, which takes the word behind it: where that is the path of a trace, it says so."""
     from .tracer.cluster import check_address

@@ -17,7 +17,7 @@ from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
 from ..tracer.adopt import adopt
-from ..tracer.cluster import run_units
+from ..tracer.cluster import connected, run_units
 from ..tracer.progress import Advance, Progress, no_progress
 from .arm_pass import ArmPass
 from .arms import Arm, check_distinct, parse_arm, read_arms
@@ -126,13 +126,13 @@ def replay(
         return ReplayedSteps(sample=drawn, plan=_measured_on_cluster(run, wanted, plan, drawn, kept, device, ray, gpus))
     if dry_run:
         return ReplayedSteps(sample=drawn, plan=_measured(run, wanted, plan, drawn))
-    for entry in wanted:
-        if entry.is_replaced:
-            entry.target.remove()
     results = ReplayedSteps(sample=drawn, plan=plan)
     told = _Telling(plan, at_estimate)
     if ray is not None:
-        return _on_cluster(run, wanted, results, kept, device, ray, gpus, progress, told)
+        with connected(ray):  # what does not answer is told before anything is removed
+            _remove_replaced(wanted)
+            return _on_cluster(run, wanted, results, kept, device, ray, gpus, progress, told)
+    _remove_replaced(wanted)
     held: dict[int, bool] = {}
     # Sealing what an arm added takes about as long as a step in one forward.
     sealing = min(entry.work for entry in wanted)
@@ -148,6 +148,12 @@ def replay(
                 entry.target.close()
                 advance(sealing)
     return results
+
+
+def _remove_replaced(wanted: list[_Wanted]) -> None:
+    for entry in wanted:
+        if entry.is_replaced:
+            entry.target.remove()
 
 
 def _arms(given: Sequence[str | Arm], arm_file: str | os.PathLike[str] | None, changes: dict[str, Any]) -> list[Arm]:

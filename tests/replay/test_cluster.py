@@ -133,7 +133,9 @@ def of_this_module(database, step):
 
 @pytest.mark.slow
 def test_actors_that_cannot_start_end_the_work(recording, cluster):
-    with pytest.raises(ClusterFailed, match=r"3 actors died before they were ready .*No module named .*is tim-trace .*, and what"):
+    with pytest.raises(
+        ClusterFailed, match=r"3 actors died before they were ready .*No module named .*is tim-trace .*, and what"
+    ):
         list(spread(Database(recording, ray=cluster[0].address), of_this_module, [1, 2, 3]))
 
 
@@ -182,9 +184,12 @@ def test_a_dry_run_measures_an_actor_and_writes_nothing(trace, cluster):
     assert "on each of 2 actors" in done.stderr
 
 
-def test_an_address_without_a_cluster_is_refused(trace):
+def test_an_address_without_a_cluster_is_refused_before_anything_is_removed(trace):
+    replay(trace, steps="1", dtype="bf16")
+    before = bits(trace)
     with pytest.raises(InvalidOption, match=r"ray: no cluster answers at .127\.0\.0\.1:1."):
-        replay(trace, ray="127.0.0.1:1")
+        replay(trace, steps="1", dtype="bf16", force=True, ray="127.0.0.1:1")
+    assert bits(trace) == before
 
 
 def test_options_that_a_cluster_does_not_take_are_refused(trace):
