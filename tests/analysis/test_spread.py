@@ -180,7 +180,6 @@ def test_a_triangulation_replays_on_the_nodes(tmp_path, cluster):
         shutil.copytree(trace, tmp_path / name / "run")
         found.append(triangulate(tmp_path / name / "run", arm=("dtype=bf16",), ray=ray))
     assert found[0] == found[1]
-    assert found[0].num_groups > 8
 
 
 @pytest.mark.slow
@@ -188,7 +187,7 @@ def test_errors_are_measured_by_the_nodes_with_the_digits_of_one_process(trace, 
     make_triangle(trace)
     alone = triangulate(trace, arm=("dtype=bf16",))
     assert len(alone.arms.rows) == 1
-    assert len(alone.steps) > 8
+    assert (len(alone.steps), alone.num_groups) == (12, 24)
     monkeypatch.setattr(import_module("tim_trace.analysis.triangulate"), "_tokens", None)
     assert triangulate(trace, arm=("dtype=bf16",), ray=cluster[0].address) == alone
     with pytest.raises(TypeError):
