@@ -287,8 +287,18 @@ _weights_from = click.option(
     "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, where the trace has no weights of its own."
 )
 
+
+def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """The value of --ray, which takes the word behind it: where that is the path of a trace, it says so."""
+    from .tracer.cluster import check_address
+
+    if value is not None:
+        check_address(value)
+    return value
+
+
 _ray = click.option(
-    "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]",
+    "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]", callback=_address,
     help="Divide the work among the nodes of a Ray cluster: auto or HOST:PORT; without ADDRESS one is started here.",
 )  # fmt: skip
 _gpus_per_arm = click.option(

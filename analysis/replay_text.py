@@ -30,7 +30,9 @@ def estimate_sentence(plan: ReplayPlan) -> str:
     assert plan.seconds is not None
     tokens, arms = sum(arm.num_tokens for arm in plan), [arm for arm in plan if arm.num_tokens]
     scoring_s = sum(arm.num_tokens / arm.tokens_per_s for arm in arms if arm.tokens_per_s)
-    pace = f" at {tokens / scoring_s:,.0f} tokens a second" if scoring_s else ""
+    actors = max((arm.num_actors for arm in arms), default=1)
+    each = f" on each of {actors} actors" if actors > 1 else ""
+    pace = f" at {tokens / scoring_s:,.0f} tokens a second{each}" if scoring_s else ""
     loads = sum(arm.num_versions for arm in plan)
     whole = ""
     if any(arm.num_all_tokens > arm.num_tokens for arm in plan) and plan.all_seconds is not None:

@@ -3,16 +3,16 @@
 With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and
 the gap is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and what a side carries of it is
 its own square less the common part: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
-
-Shapes: N tokens.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -25,19 +25,20 @@ from ..schemas.errors import InvalidOption, NothingToCompare
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..schemas.results import Result
 from ..schemas.steps import parse_steps
+from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
+from .error_sums import GAP, POSITIONS, PROBABILITIES, REMOVED, ErrorSums, joined
 from .rows import Rows
-from .statistics.correlations import pearson
 from .statistics.estimators import Array, Totals
-from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
+from .statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
 from .trace.database import Database, quoted
 from .trace.samples import tell_sampled
+from .trace.sampling import step_ranges, tokens_by_step
+from .trace.spread import places, spread, unit_tokens
 
 _CONFIDENCE = 0.95
-PROBABILITIES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)
-"""Edges of the bins of the reference's probability."""
-POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-"""Edges of the bins of the token's position."""
+_TOKENS = 2 << 20
+"""That are read at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def triangulate(
     Replays what is missing of the reference (fp64 or fp32) and of each arm (`dtype=bf16`, ...), on the steps given.
     Compared are the tokens that count in the loss and have a finite logprob on both sides and in the reference. `weights_from`
     is the folder of the run's checkpoints, where the trace has no weights of its own. `ray` and `gpus_per_arm` divide the replays among
-    the actors of a Ray cluster, as `replay` does.
+    the actors of a Ray cluster, as `replay` does, and then the tokens whose errors are measured.
 
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
     """
@@ -135,17 +136,15 @@ def triangulate(
     if not set(chosen) & set(run.steps(ROLLOUT)):
         raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no gap to explain")
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
-    replayed = _replay_missing(run, arms, chosen, progress, {"ray": ray, "gpus_per_arm": gpus_per_arm})
-    database = Database([run.store.url])
-    tell_sampled(database, [REPLAY_PREFIX + single.name for single in arms])
-    held = _identity_held(database, chosen) if replayed is None else replayed
-    names = [REPLAY_PREFIX + single.name for single in arms]
-    columns = []
-    with progress("measuring errors", len(names) + 1) as advance:
-        for name in names:
-            columns.append(_tokens(database, name, chosen))
-            advance(1)
-        return _measure(run, names, chosen, columns[0], held, columns[1:])
+    if ray is not None:
+        places(Database([run.store.url]))  # refuses what could not be measured after the replays
+    with connected(ray):
+        replayed = _replay_missing(run, arms, chosen, progress, {"ray": ray, "gpus_per_arm": gpus_per_arm})
+        database = Database([run.store.url], ray=ray)
+        names = [REPLAY_PREFIX + single.name for single in arms]
+        tell_sampled(database, names)
+        errors, num_different = _errors(database, names, chosen, replayed is None, progress)
+    return _measured(run, chosen, errors, num_different == 0 if replayed is None else replayed)
 
 
 def _replay_missing(
@@ -161,125 +160,141 @@ def _replay_missing(
     return all(result.identity_held for result in results)
 
 
-def _identity_held(database: Database, steps: list[int]) -> bool:
-    """Whether the recorded bits came back in the replays that are there."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """Steps whose tokens are read together."""
+
+    names: list[str]
+    """Passes of the replays."""
+    steps: list[int]
+    asks_identity: bool
+    """Whether it is counted where replaying as recorded gave other bits."""
+
+
+def _errors(
+    database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
+) -> tuple[dict[str, ErrorSums], int]:
+    """Pass -> its sums; and the tokens to which replaying as recorded gave other bits, where that is asked."""
+    tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
+    total = sum(tokens.values())
+    units = [
+        _Unit(names=names, steps=[step for step in part if step in tokens], asks_identity=asks_identity)
+        for part in step_ranges(tokens, unit_tokens(database, _TOKENS, total))
+    ]
+    found: dict[str, list[ErrorSums]] = {name: [] for name in names}
+    num_different = 0
+    with progress("measuring errors", total) as advance:
+        for unit, (of_steps, different) in zip(units, spread(database, _measure, units), strict=True):
+            for name, parts in of_steps.items():
+                found[name] += parts
+            num_different += different
+            advance(sum(tokens[step] for step in unit.steps))
+    for name, parts in found.items():
+        if not parts:
+            raise NothingToCompare(f"no token of these steps has a logprob in train, rollout and {name}")
+    return {name: joined(parts) for name, parts in found.items()}, num_different
+
+
+def _measure(database: Database, unit: _Unit) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
+    """What `_errors` adds up, of a unit: the sums of each step that has tokens."""
+    found = {name: list(_of_steps(_tokens(database, name, unit.steps))) for name in unit.names}
+    yield found, _num_different(database, unit.steps) if unit.asks_identity else 0
+
+
+def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
+    edges = [0, *(np.flatnonzero(np.diff(tokens["step"])) + 1).tolist(), len(tokens["step"])]
+    for start, end in pairwise(edges):
+        if end > start:
+            yield ErrorSums.of({name: column[start:end] for name, column in tokens.items()})
+
+
+def _num_different(database: Database, steps: list[int]) -> int:
+    """Tokens to which the replay as recorded that is there gave other bits."""
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
         WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
     """
     ((different,),) = database.connection.execute(query).fetchall()
-    return not different
+    return int(different)
 
 
-def _tokens(database: Database, name: str, steps: list[int]) -> dict[str, np.ndarray]:
+def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.ndarray]:
     """[N] columns of the tokens that trainer, engine and one replay scored, in one order for every replay."""
     query = f"""
-        SELECT step, seq_id, position, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed, {unit("s")} AS unit
+        SELECT step, hash(seq_id) AS sequence, position, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed,
+            {unit("s")} AS unit
         FROM triangle('{TRAIN}', '{ROLLOUT}', {quoted(name)}) JOIN sequences AS s USING (run, step, seq_id)
         WHERE step IN ({_list(steps)})
         ORDER BY step, seq_id, position
     """
     columns: dict[str, np.ndarray] = database.connection.execute(query).fetchnumpy()
-    if not len(columns["train"]):
-        raise NothingToCompare(f"no token of these steps has a logprob in train, rollout and {name}")
     return columns
 
 
-def _measure(
-    run: RecordedRun,
-    names: list[str],
-    steps: list[int],
-    tokens: dict[str, np.ndarray],
-    held: bool,
-    arms: list[dict[str, np.ndarray]],
-) -> Triangulation:
-    error_t, error_r = tokens["train"] - tokens["replayed"], tokens["rollout"] - tokens["replayed"]
-    d = tokens["train"] - tokens["rollout"]
-    groups_N, num_groups = numbered(tokens["unit"])
-    found = shares(
-        groups_N, {TRAIN: error_t * error_t - error_t * error_r, ROLLOUT: error_r * error_r - error_t * error_r}, d
-    )
-    sides = tuple(_side(name, own, *found[name]) for name, own in ((TRAIN, error_t), (ROLLOUT, error_r)))
+def _measured(run: RecordedRun, steps: list[int], errors: dict[str, ErrorSums], held: bool) -> Triangulation:
+    reference, own = next(iter(errors.items()))
+    found = _shares(own.groups, (TRAIN, ROLLOUT))
     return Triangulation(
         run=run.store.name,
-        reference=names[0],
+        reference=reference,
         steps=tuple(steps),
-        num_sequences=_num_sequences(tokens),
-        num_groups=num_groups,
+        num_sequences=own.num_sequences,
+        num_groups=len(own.groups[GAP]),
         no_interval=next((str(interval) for _, interval in found.values() if isinstance(interval, NoInterval)), None),
-        num_tokens=len(d),
-        gap_rms=_rms(d),
-        resolution=float(np.mean(np.abs(np.spacing(tokens["replayed"].astype(np.float32))))) / 4,
-        sides=sides,
-        correlation=pearson(error_t, error_r),
+        num_tokens=own.num_tokens,
+        gap_rms=sqrt(own.square_d / own.num_tokens),
+        resolution=own.spacing / own.num_tokens / 4,
+        sides=tuple(_side(name, own, *found[name]) for name in (TRAIN, ROLLOUT)),
+        correlation=own.moments.correlation,
         identity_held=held,
-        by_probability=_split(
-            "probability", np.exp(tokens["replayed"]), PROBABILITIES, d, error_t, error_r, "{:g} to {:g}"
-        ),
-        by_position=_split("position", tokens["position"], POSITIONS, d, error_t, error_r, "{:g} to {:g}"),
+        by_probability=_split("probability", own.by_probability, PROBABILITIES, own.square_d),
+        by_position=_split("position", own.by_position, POSITIONS, own.square_d),
         arms=Rows(
             ("arm", "gap_rms", "share_removed", "share_low", "share_high"),
-            [_arm(name, column) for name, column in zip(names[1:], arms, strict=True)],
+            [_arm(name, sums) for name, sums in errors.items() if name != reference],
         ),
     )
 
 
-def _num_sequences(tokens: dict[str, np.ndarray]) -> int:
-    """How many sequences the tokens are of; those of a sequence follow each other."""
-    fresh = (tokens["step"][1:] != tokens["step"][:-1]) | (tokens["seq_id"][1:] != tokens["seq_id"][:-1])
-    return 1 + int(fresh.sum())
-
-
-def _side(name: str, own: np.ndarray, share: float, interval: Interval | NoInterval) -> SideErrors:
+def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInterval) -> SideErrors:
     low, high = ends(interval) or (None, None)
+    own, num = sums.sides[name], sums.num_tokens
     return SideErrors(
-        name=name, mean=float(own.mean()), mean_abs=float(np.abs(own).mean()), rms=_rms(own),
+        name=name, mean=own.error / num, mean_abs=own.abs_error / num, rms=sqrt(own.square / num),
         share=share, share_low=low, share_high=high,
     )  # fmt: skip
 
 
-def _arm(name: str, tokens: dict[str, np.ndarray]) -> tuple[Any, ...]:
-    left, gap = tokens["replayed"] - tokens["rollout"], tokens["train"] - tokens["rollout"]
-    ((share, interval),) = shares(numbered(tokens["unit"])[0], {name: gap * gap - left * left}, gap).values()
-    return name, _rms(left), share, *(ends(interval) or (None, None))
+def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
+    """What is left of the gap where the replay takes the trainer's place: the engine's error against it."""
+    ((share, interval),) = _shares(sums.groups, (REMOVED,)).values()
+    left = sums.sides[ROLLOUT].square
+    return name, sqrt(left / sums.num_tokens), share, *(ends(interval) or (None, None))
 
 
-def shares(
-    groups_N: np.ndarray, parts: dict[str, np.ndarray], gap: np.ndarray
-) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Name of a part -> its share of the sum of squares of the gap, with its interval over groups; NaN where that is 0."""
-    columns = {
-        name: np.bincount(groups_N, part).astype(np.float64) for name, part in (parts | {"whole": gap * gap}).items()
-    }
-    statistics = {name: partial(_share, name) for name in parts}
-    intervals = bootstrap(statistics, columns, np.arange(len(columns["whole"])), _CONFIDENCE)
+def _shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
+    """Name of a column of groups -> its share of the gap's sum of squares, with its interval; NaN where that is 0."""
+    columns = {name: groups[name] for name in (*names, GAP)}
+    statistics = {name: partial(_share, name) for name in names}
+    intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)
     with np.errstate(divide="ignore", invalid="ignore"):
         totals = {name: np.asarray(values.sum()) for name, values in columns.items()}
-        return {name: (float(_share(name, totals)), intervals[name]) for name in parts}
+        return {name: (float(_share(name, totals)), intervals[name]) for name in names}
 
 
 def _share(name: str, totals: Totals) -> Array:
-    return totals[name] / totals["whole"]
+    return totals[name] / totals[GAP]
 
 
-def _split(
-    name: str, values: np.ndarray, edges: Sequence[float], d: np.ndarray, error_t: np.ndarray, error_r: np.ndarray,
-    label: str,
-) -> Rows:  # fmt: skip
-    bins = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
-    total = float(np.sum(d * d))
+def _split(name: str, binned: np.ndarray, edges: Sequence[float], square_d: float) -> Rows:
     rows = []
-    for index in np.unique(bins):
-        mask = bins == index
+    for index in np.flatnonzero(binned[0]).tolist():
+        num, *squares = binned[:, index].tolist()
         rows.append((
-            label.format(edges[index], edges[index + 1]), int(mask.sum()), _rms(d[mask]), _rms(error_t[mask]),
-            _rms(error_r[mask]), float(np.sum(d[mask] ** 2)) / total if total else None,
+            f"{edges[index]:g} to {edges[index + 1]:g}", int(num), *(sqrt(square / num) for square in squares),
+            squares[0] / square_d if square_d else None,
         ))  # fmt: skip
     return Rows((name, "num_tokens", "gap_rms", "train_rms", "rollout_rms", "share_of_gap"), rows)
-
-
-def _rms(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(values * values)))
 
 
 def _list(steps: Sequence[int]) -> str:

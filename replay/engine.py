@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
 from ..tracer.adopt import adopt
-from ..tracer.cluster import run_units
+from ..tracer.cluster import connected, run_units
 from ..tracer.progress import Advance, Progress, no_progress
 from .arm_pass import ArmPass
 from .arms import Arm, check_distinct, parse_arm, read_arms
@@ -107,13 +107,11 @@ def replay(
     `ray` divides the steps among the actors of a Ray cluster: `local` for one that is started here, or the address of one that
     runs (`auto`, `host:port`), whose nodes see the trace at the same path. The bits are those of one process. A step whose node
     dies is scored on another. `gpus_per_arm` is the number of GPUs of an actor, or its share of one; by default 1 where this machine has a GPU,
-    else 0. `at_estimate` is not called then.
+    else 0. `at_estimate` is called once the first step is scored, and `dry_run` scores its rows on an actor.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound, NotInstalled.
     """
     gpus = gpus_of_actor(ray, gpus_per_arm)
-    if ray is not None and dry_run:
-        raise InvalidOption("a dry run measures this process alone; leave one of the two out", option="ray")
     device = device_here() if ray is None else "cuda" if gpus else "cpu"
     arms = _arms(arm, arm_file, changes)
     if as_recorded and len(arms) > 1:
@@ -124,15 +122,17 @@ def replay(
     kept = Capture.parse(capture, capture_fraction)
     wanted = _wanted(run, arms, chosen, force, kept, drawn, device)
     plan = _plan(run, wanted, drawn)
+    if dry_run and ray is not None:
+        return ReplayedSteps(sample=drawn, plan=_measured_on_cluster(run, wanted, plan, drawn, kept, device, ray, gpus))
     if dry_run:
         return ReplayedSteps(sample=drawn, plan=_measured(run, wanted, plan, drawn))
-    for entry in wanted:
-        if entry.is_replaced:
-            entry.target.remove()
-    if ray is not None:
-        return _on_cluster(run, wanted, ReplayedSteps(sample=drawn, plan=plan), kept, device, ray, gpus, progress)
     results = ReplayedSteps(sample=drawn, plan=plan)
     told = _Telling(plan, at_estimate)
+    if ray is not None:
+        with connected(ray):  # what does not answer is told before anything is removed
+            _remove_replaced(wanted)
+            return _on_cluster(run, wanted, results, kept, device, ray, gpus, progress, told)
+    _remove_replaced(wanted)
     held: dict[int, bool] = {}
     # Sealing what an arm added takes about as long as a step in one forward.
     sealing = min(entry.work for entry in wanted)
@@ -148,6 +148,12 @@ def replay(
                 entry.target.close()
                 advance(sealing)
     return results
+
+
+def _remove_replaced(wanted: list[_Wanted]) -> None:
+    for entry in wanted:
+        if entry.is_replaced:
+            entry.target.remove()
 
 
 def _arms(given: Sequence[str | Arm], arm_file: str | os.PathLike[str] | None, changes: dict[str, Any]) -> list[Arm]:
@@ -217,10 +223,21 @@ class _Telling:
         self._plan, self._at_estimate = plan, at_estimate
         self.pace = Pace(self._tell)
         self.loaded: LoadedModel | None = None
+        self.num_actors = 1
+        """Of a cluster, which say the pace themselves: see `tell`."""
 
     def _tell(self, tokens_per_s: float) -> None:
+        self.tell(tokens_per_s, self.loaded.load_s if self.loaded else 0.0)
+
+    def tell(self, tokens_per_s: float, load_s: float) -> None:
+        """Tell it at this pace, where it was not told before."""
         if self._at_estimate is not None:
-            self._at_estimate(self._plan.at(tokens_per_s, self.loaded.load_s if self.loaded else 0.0))
+            tell, self._at_estimate = self._at_estimate, None
+            tell(self._plan.at(tokens_per_s, load_s, self.num_actors))
+
+    def at_room(self, num_actors: int) -> None:
+        """The steps are divided among so many actors."""
+        self.num_actors = num_actors
 
 
 def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> ReplayPlan:
@@ -245,26 +262,49 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
 
 
 def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> ReplayPlan:
-    """The plan at the pace that each arm has with the first rows, scored twice: a first forward takes longer."""
-    measured: dict[str, tuple[float, float]] = {}
+    """The plan at the pace that each arm has with the first rows."""
+    paces: _Paces = {}
+    for group in _to_measure(wanted, plan):
+        paces |= _paces(run, [(entry.scorer, entry.steps[0]) for entry in group], sample)
+    return _paced(plan, paces)
+
+
+_Paces = dict[str, tuple[float, float]]
+"""Arm -> tokens a second, and seconds that the weights of a version take to load."""
+
+
+def _to_measure(wanted: list[_Wanted], plan: ReplayPlan) -> Iterator[list[_Wanted]]:
+    """Arms that share a model, of those that have something to do."""
     to_do = {arm.arm for arm in plan if arm.num_tokens}
-    for group in _by_key([entry for entry in wanted if entry.scorer.arm.name in to_do]):
-        loaded = LoadedModel(run.weights)
-        try:
-            for entry in group:
-                rows = run.step(entry.steps[0])
-                check_tokens(rows, run.model["config"])
-                drawn = rows if sample is None else sample.drawn(entry.steps[0], rows)
-                first = entry.scorer.first(entry.scorer.together(drawn, rows))
-                paces: list[float] = []
-                for _ in range(2):
-                    pace = Pace(paces.append)
-                    loaded.score(entry.scorer, first, pace.watching(untold, sum(row.num_tokens for row in first)))
-                measured[entry.scorer.arm.name] = paces[-1], loaded.load_s
-        finally:
-            loaded.close()
-    paced = [(arm, *measured.get(arm.arm, (None, None))) for arm in plan]
-    return ReplayPlan(replace(arm, tokens_per_s=tokens_per_s, load_s=load_s) for arm, tokens_per_s, load_s in paced)
+    return _by_key([entry for entry in wanted if entry.scorer.arm.name in to_do])
+
+
+def _paces(run: RecordedRun, group: Sequence[tuple[Scorer, int]], sample: Sample | None) -> _Paces:
+    """The pace of each arm with the first rows of a step, scored twice: a first forward takes longer."""
+    found: _Paces = {}
+    loaded = LoadedModel(run.weights)
+    try:
+        for scorer, step in group:
+            rows = run.step(step)
+            check_tokens(rows, run.model["config"])
+            drawn = rows if sample is None else sample.drawn(step, rows)
+            first = scorer.first(scorer.together(drawn, rows))
+            told: list[float] = []
+            for _ in range(2):
+                pace = Pace(told.append)
+                loaded.score(scorer, first, pace.watching(untold, sum(row.num_tokens for row in first)))
+            found[scorer.arm.name] = told[-1], loaded.load_s
+    finally:
+        loaded.close()
+    return found
+
+
+def _paced(plan: ReplayPlan, paces: _Paces, num_actors: int = 1) -> ReplayPlan:
+    found = [(arm, *paces.get(arm.arm, (None, None))) for arm in plan]
+    return ReplayPlan(
+        replace(arm, tokens_per_s=tokens_per_s, load_s=load_s, num_actors=num_actors)
+        for arm, tokens_per_s, load_s in found
+    )
 
 
 def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set[str] | None]:
@@ -358,8 +398,17 @@ class _Unit:
         return f"step {', '.join(map(str, steps))} under {', '.join(self.arms)}"
 
 
-class _UnitScorer:
-    """What an actor does: it opens the trace, and keeps one model until a unit asks for another."""
+class _UnitScores(NamedTuple):
+    """What came of a unit."""
+
+    parts: list[tuple[ReplayedStep, list[GroupSums]]]
+    tokens_per_s: float | None
+    """Of its first rows; None where nothing was scored."""
+    load_s: float
+
+
+class _Actor:
+    """What an actor opens with its first unit: the trace, and the arms."""
 
     def __init__(
         self,
@@ -377,20 +426,37 @@ class _UnitScorer:
         self._capture, self._sample = capture, sample
         self._run: RecordedRun | None = None
         self._entries: dict[str, tuple[Scorer, ArmPass]] = {}
-        self._loaded: LoadedModel | None = None
-        self._key = -1
 
-    def run(self, unit: _Unit) -> list[tuple[ReplayedStep, list[GroupSums]]]:
-        """Score a unit and write it into the trace; `identity_held` of another arm than the identity is not known here."""
+    def _opened(self) -> RecordedRun:
         if self._run is None:
-            self._run = self._open()
+            import torch
+
+            torch.set_num_threads(self._threads)
+            self._run = RecordedRun(**self._opening)
+            for arm in self._arms:
+                scorer = scorer_of(self._run, arm, self._contract, self._device, self._capture)
+                self._entries[arm.name] = scorer, ArmPass(self._run, arm, self._capture)
+        return self._run
+
+
+class _UnitScorer(_Actor):
+    """What an actor does: it keeps one model until a unit asks for another."""
+
+    _loaded: LoadedModel | None = None
+    _key = -1
+
+    def run(self, unit: _Unit) -> _UnitScores:
+        """Score a unit and write it into the trace; `identity_held` of another arm than the identity is not known here."""
+        run = self._opened()
         if self._loaded is None or self._key != unit.key:
             self._let_go()
-            self._loaded, self._key = LoadedModel(self._run.weights), unit.key
+            self._loaded, self._key = LoadedModel(run.weights), unit.key
         group = [_Wanted(*self._entries[name], *part, 0, False) for name, part in unit.arms.items()]
-        joined = dict(_read(self._run, group))
+        joined = dict(_read(run, group))
         held = dict.fromkeys(joined, False)
-        return list(_joined(self._loaded, group, joined, held, untold, self._sample, Pace(untold)))
+        paces: list[float] = []
+        parts = list(_joined(self._loaded, group, joined, held, untold, self._sample, Pace(paces.append)))
+        return _UnitScores(parts, paces[0] if paces else None, self._loaded.load_s)
 
     def close(self) -> None:
         """Seal what was added."""
@@ -398,20 +464,22 @@ class _UnitScorer:
         for _, target in self._entries.values():
             target.close()
 
-    def _open(self) -> RecordedRun:
-        import torch
-
-        torch.set_num_threads(self._threads)
-        run = RecordedRun(**self._opening)
-        for arm in self._arms:
-            scorer = scorer_of(run, arm, self._contract, self._device, self._capture)
-            self._entries[arm.name] = scorer, ArmPass(run, arm, self._capture)
-        return run
-
     def _let_go(self) -> None:
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None
+
+
+class _PaceMeter(_Actor):
+    """What an actor does of a dry run: it scores first rows, and writes nothing."""
+
+    def run(self, steps: dict[str, int]) -> _Paces:
+        """The pace of arms that share a model, each with a step's rows."""
+        run = self._opened()
+        return _paces(run, [(self._entries[name][0], step) for name, step in steps.items()], self._sample)
+
+    def close(self) -> None:
+        """Nothing was written."""
 
 
 def _on_cluster(
@@ -423,17 +491,21 @@ def _on_cluster(
     address: str,
     gpus: float,
     progress: Progress,
+    telling: _Telling,
 ) -> ReplayedSteps:
     """Score the units on Ray's actors; the results have the order of one process."""
     import torch
 
-    units, threads = list(_units(run, wanted, results.sample)), torch.get_num_threads()
-    worker = _UnitScorer(run, wanted, capture, results.sample, device, threads)
+    units = list(_units(run, wanted, results.sample))
+    worker = _UnitScorer(run, wanted, capture, results.sample, device, torch.get_num_threads())
     scored: dict[int, list[tuple[ReplayedStep, list[GroupSums]]]] = {}
+    found = run_units(address, worker, units, num_cpus=_num_cpus(gpus), num_gpus=gpus, at_room=telling.at_room)
     try:
         with progress("replaying", sum(unit.work for unit in units)) as advance:
-            for number, parts in run_units(address, worker, units, num_cpus=1 if gpus else threads, num_gpus=gpus):
-                scored[number] = parts
+            for number, unit in found:
+                if unit.tokens_per_s is not None:
+                    telling.tell(unit.tokens_per_s, unit.load_s)
+                scored[number] = unit.parts
                 advance(units[number].work)
     finally:
         adopt(run.folder)
@@ -444,6 +516,35 @@ def _on_cluster(
         results.append(replace(step, identity_held=held[step.step]))
         results.groups.extend(sums)
     return results
+
+
+def _measured_on_cluster(
+    run: RecordedRun,
+    wanted: list[_Wanted],
+    plan: ReplayPlan,
+    sample: Sample | None,
+    capture: Capture,
+    device: str,
+    address: str,
+    gpus: float,
+) -> ReplayPlan:
+    """The plan at the pace that each arm has on an actor, divided among as many as the cluster has room for."""
+    import torch
+
+    worker = _PaceMeter(run, wanted, capture, sample, device, torch.get_num_threads())
+    units = [{entry.scorer.arm.name: entry.steps[0] for entry in group} for group in _to_measure(wanted, plan)]
+    room: list[int] = [1]
+    paces: _Paces = {}
+    for _, found in run_units(address, worker, units, num_cpus=_num_cpus(gpus), num_gpus=gpus, at_room=room.append):
+        paces |= found
+    return _paced(plan, paces, room[-1])
+
+
+def _num_cpus(gpus: float) -> int:
+    """CPUs that an actor with a model takes."""
+    import torch
+
+    return 1 if gpus else torch.get_num_threads()
 
 
 def _units(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Iterator[_Unit]:

@@ -39,12 +39,15 @@ class ArmPlan:
     num_all_tokens: int
     """Those of all sequences of these steps, where a sample is scored; else `num_tokens`."""
     num_devices: int = 1
-    """GPUs, or CPUs, that it computes on at once."""
+    """GPUs, or CPUs, that it computes on at once, or that each actor does."""
+    num_actors: int = 1
+    """Actors of a cluster that divide its steps among themselves."""
 
     @property
     def device_hours(self) -> float | None:
         """Estimated hours of devices, by whose price it costs; None before a pace is known."""
-        return None if self.seconds is None else self.seconds * self.num_devices / 3600
+        work_s = self._work_s(self.num_tokens)
+        return None if work_s is None else work_s * self.num_devices / 3600
 
     @property
     def seconds(self) -> float | None:
@@ -57,6 +60,12 @@ class ArmPlan:
         return self._seconds(self.num_all_tokens)
 
     def _seconds(self, num_tokens: int) -> float | None:
+        """Estimated time of the actor with most steps."""
+        work_s = self._work_s(num_tokens)
+        return work_s and work_s * -(-self.num_steps // self.num_actors) / self.num_steps
+
+    def _work_s(self, num_tokens: int) -> float | None:
+        """Estimated time of one process."""
         if not num_tokens:
             return 0.0
         if self.tokens_per_s is None:
@@ -69,9 +78,9 @@ class ReplayPlan(list[ArmPlan], Table):
 
     _text = "tim_trace.analysis.replay_text:plan_text"
 
-    def at(self, tokens_per_s: float, load_s: float) -> ReplayPlan:
+    def at(self, tokens_per_s: float, load_s: float, num_actors: int = 1) -> ReplayPlan:
         """The same at one pace for all arms."""
-        return ReplayPlan(replace(arm, tokens_per_s=tokens_per_s, load_s=load_s) for arm in self)
+        return ReplayPlan(replace(arm, tokens_per_s=tokens_per_s, load_s=load_s, num_actors=num_actors) for arm in self)
 
     @property
     def seconds(self) -> float | None:

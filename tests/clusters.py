@@ -7,23 +7,23 @@ TRIES = 5
 
 
 @contextmanager
-def two_nodes():
-    """A cluster and its two nodes, which take an actor each, beside a head that takes none."""
-    made, nodes = _started()
+def two_nodes(**options):
+    """A cluster and its two nodes, which take an actor each, beside a head that takes none; options are those of a node."""
+    made, nodes = _started(options)
     try:
         yield made, nodes
     finally:
         made.shutdown()
 
 
-def _started():
+def _started(options):
     from ray.cluster_utils import Cluster
 
     for tries in range(TRIES):
         made = Cluster()
         try:
             made.add_node(num_cpus=0, object_store_memory=10**8)
-            nodes = [made.add_node(num_cpus=1, object_store_memory=10**8) for _ in range(2)]
+            nodes = [made.add_node(num_cpus=1, object_store_memory=10**8, **options) for _ in range(2)]
             made.wait_for_nodes()
         except Exception:
             made.shutdown()

@@ -6,19 +6,24 @@ import os
 import socket
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from textwrap import shorten
 from typing import Any, Protocol
 
+from .. import __version__
 from ..schemas.errors import (
     ClusterFailed,
     InvalidOption,
     NotInstalled,
     TimTraceError,
+    option,
     speaking_options,
     speaks_options,
 )  # fmt: skip
 
+AUTO = "auto"
+"""In place of an address: the cluster of which this machine is a node."""
 LOCAL = "local"
 """In place of an address: a cluster that is started on this machine and ends with the work."""
 STORE_BYTES = 10**8
@@ -29,6 +34,9 @@ TRIES = 3
 """Actors that may die of one unit."""
 LOOK_S = 10.0
 """Seconds without a result after which is looked whether any node has room for an actor."""
+_REASON_CHARACTERS = 300
+_UNIT_CHARACTERS = 200
+"""Of a unit's name in an error."""
 PATIENCE = 6
 """Such looks in a row that may find none: a cluster that grows takes a while."""
 
@@ -46,11 +54,20 @@ class Worker(Protocol):
 class _Held:
     """The actor: a worker, whose own errors come back as values."""
 
-    def __init__(self, worker: Worker, says_options: bool):
-        self._worker, self._says_options = worker, says_options
+    _worker: Worker
 
-    def ready(self) -> None:
-        """Answers as soon as the actor is there."""
+    def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
+        """Take the worker that a reference stands for, where this node has the driver's version: else it could not be read."""
+        if version != __version__:
+            return ClusterFailed(
+                f"node {socket.gethostname()} has tim-trace {__version__}, and this process {version}; install the same on every "
+                f"node (pip install 'tim-trace[ray]=={version}')"
+            )
+        import ray
+
+        self._says_options = says_options
+        self._worker = ray.get(worker[0])
+        return None
 
     def run(self, unit: Any) -> Any:
         with ExitStack() as stack:
@@ -58,31 +75,59 @@ class _Held:
                 stack.enter_context(speaking_options())
             try:
                 return self._worker.run(unit)
-            except TimTraceError as error:
-                return error
+            except (TimTraceError, OSError) as error:
+                return _for_driver(error)
 
-    def close(self) -> None:
-        self._worker.close()
+    def close(self) -> TimTraceError | None:
+        try:
+            self._worker.close()
+        except (TimTraceError, OSError) as error:
+            return _for_driver(error)
+        return None
+
+
+def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
+    """An actor's error, with what is to be done where the node does not see or may not write what the driver does."""
+    if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
+        remedy = "every node has to see the trace and what is imported at the same path, or URL, as this process"
+    elif not isinstance(error, TimTraceError):
+        remedy = "check the disk of the node, and that its user may write there"
+    else:
+        return error
+    return ClusterFailed(f"node {socket.gethostname()}: {error}; {remedy}")
 
 
 def run_units(
-    address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float
-) -> Iterator[tuple[int, Any]]:
+    address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float,
+    at_room: Callable[[int], None] = lambda num_actors: None,
+) -> Iterator[tuple[int, Any]]:  # fmt: skip
     """Number and result of each unit, in the order in which they end.
 
     `address` is LOCAL, `auto` or `host:port`. As many actors share the units as the cluster has room for, each with a copy of
     `worker`; `num_cpus` of one are those of the largest node where that has fewer. A unit whose actor or node dies is given to
-    another. What a worker refuses is raised here.
+    another. What a worker refuses is raised here. `at_room` is told the number of actors that the cluster has room for.
 
     Raises NotInstalled, InvalidOption where no cluster answers, ClusterFailed where no node has room or a unit kills TRIES actors.
     """
     with connected(address) as ray:
         pool = _Pool(ray, worker, num_cpus, num_gpus, len(units))
+        at_room(max(pool.room, 1))
         try:
             yield from pool.run(units)
             pool.close()
         finally:
             pool.kill()
+
+
+def check_address(address: str | None) -> None:
+    """Raise InvalidOption for what cannot be an address."""
+    if address not in (None, LOCAL, AUTO) and not (address and _host_and_port(address)):
+        before = f"; put RUN before {option('ray')}, which takes the word behind it" if speaks_options() else ""
+        raise InvalidOption(
+            f"got {address!r}; use {AUTO!r} on a node of the cluster, HOST:PORT of its head, or {LOCAL!r} for one on this machine"
+            f"{before}",
+            option="ray",
+        )
 
 
 @contextmanager
@@ -94,6 +139,7 @@ def connected(address: str | None) -> Iterator[Any]:
     if address is None:
         yield None
         return
+    check_address(address)
     try:
         import ray
     except ImportError as error:
@@ -110,8 +156,13 @@ def connected(address: str | None) -> Iterator[Any]:
         with _without_tips():
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
     except (OSError, RuntimeError, ValueError) as error:
+        if "ersion mismatch" in str(error):
+            raise InvalidOption(
+                f"the cluster at {address!r} has other versions than this process ({_on_one_line(error)}); install the same here",
+                option="ray",
+            ) from error
         raise InvalidOption(
-            f"no cluster answers at {address!r} ({str(error).splitlines()[0]}); start one (ray start --head), or use "
+            f"no cluster answers at {address!r} ({_on_one_line(error)}); start one (ray start --head), or use "
             f"{LOCAL!r} for one on this machine",
             option="ray",
         ) from error
@@ -121,11 +172,33 @@ def connected(address: str | None) -> Iterator[Any]:
         ray.shutdown()
 
 
+_SETTINGS = b"\x04"
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00" + _SETTINGS + bytes(5)
+"""How a client of HTTP/2, as Ray's are, begins (RFC 9113, section 3.4)."""
+
+
 def _check_answers(address: str) -> None:
-    """Raise OSError where nothing listens at `host:port`: Ray goes on asking for minutes."""
+    """Raise OSError where nothing listens at `host:port`, or what does is no Ray: Ray goes on asking for minutes."""
+    if place := _host_and_port(address):
+        with socket.create_connection(place, timeout=CONNECT_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return  # which does not answer before it is greeted with a certificate
+            connection.sendall(_GREETING)
+            # A frame's fourth byte is its type, and a server's first frame holds its settings.
+            if connection.recv(4, socket.MSG_WAITALL)[3:] != _SETTINGS:
+                raise OSError(
+                    "what listens there is no Ray cluster; is it the port of ray start --head, 6379 by default?"
+                )
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
     host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "/" not in host:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    is_place = host and port.isdigit() and "/" not in host
+    return (host, int(port)) if is_place else None
+
+
+def _on_one_line(error: Exception) -> str:
+    return shorten(str(error), _REASON_CHARACTERS) or type(error).__name__
 
 
 def _last_line(error: Exception) -> str:
@@ -147,46 +220,52 @@ class _Pool:
 
     def __init__(self, ray: Any, worker: Worker, num_cpus: int, num_gpus: float, num_units: int):
         self._ray, self._num_gpus = ray, num_gpus
-        self._num_cpus = min(num_cpus, max((node.get("CPU", 0.0) for node in self._nodes()), default=0.0)) or num_cpus
+        self._num_cpus = min(num_cpus, self._most("CPU")) or num_cpus
         self._worker = ray.put(worker)
         self._actors: list[Any] = []
         self._idle: list[Any] = []
         self._running: dict[Any, tuple[int | None, Any]] = {}
         """Reference -> unit and actor; None where the actor is not there yet."""
-        for _ in range(max(min(self._room(), num_units), 1)):
+        for _ in range(max(min(self.room, num_units), 1)):
             self._start()
 
     def run(self, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         waiting, deaths, empty, stillborn = deque(range(len(units))), Counter[int](), 0, 0
+        known = self._ray.exceptions
         while waiting or any(number is not None for number, _ in self._running.values()):
             while waiting and self._idle:
                 actor = self._idle.pop()
                 number = waiting.popleft()
                 self._running[actor.run.remote(units[number])] = number, actor
             ended, _ = self._ray.wait(list(self._running), timeout=LOOK_S)
-            empty = 0 if ended or self._room() else empty + 1
+            empty = 0 if ended or self.room else empty + 1
             if empty >= PATIENCE:
                 raise ClusterFailed(
-                    f"no node of the cluster has {self._num_cpus:g} CPUs and {self._num_gpus:g} GPUs for an actor"
+                    f"no node of the cluster has {self._num_cpus:g} CPUs and {self._num_gpus:g} GPUs for an actor (the largest: "
+                    f"{self._most('CPU'):g} CPUs, {self._most('GPU'):g} GPUs); add a node"
+                    + (f", or ask for less with {option('gpus_per_arm', 'N')}" if self._num_gpus else "")
                 )
             for reference in ended:
                 unit, actor = self._running.pop(reference)
                 try:
                     result = self._ray.get(reference)
-                except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
+                except (known.RayActorError, known.ObjectLostError, known.RayTaskError) as error:
+                    if unit is not None and isinstance(error, known.RayTaskError):
+                        raise  # a bug of ours
                     self._replace(actor)
                     if unit is None:
                         stillborn += 1
                         if stillborn >= TRIES:
                             raise ClusterFailed(
-                                f"{TRIES} actors died before they were ready ({_last_line(error)}); is tim-trace, and what the "
-                                "options name, installed on every node?"
+                                f"{TRIES} actors died before they were ready ({_last_line(error)}); is tim-trace {__version__}, and "
+                                "what the options name, installed on every node?"
                             ) from error
                     else:
                         deaths[unit] += 1
                         if deaths[unit] >= TRIES:
                             raise ClusterFailed(
-                                f"{TRIES} actors died of the same unit ({units[unit]}); does a node run out of memory?"
+                                f"{TRIES} actors died of the same unit ({shorten(str(units[unit]), _UNIT_CHARACTERS)}); does a node run "
+                                "out of memory?"
                             ) from error
                         waiting.appendleft(unit)
                     continue
@@ -201,9 +280,11 @@ class _Pool:
         """Let each worker finish; one that died meanwhile has handed in its results."""
         for reference in [actor.close.remote() for actor in self._idle]:
             try:
-                self._ray.get(reference)
+                error = self._ray.get(reference)
             except self._ray.exceptions.RayActorError:
                 continue
+            if error is not None:
+                raise error
 
     def kill(self) -> None:
         for actor in self._actors:
@@ -214,9 +295,10 @@ class _Pool:
             kind = self._ray.remote(
                 num_cpus=self._num_cpus, num_gpus=self._num_gpus, scheduling_strategy="SPREAD", max_restarts=0
             )(_Held)
-            actor = kind.remote(self._worker, speaks_options())
+            actor = kind.remote()
         self._actors.append(actor)
-        self._running[actor.ready.remote()] = None, actor
+        # In a list, so that it is read by the actor itself.
+        self._running[actor.ready.remote(__version__, speaks_options(), [self._worker])] = None, actor
 
     def _replace(self, actor: Any) -> None:
         self._ray.kill(actor)
@@ -227,7 +309,12 @@ class _Pool:
         """What each node that is alive has of everything."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
-    def _room(self) -> int:
+    def _most(self, resource: str) -> float:
+        """What the node that has most of a resource has."""
+        return max((node.get(resource, 0.0) for node in self._nodes()), default=0.0)
+
+    @property
+    def room(self) -> int:
         """Actors that the nodes have room for, were they idle."""
         total = 0
         for node in self._nodes():

@@ -182,11 +182,14 @@ def _schemas(contents: _Contents) -> list[pa.Schema]:
     return [pa.ipc.read_schema(pa.py_buffer(schema)) for schema in contents.schemas]
 
 
-def write_index(folder: Path) -> None:
-    """Write the index of a trace anew, and remove the one before."""
+def write_index(folder: Path, *, elsewhere: Store | None = None) -> None:
+    """Write the index of a trace anew, and remove the one before.
+
+    `elsewhere` is where those files of its tables lie that the folder does not have.
+    """
     store = Store(folder)
     before = store.files(INDEX)
-    packed = pa.compress(msgspec.msgpack.encode(_Gathered(store).contents), codec=_CODEC, asbytes=True)
+    packed = pa.compress(msgspec.msgpack.encode(_Gathered(store, elsewhere).contents), codec=_CODEC, asbytes=True)
     name = f"{whole_hash(packed)}{_ENDING}"
     write_part(folder, f"{INDEX}/{name}", packed)
     for old in before:
@@ -197,9 +200,10 @@ def write_index(folder: Path) -> None:
 class _Gathered:
     """What an index keeps of a trace, the most useful first, until it is full."""
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, elsewhere: Store | None):
         self.contents = _Contents()
         self._store, self._left = store, MAX_BYTES
+        self._tables = [store] if elsewhere is None else [store, elsewhere]
         self._numbers: dict[bytes, int] = {}
         self._before = read_index(store)
         self._accounts: dict[str, SealedFile] = {}
@@ -237,18 +241,23 @@ class _Gathered:
 
     def _files_of(self, table: str) -> None:
         """The footers of a table, if all of them fit and are not many, or else what is told of files without them."""
-        there = {f"{table}/{name}": size for name, size in self._store.files(table).items()}
-        before = {name: file for name, size in there.items() if (file := self._known_before(name, size)) is not None}
+        there: dict[str, tuple[int, Store]] = {}
+        for store in self._tables:
+            for name, size in store.files(table).items():
+                there.setdefault(f"{table}/{name}", (size, store))
+        before = {
+            name: file for name, (size, _) in there.items() if (file := self._known_before(name, size)) is not None
+        }
         fits = len(there) <= MANY_FOOTERS and sum(file.tail_bytes for file in before.values()) <= self._left
         footers: dict[str, _Footer] | None = {} if fits else None
         files: dict[str, KnownFile] = {}
         left = self._left
-        for relative, size in there.items():
+        for relative, (size, store) in there.items():
             if footers is None and relative in before:
                 files[relative] = before[relative]
                 continue
             try:
-                footer = read_footer(self._store, relative, size)
+                footer = read_footer(store, relative, size)
             except DamagedTrace:
                 continue
             number = self._schema(footer.schema)

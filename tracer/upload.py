@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 
 from ..schemas.checksums import whole_hash
@@ -57,24 +58,24 @@ class Upload:
         }
         with progress("sending", sum(files.values())) as advance:
             for path, size in files.items():
-                self._put(path, None)
+                self.put(path)
                 self._sent[path] = size
                 advance(size)
         for path, content in states.items():
             if self._sent.get(path) != whole_hash(content):
-                self._put(path, content)
+                self.put(path, content)
                 self._sent[path] = whole_hash(content)
         if MANIFEST not in self._sent:
-            self._put(MANIFEST, None)
+            self.put(MANIFEST)
             self._sent[MANIFEST] = 1
 
-    def send_index(self) -> None:
-        """Send an index of what was sent, in the place of the one before."""
-        write_index(self.folder)
+    def send_index(self, *, elsewhere: Store | None = None) -> None:
+        """Send an index of what was sent, in the place of the one before; `elsewhere` as in `write_index`."""
+        write_index(self.folder, elsewhere=elsewhere)
         names = Store(self.folder).files(INDEX)
         for name, size in names.items():
             if self._sent.get(f"{INDEX}/{name}") != size:
-                self._put(f"{INDEX}/{name}", None)
+                self.put(f"{INDEX}/{name}")
                 self._sent[f"{INDEX}/{name}"] = size
         for path in [path for path in self._sent if path.startswith(f"{INDEX}/")]:
             if path.partition("/")[2] not in names:
@@ -93,13 +94,19 @@ class Upload:
         protocol = self._store.filesystem.protocol
         return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
+    def keep_only(self, folder: str, names: Collection[str]) -> None:
+        """Remove what lies in a folder there beside these files: processes that died have sent it."""
+        self._store.filesystem.invalidate_cache()
+        for name in Store(self.url).files(folder).keys() - names:
+            self._remove(f"{folder}/{name}")
+
     def _remove(self, path: str) -> None:
         """Remove what somebody else may have removed; what stays does no harm."""
         with contextlib.suppress(Exception):
             self._store.filesystem.rm_file(self._store.path(path))
 
-    def _put(self, path: str, content: bytes | None) -> None:
-        """Send a file, or what is given as its content."""
+    def put(self, path: str, content: bytes | None = None) -> None:
+        """Send a file, or what is given as its content. Raises StorageError after several tries."""
         target, filesystem = self._store.path(path), self._store.filesystem
         for attempt in range(1, _TRIES + 1):
             try:

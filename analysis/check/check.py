@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,12 +20,13 @@ from ..trace.database import Database
 from ..trace.pairs import parse_pair, why_nothing
 from ..trace.samples import tell_sampled
 from ..trace.source import Pair
+from ..trace.spread import spread
 from .detectors import find
 from .notes import notes
 from .pair_data import PairData
 from .result import CheckResult
 from .sample import Sample, read_sample
-from .sums import read_pair_sums
+from .sums import PairSums, read_pair_sums
 
 
 def check(
@@ -40,7 +43,7 @@ def check(
     Faults are those of FAULTS, each with its data, its effect in nats, the share of tokens that it affects and the
     command that would confirm it. Sums of the whole run are looked at, and the tokens of some of its steps; `steps` (3:80,
     -10:, 2:200:2) takes a part of the run. `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` for one that is
-    started here), divides the tokens of the sums among its actors.
+    started here), divides the tokens of the sums among its actors, one of which looks at the tokens of the steps.
 
     Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
     trace cannot be read or is missing, unless `partial` asks for the answer from the rest.
@@ -48,8 +51,37 @@ def check(
     database = Database(trace, steps, ray=ray)
     database.check_whole(partial=partial)
     with database.telling(progress):
-        data = gather(database, parse_pair(pair), trace=os.fspath(trace))
-    return judge(data, pair)
+        names = parse_pair(pair)
+        tell_sampled(database, names)
+        sums = _sums(database, names)
+        (found,) = spread(database, _judged, [_Question.of(names, os.fspath(trace), sums)])
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """What is asked of the tokens of a sample of steps, by the process that reads them."""
+
+    pair: Pair
+    trace: str
+    """As it was named."""
+    sums: PairSums
+    """Of the whole run, in one row."""
+    worst_steps: list[int]
+    worst_lost_steps: list[int]
+
+    @classmethod
+    def of(cls, pair: Pair, trace: str, sums: PairSums) -> _Question:
+        """What is asked of a run that has these sums."""
+        return cls(
+            pair=pair, trace=trace, sums=sums.total, worst_steps=sums.worst_steps(), worst_lost_steps=sums.worst_lost_steps()
+        )  # fmt: skip
+
+
+def _judged(database: Database, question: _Question) -> Iterator[CheckResult]:
+    sample = read_sample(database, question.pair, question.worst_steps, question.worst_lost_steps)
+    data = _pair_data(database, question.pair, question.trace, question.sums, sample)
+    yield judge(data, ":".join(question.pair))
 
 
 def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
@@ -58,8 +90,10 @@ def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
     Raises NothingToCompare when the passes share no token.
     """
     tell_sampled(database, pair)
-    sums = _sums(database, pair)
-    sample = _sample(database, pair)
+    return _pair_data(database, pair, trace, _sums(database, pair), _sample(database, pair))
+
+
+def _pair_data(database: Database, pair: Pair, trace: str, sums: PairSums, sample: Sample) -> PairData:
     if not sample.mask.any():
         raise NothingToCompare(why_nothing(database, pair))
     return PairData(

@@ -18,11 +18,12 @@ from ..trace.tokens import PassRows, token_query, tokens_of_rows
 
 LOST = ("num_nan", "num_inf")
 _COLUMNS = ("num_tokens", *LOST, *OF_DIFFERENCES)
+_OF_VERDICT = ("num_tokens", *LOST, "sum_d2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSums:
-    """Sums of d and what follows from it, by sequence or by step: see schemas.sums."""
+    """Sums of d and what follows from it, by sequence or by step, or of the whole run: see schemas.sums."""
 
     steps: np.ndarray
     """[R] step of each row."""
@@ -37,6 +38,12 @@ class PairSums:
     def mean(self, name: str) -> float:
         """A sum over all tokens, with one result whatever the order of the rows, divided by their number."""
         return float(np.sort(self.columns[name]).sum() / max(self.num_tokens, 1))
+
+    @property
+    def total(self) -> PairSums:
+        """What a verdict asks of these: counts and the sum of squares of the whole run, in one row, whose step is 0."""
+        columns = {name: np.asarray([np.sort(self.columns[name]).sum()]) for name in _OF_VERDICT}
+        return PairSums(steps=np.zeros(1, np.int64), columns=columns)
 
     @property
     def num_not_finite(self) -> int:

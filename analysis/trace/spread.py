@@ -33,7 +33,7 @@ def spread(
     """
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))
-    return _in_order(database.ray, _Reader(_places(database), database.steps, function), units)
+    return _in_order(database.ray, _Reader(places(database), database.steps, function), units)
 
 
 def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) -> Iterator[Made]:
@@ -53,8 +53,8 @@ def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 
-def _places(database: Database) -> tuple[str, ...]:
-    """Where actors find the traces."""
+def places(database: Database) -> tuple[str, ...]:
+    """Where actors find the traces. Raises InvalidOption where one is being recorded."""
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(

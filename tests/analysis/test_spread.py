@@ -2,14 +2,18 @@
 
 import shutil
 from functools import partial
+from importlib import import_module
 
+import numpy as np
 import pytest
 from builders import tim_trace
 from clusters import removing, two_nodes
 from runs import train
 from segmented import make_run
 from tim_trace.analysis import check, corrections, gradient, objective, stats, triangulate, verify
+from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.errors import DamagedTrace, InvalidOption
+from tim_trace.tracer.batch import Batch
 from tim_trace.tracer.recorder import Recorder
 
 pytestmark = [
@@ -37,6 +41,26 @@ def recording(tmp_path_factory):
 def trace(recording, tmp_path):
     shutil.copytree(recording, tmp_path / "run")
     return tmp_path / "run"
+
+
+def make_triangle(trace):
+    """Give every sequence that train and rollout scored the replays that a triangulation asks for."""
+    rows = (
+        connect(trace)
+        .execute(
+            "SELECT step, seq_id, attempt, logprobs FROM scores WHERE \"pass\" = 'train' ORDER BY step, seq_id, attempt"
+        )
+        .fetchall()
+    )
+    draw = np.random.default_rng(0)
+    with Recorder(trace, resume=True) as recorder:
+        recorder.describe(model={"class": "none.None", "config": {"model_type": "none"}})
+        for name, size in (("as-recorded", 0.0), ("fp64", 1e-6), ("bf16", 1e-2)):
+            for step, seq_id, attempt, logprobs in rows:
+                values = np.minimum(np.array(logprobs, np.float32) + draw.normal(0, size, len(logprobs)), 0)
+                batch = Batch(step, [seq_id], attempt=attempt)
+                batch.resolve(np.array([len(values)]), None, np.array([3]))
+                recorder.add_scores(f"replay/{name}", batch, logprobs=[values.astype(np.float32)])
 
 
 def without_sums(trace):
@@ -74,6 +98,15 @@ def test_sums_that_actors_made_are_those_of_one_process_and_are_kept(trace):
 def test_two_nodes_give_the_digits_of_one_process(ask, trace, cluster):
     alone = ask(without_sums(trace))
     assert ask(without_sums(trace), ray=cluster[0].address) == alone
+
+
+@pytest.mark.slow
+def test_a_check_on_a_cluster_reads_no_token_here(trace, cluster, monkeypatch):
+    alone = check(trace)
+    monkeypatch.setattr(import_module("tim_trace.analysis.check.check"), "read_sample", None)
+    assert check(without_sums(trace), ray=cluster[0].address) == alone
+    with pytest.raises(TypeError):
+        check(trace)
 
 
 @pytest.mark.slow
@@ -149,6 +182,18 @@ def test_a_triangulation_replays_on_the_nodes(tmp_path, cluster):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
+def test_errors_are_measured_by_the_nodes_with_the_digits_of_one_process(trace, cluster, monkeypatch):
+    make_triangle(trace)
+    alone = triangulate(trace, arm=("dtype=bf16",))
+    assert len(alone.arms.rows) == 1
+    assert (len(alone.steps), alone.num_groups) == (12, 24)
+    monkeypatch.setattr(import_module("tim_trace.analysis.triangulate"), "_tokens", None)
+    assert triangulate(trace, arm=("dtype=bf16",), ray=cluster[0].address) == alone
+    with pytest.raises(TypeError):
+        triangulate(trace, arm=("dtype=bf16",))
+
+
 def test_a_trace_that_grows_is_not_divided(tmp_path):
     recorder = Recorder(tmp_path / "run")
     batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2, 3]])
@@ -172,6 +217,10 @@ def test_the_command_line_takes_an_address(trace):
     told = tim_trace("verify", trace, "--ray", "127.0.0.1:1")
     assert told.code == 2
     assert "--ray: no cluster answers at '127.0.0.1:1'" in told.stderr
+    told = tim_trace("verify", "--ray", trace)
+    assert told.code == 2
+    assert f"--ray: got '{trace}'; use 'auto' on a node" in told.stderr
+    assert "put RUN before --ray, which takes the word behind it" in told.stderr
     told = tim_trace("triangulate", trace, "--gpus-per-arm", "1")
     assert told.code == 2
     assert "--gpus-per-arm: are of a cluster's GPUs; add --ray auto" in told.stderr

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import duckdb
 import numpy as np
@@ -18,12 +19,15 @@ from tim_trace.analysis import check, compact, objective, stats
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.verify import verify
-from tim_trace.schemas.errors import DamagedTrace, InvalidOption, TraceExists
+from tim_trace.schemas.errors import DamagedTrace, TraceExists
 from tim_trace.schemas.layout import TABLES
 from tim_trace.tracer.compaction import buckets, parts
+from tim_trace.tracer.compaction.elsewhere import merge_to
 from tim_trace.tracer.compaction.merge import merge
+from tim_trace.tracer.index import read_index
 from tim_trace.tracer.progress import no_progress
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.store import Store
 
 
 def answers(trace):
@@ -270,7 +274,8 @@ def test_record_merges_at_its_end_where_that_is_asked_for(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(s3):
+    """Its nodes find the server of `s3`."""
     with two_nodes() as made:
         yield made
 
@@ -335,7 +340,32 @@ def test_a_node_that_is_removed_and_a_driver_that_is_killed_leave_a_whole_trace(
     assert not [entry.name for entry in trace.iterdir() if entry.name.startswith(".tmp-")]
 
 
-def test_what_a_cluster_does_not_write_is_refused(tmp_path, s3):
-    trace = make_run(tmp_path / "run", steps=2)
-    with pytest.raises(InvalidOption, match="ray: s3://bucket/run: is written by one process"):
-        compact(trace, output="s3://bucket/run", ray="local")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore:.*:FutureWarning:ray")
+def test_two_nodes_send_their_files_to_object_storage(tmp_path, s3, cluster):
+    trace = make_run(tmp_path / "run", writers=2, steps=8)
+    before = rows_of(trace)
+    told = []
+
+    @contextmanager
+    def progress(what, total):
+        def advance(size):
+            told.append(what)
+            if told.count("merging") == 1:  # what an actor sent that died before it said so
+                s3.pipe_file("bucket/divided/run/scores/compact-0-7.parquet", b"PAR1")
+
+        yield advance
+
+    merge_to(str(trace), "s3://bucket/divided/run", 4000, force=False, progress=progress, ray=cluster[0].address)
+    assert told.count("merging") > 4
+    assert rows_of("s3://bucket/divided/run") == before
+    found = verify("s3://bucket/divided/run")
+    assert found.is_whole
+    assert not found.ignored
+    store = Store("s3://bucket/divided/run")
+    files = {f"{table}/{name}" for table in TABLES for name in store.files(table)}
+    assert len([name for name in files if name.startswith("scores/compact-")]) > 2
+    assert "scores/compact-0-7.parquet" not in files
+    assert read_index(store).footers.keys() == files
+    with pytest.raises(TraceExists, match="something lies there already; name another URL, or remove it"):
+        compact(trace, output="s3://bucket/divided/run", ray=cluster[0].address)

@@ -10,6 +10,8 @@ import warnings
 from functools import partial
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from builders import TIM_TRACE
 from clusters import removing, two_nodes
@@ -78,7 +80,7 @@ def brought_in(imported):
 @pytest.mark.parametrize("format", ["verl", "slime", "prime-rl", "nemo-rl", "trl", "vllm"])
 def test_a_cluster_brings_in_what_one_process_does(tmp_path, cluster, format):
     write = {**WRITERS, **ONE_SIDED}[format]
-    write(tmp_path / "dump", make_steps(*([3] if format == "vllm" else [3, 4, 7, 8]), num=12))
+    write(tmp_path / "dump", make_steps(*([3] if format in ONE_SIDED else [3, 4, 7, 8]), num=12))
     alone = import_dump(format, tmp_path / "dump", output=tmp_path / "alone" / "run")
     divided = import_dump(format, tmp_path / "dump", output=tmp_path / "divided" / "run", ray=cluster[0].address)
     assert brought_in(divided) == brought_in(alone)
@@ -118,6 +120,101 @@ def test_lines_of_one_large_file_keep_their_numbers_and_a_grown_one_adds_what_is
     same_trace(tmp_path / "divided" / "run", tmp_path / "alone" / "run")
     writers = "SELECT count(DISTINCT writer) FROM scores"
     assert connect(tmp_path / "divided" / "run").execute(writers).fetchone()[0] > 10
+
+
+def neutral_rows(steps, num=40, named=False):
+    """Rows of the neutral format; without names sequences are called by their numbers."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for place in range(steps * num):
+        tokens = draw.integers(0, 90, draw.integers(1, 30)).tolist()
+        rollout = np.minimum(-draw.exponential(1, len(tokens)), 0).astype(np.float32)
+        rows.append({
+            "step": 1 + place // num, "prompt_ids": [1, 2], "response_ids": tokens, "rollout_logprobs": rollout.tolist(),
+            "train_logprobs": np.minimum(rollout + np.float32(0.001), 0).tolist(), "group_id": f"g{place // 4}",
+        } | ({"seq_id": f"s{place}"} if named else {}))  # fmt: skip
+    return rows
+
+
+def write_neutral(folder, form):
+    """A folder of files of a form, of which one Parquet file has several row groups; `mixed` has a file of lines between two."""
+    folder.mkdir()
+    rows = neutral_rows(6, named=form == "named")
+    pq.write_table(pa.Table.from_pylist([{"step": 1, "name": "loss", "value": 0.5}]), folder / "metrics.parquet")
+    if form == "mixed":
+        pq.write_table(pa.Table.from_pylist(rows[:100]), folder / "a.parquet", row_group_size=20)
+        write_lines(folder / "b.jsonl", rows[100:150])
+        pq.write_table(pa.Table.from_pylist(rows[150:]), folder / "c.parquet", row_group_size=20)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), folder / "all.parquet", row_group_size=30)
+
+
+@pytest.mark.parametrize("form", ["numbered", "named", "mixed"])
+def test_row_groups_of_parquet_files_are_divided(tmp_path, cluster, form):
+    write_neutral(tmp_path / "dump", form)
+    for case, options in (("all", {}), ("some", {"steps": "2:5", "sample": 0.5})):
+        alone = import_dump("parquet", tmp_path / "dump", output=tmp_path / case / "alone" / "run", **options)
+        divided = import_dump(
+            "parquet", tmp_path / "dump", output=tmp_path / case / "divided" / "run", ray=cluster[0].address, **options
+        )
+        assert brought_in(divided) == brought_in(alone)
+        assert divided.num_metrics == 1
+        same_trace(tmp_path / case / "divided" / "run", tmp_path / case / "alone" / "run")
+    writers = "SELECT count(DISTINCT writer) FROM scores"
+    assert connect(tmp_path / "all" / "divided" / "run").execute(writers).fetchone()[0] >= 8
+
+
+def killing():
+    """A progress that ends the import at the third unit that is whole, as a driver does that is killed: nothing is tidied up."""
+    code = (
+        "import os, sys; from contextlib import contextmanager; from tim_trace import import_dump; "
+        "from tim_trace.tracer.importers import unit_import; unit_import.LEAST_BYTES = 500; done = []\n"
+        "@contextmanager\n"
+        "def progress(what, total):\n"
+        "    def advance(size):\n"
+        "        done.append(size)\n"
+        "        if len(done) == 3: os.kill(os.getpid(), 9)\n"
+        "    yield advance\n"
+        "import_dump('parquet', sys.argv[1], output=sys.argv[2], ray=sys.argv[3], progress=progress)\n"
+    )
+    return [sys.executable, "-c", code]
+
+
+def test_row_groups_that_were_whole_are_taken_over_while_they_hold_what_they_held(tmp_path, cluster):
+    write_neutral(tmp_path / "dump", "numbered")
+    output = tmp_path / "divided" / "run"
+    done = subprocess.run([*killing(), str(tmp_path / "dump"), str(output), cluster[0].address])
+    assert done.returncode == -signal.SIGKILL
+    whole = [*unit_import.room_of(output).glob("*/.tmp-unit.json")]
+    assert len(whole) >= 3
+    # The last rows of the file change: what lies before them is not read again.
+    rows = neutral_rows(6)
+    rows[-1]["rollout_logprobs"] = [-0.75] * len(rows[-1]["response_ids"])
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "dump" / "all.parquet", row_group_size=30)
+    import_dump("parquet", tmp_path / "dump", output=tmp_path / "alone" / "run")
+    import_dump("parquet", tmp_path / "dump", output=output, ray=cluster[0].address)
+    pids = {state.pid for state in Store(output).writers()[0]}
+    assert len(pids) > 2  # actors of both drivers
+    same_trace(output, tmp_path / "alone" / "run")
+
+
+def test_an_error_in_a_row_group_is_told_in_the_same_words(tmp_path, cluster):
+    rows = neutral_rows(6)
+    rows[150]["rollout_logprobs"] = [-0.5] * 40
+    twice = neutral_rows(6, named=True)
+    twice[200]["seq_id"], twice[200]["step"] = "s3", 1
+    for name, written, told in (
+        ("row", rows, "step 4, sequence .150.: 40 values of logprobs"),
+        ("twice", twice, "comes a second time"),
+    ):
+        pq.write_table(pa.Table.from_pylist(written), tmp_path / f"{name}.parquet", row_group_size=30)
+        refusals = []
+        for ray in (None, cluster[0].address):
+            with pytest.raises(ImportFailed, match=told) as refusal:
+                import_dump("parquet", tmp_path / f"{name}.parquet", output=tmp_path / "run", ray=ray)
+            refusals.append(str(refusal.value))
+        assert refusals[0] == refusals[1]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"row.parquet", "twice.parquet"}
 
 
 def test_an_error_names_the_same_line_and_leaves_nothing(tmp_path, cluster):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from ...schemas.errors import InvalidOption, TraceExists
+from ...schemas.errors import TraceExists
 from ...schemas.layout import DENSE, LOCATE, PASSES, TABLES, TOKENIZER, WEIGHTS, WRITERS
 from ..adopt import adopt
 from ..create import refuse_live, whole_trace
@@ -15,7 +15,7 @@ from ..snapshot import Snapshot
 from ..store import Store
 from ..upload import Upload
 from ..whole_file import trace_file, write_part
-from .merge import MergedTable, chosen_files, merged_tables, state_of, whole_snapshot, write_merged
+from .merge import Actors, MergedTable, chosen_files, merged_tables, state_of, whole_snapshot, write_merged
 
 _COPY_BYTES = 16 << 20
 
@@ -39,30 +39,26 @@ def merge_to(
             f"{trace}: holds rows that are not sealed; compact it where it was recorded, and copy it then"
         )
     if "://" not in output:
-        return _write(snapshot, Path(output), file_bytes, force, progress, ray)
-    if ray is not None:
-        raise InvalidOption(
-            f"{output}: is written by one process; write to a folder that the nodes share, or leave the option out",
-            option="ray",
-        )
+        return _write(snapshot, Path(output), file_bytes, force, progress, None if ray is None else Actors(address=ray))
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as room:
         upload = Upload(Path(room, "trace"), output)
         upload.refuse_other()
-        merged = _write(snapshot, upload.folder, file_bytes, force, progress)
+        actors = None if ray is None else Actors(address=ray, upload=upload)
+        merged = _write(snapshot, upload.folder, file_bytes, force, progress, actors)
         upload.send(progress)
-        upload.send_index()
+        upload.send_index(elsewhere=None if actors is None else Store(output))
         return merged
 
 
 def _write(
-    snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progress: Progress, ray: str | None = None
+    snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progress: Progress, actors: Actors | None
 ) -> list[MergedTable]:
     store = snapshot.store
     chosen = {table: chosen_files(snapshot, table, file_bytes) for table in TABLES}
     replaced = {entry.relative for entries in chosen.values() for entry in entries}
     left = [entry.relative for table in TABLES for entry in snapshot.files[table] if entry.relative not in replaced]
     with whole_trace(output, snapshot.manifest, force=force) as building:
-        files = write_merged(snapshot, chosen, building, file_bytes, progress, ray)
+        files = write_merged(snapshot, chosen, building, file_bytes, progress, actors)
         for relative in left:
             _copy(store, relative, building)
         for folder in (PASSES, TOKENIZER, WEIGHTS, DENSE, LOCATE):

@@ -31,6 +31,7 @@ from ..progress import Progress
 from ..seal import SPLIT_FLOATS, parquet_options
 from ..snapshot import Snapshot, TableFile, take_snapshot
 from ..store import Store
+from ..upload import Upload
 from ..whole_file import trace_file, write_part
 from .buckets import sorted_groups, step_tokens
 from .parts import Part, read_parts, sweeps
@@ -80,7 +81,8 @@ def merge(trace: str, file_bytes: int, progress: Progress, ray: str | None = Non
     if not any(chosen.values()):
         return merged_tables(snapshot, chosen, {})
     with grown_trace(trace, is_live=snapshot.is_live) as building:
-        files = write_merged(snapshot, chosen, building, file_bytes, progress, ray)
+        actors = None if ray is None else Actors(address=ray)
+        files = write_merged(snapshot, chosen, building, file_bytes, progress, actors)
         replaced = tuple(entry.relative for entries in chosen.values() for entry in entries)
         write_part(building, *state_of(snapshot, files, replaced))
     with alone(folder):
@@ -102,18 +104,31 @@ def whole_snapshot(store: Store) -> Snapshot:
     return snapshot
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actors:
+    """Who writes the merged files in the place of this process."""
+
+    address: str
+    """Of their cluster."""
+    upload: Upload | None = None
+    """What they send the files with; None where they write to a folder that all nodes see."""
+
+
 def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress,
-    ray: str | None = None,
+    actors: Actors | None = None,
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the rows of the chosen files anew in a folder, and return what was written by its path in the trace."""
+    """Write the rows of the chosen files anew in a folder, and return what was written by its path in the trace.
+
+    Actors with an upload of their own send the files, and leave none in the folder.
+    """
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
     found: dict[str, SealedFile] = {}
     with progress("merging", total) as advance:
         parts = {table: list(read_parts(snapshot.store, entries)) for table, entries in chosen.items() if entries}
-        if ray is not None:
-            return _on_cluster(snapshot.store, parts, writer, building, file_bytes, ray, advance)
+        if actors is not None:
+            return _on_cluster(snapshot.store, parts, writer, building, file_bytes, actors, advance)
         for table, of_table in parts.items():
             room = building / f"{table}-buckets"
             room.mkdir()
@@ -162,23 +177,29 @@ class _Unit:
 
 
 def _on_cluster(
-    store: Store, parts: dict[str, list[Part]], writer: str, building: Path, file_bytes: int, address: str,
+    store: Store, parts: dict[str, list[Part]], writer: str, building: Path, file_bytes: int, actors: Actors,
     advance: Callable[[int], None],
 ) -> dict[str, SealedFile]:  # fmt: skip
     """The merged files that actors wrote. A file of one that died is in no account, and is removed."""
     units = [unit for table, of_table in parts.items() for unit in _units(table, of_table, file_bytes)]
-    for table in parts:
-        (building / table).mkdir(exist_ok=True)
     trace = os.path.abspath(store.root) if store.is_local else store.url
-    worker = _UnitMerger(trace, writer, building, 2 * file_bytes)
+    url = None if actors.upload is None else actors.upload.url
+    if url is None:
+        for table in parts:
+            (building / table).mkdir(exist_ok=True)
+    worker = _UnitMerger(trace, writer, building if url is None else url, 2 * file_bytes)
     found: dict[int, dict[str, SealedFile]] = {}
-    for number, written in run_units(address, worker, units, num_cpus=1, num_gpus=0):
+    for number, written in run_units(actors.address, worker, units, num_cpus=1, num_gpus=0):
         found[number] = written
         advance(sum(file.num_rows or 0 for file in written.values()))
     files = {name: file for number in range(len(units)) for name, file in found[number].items()}
     for table in parts:
+        own = {name.partition("/")[2] for name in files if name.startswith(f"{table}/")}
+        if actors.upload is not None:
+            actors.upload.keep_only(table, own)
+            continue
         for path in (building / table).iterdir():
-            if f"{table}/{path.name}" not in files:
+            if path.name not in own:
                 path.unlink()
     return files
 
@@ -208,8 +229,9 @@ def _units(table: str, parts: Sequence[Part], file_bytes: int) -> Iterator[_Unit
 class _UnitMerger:
     """What an actor does: it looks at the trace once."""
 
-    def __init__(self, trace: str, writer: str, building: Path, file_bytes: int):
-        self._trace, self._writer, self._building, self._file_bytes = trace, writer, building, file_bytes
+    def __init__(self, trace: str, writer: str, target: Path | str, file_bytes: int):
+        """`target` is the folder that files are written to, or the URL that they are sent to."""
+        self._trace, self._writer, self._target, self._file_bytes = trace, writer, target, file_bytes
         self._files: dict[str, TableFile] | None = None
         self._store = Store(trace)
 
@@ -223,10 +245,17 @@ class _UnitMerger:
             for relative, number, steps, tokens, num_bytes in unit.parts
         ]
         with tempfile.TemporaryDirectory(prefix="tim-trace-") as room:
-            return _write_table(
-                self._store, unit.table, parts, unit.small, self._writer, unit.first, self._building, Path(room), self._file_bytes,
+            building = self._target if isinstance(self._target, Path) else Path(room, "trace")
+            building.mkdir(exist_ok=True)
+            written = _write_table(
+                self._store, unit.table, parts, unit.small, self._writer, unit.first, building, Path(room), self._file_bytes,
                 lambda rows: None,
             )  # fmt: skip
+            if isinstance(self._target, str):
+                upload = Upload(building, self._target)
+                for relative in written:
+                    upload.put(relative)
+            return written
 
     def close(self) -> None:
         """Every file was moved to its place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fsspec
@@ -19,15 +20,66 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
         return list(pq.read_schema(file).names)
 
 
-def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Give a Parquet file's rows, with those of these columns that it has. Raises ImportFailed."""
+def parquet_rows(
+    filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str], groups: RowGroups | None = None
+) -> Iterator[RowBatch]:
+    """Give a Parquet file's rows, or those of some row groups, with those of these columns that it has. Raises ImportFailed."""
     with explained(name, "Parquet"):
         size = int(filesystem.size(name) or 0)
         with filesystem.open(name, "rb") as file:
             parquet = pq.ParquetFile(file)
             present = [column for column in parquet.schema_arrow.names if column in columns]
-            batches = parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=present)
-            yield from _row_batches(name, batches, present, size, parquet.metadata.num_rows)
+            chosen = None if groups is None else range(groups.begin, groups.end)
+            batches = parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=present, row_groups=chosen)
+            first = 1 if groups is None else groups.first_row
+            yield from _row_batches(name, batches, present, size, parquet.metadata.num_rows, first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroups:
+    """Neighbouring row groups of a Parquet file."""
+
+    begin: int
+    end: int
+    """The first one behind them."""
+    first_row: int
+    """Number of their first row in the file, from 1."""
+    num_rows: int
+    start: int
+    """Where their bytes begin in the file."""
+    num_bytes: int
+
+
+def parquet_groups(filesystem: fsspec.AbstractFileSystem, name: str, most: int) -> list[RowGroups]:
+    """The row groups of a Parquet file, in stretches of about so many bytes. Raises ImportFailed."""
+    with explained(name, "Parquet"), filesystem.open(name, "rb") as file:
+        metadata = pq.read_metadata(file)
+    found: list[RowGroups] = []
+    first_row = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(place) for place in range(group.num_columns)]
+        start = min((_start(column) for column in columns), default=0)
+        stop = max((_start(column) + column.total_compressed_size for column in columns), default=0)
+        if found and stop - found[-1].start <= most:
+            before = found[-1]
+            found[-1] = replace(
+                before, end=number + 1, num_rows=before.num_rows + group.num_rows, num_bytes=stop - before.start
+            )
+        else:
+            found.append(
+                RowGroups(
+                    begin=number, end=number + 1, first_row=first_row, num_rows=group.num_rows, start=start, num_bytes=stop - start
+                )
+            )  # fmt: skip
+        first_row += group.num_rows
+    return found
+
+
+def _start(column: Any) -> int:
+    """Where a column of a row group begins."""
+    pages = column.dictionary_page_offset, column.data_page_offset
+    return int(min(page for page in pages if page is not None))
 
 
 def arrow_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
@@ -71,10 +123,9 @@ def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _row_batches(
-    name: str, batches: Iterator[pa.RecordBatch], columns: list[str], size: int, num_rows: int | None
+    name: str, batches: Iterator[pa.RecordBatch], columns: list[str], size: int, num_rows: int | None, first: int = 1
 ) -> Iterator[RowBatch]:
     """Number the rows; of a file whose rows nobody has counted, the bytes of a batch are those in memory."""
-    first = 1
     for batch in batches:
         arrays: dict[str, Any] = {column: batch.column(batch.schema.get_field_index(column)) for column in columns}
         yield RowBatch(

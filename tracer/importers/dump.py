@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
 from ...schemas.checksums import SealedFile, sealed
@@ -18,7 +19,7 @@ from ...schemas.errors import ImportFailed
 from ..store import first_line
 from .fields import Fields
 from .pickles import Budget
-from .remote_file import DumpFile, RemoteFile, whole_content
+from .remote_file import DumpFile, RemoteFile, opened, whole_content
 from .rowbatch import RowBatch
 
 
@@ -134,6 +135,27 @@ def _file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 def _in_order(name: str) -> list[Any]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+
+
+_READ_BYTES = 1 << 20
+
+
+def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | None = None, start: int = 0) -> SealedFile:
+    """What a file holds, or its first lines, or so many of its bytes."""
+    digest, size = xxhash.xxh3_128(), 0
+    with opened(path) as file:
+        if start:
+            file.seek(start)
+        if lines is not None:
+            for _ in range(lines):
+                line = file.readline()
+                digest.update(line)
+                size += len(line)
+        else:
+            while block := file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)):
+                digest.update(block)
+                size += len(block)
+    return SealedFile(num_bytes=size, hash=digest.hexdigest(), num_rows=lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-
-import xxhash
 
 from ... import __version__
 from ...schemas.checksums import SealedFile
@@ -30,18 +28,16 @@ from ..create import grown_trace, whole_trace
 from ..progress import Progress, no_progress
 from ..store import Store
 from ..weights.attach import attach_model, is_attached, load_folder
-from .dump import DumpFolder, Format, Part, Reading
+from .dump import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
 from .placeholders import ZeroLists
-from .remote_file import DumpFile, opened
 from .row_import import LOGPROBS, Imported, RowImport
 from .rowbatch import listed_names
 from .selection import Selection, check_sample
-from .unit_import import add_units, kept_manifest, room_of
+from .unit_import import Lines, Piece, Unit, add_units, cut_lines, folder_of_lines, kept_manifest, room_of
 
 AUTO, PARQUET = "auto", "parquet"
-_READ_BYTES = 1 << 20
 
 
 def import_dump(
@@ -77,7 +73,7 @@ def import_dump(
     Nothing in the files is executed: pickles are read as data, and a class that is no plain container is refused by name.
     One step is in memory at a time, or 512 rows of a file of lines.
 
-    `ray` divides the files, and the lines of large ones, among the actors of a Ray cluster: `local` for one that is started here,
+    `ray` divides the files, and the lines or row groups of large ones, among the actors of a Ray cluster: `local` for one that is started here,
     or the address of one that runs (`auto`, `host:port`), whose nodes see the files and the folder at the same paths. An import
     whose process was killed goes on where it was when it is started again with `ray`.
 
@@ -119,9 +115,9 @@ def _imported(
     if folder is None or format == PARQUET:
         if partial:
             raise ImportFailed("the format parquet has no incomplete steps; leave the option out", option="partial")
-        if ray is not None:
-            raise ImportFailed("the format parquet is read by one process; leave the option out", option="ray")
-        return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
+        return import_parquet(
+            path, output=output, map=map, steps=steps, sample=sample, force=force, ray=ray, progress=progress
+        )
     given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]
     columns = _mapped(chosen, given)
@@ -209,6 +205,7 @@ class _Job:
         self.partial, self.before = partial, before
         self.seen: set[str] = set()
         self.sources: dict[str, SealedFile] = {}
+        self._lines: Lines | None = None
 
     def fresh(self) -> _Job:
         """The same before anything was read."""
@@ -216,11 +213,27 @@ class _Job:
             self.format, self.folder, self.columns, self.selection, self.partial, self.before, self.options, self._given
         )
 
-    def open_rows(self, folder: Path, *, ordered: bool, zero_lists: ZeroLists | None = None) -> RowImport:
+    def pieces(self, name: str, most: int) -> Iterator[Piece]:
+        """The new lines of a file of lines."""
+        if name.endswith(".jsonl"):
+            yield from cut_lines(self.folder, name, self.first_line(name), most)
+
+    def take_piece(self, name: str, piece: Piece) -> None:
+        """From now on read these lines of a file alone."""
+        assert isinstance(piece, Lines)
+        self.folder, self._lines = folder_of_lines(self.folder, name, piece), piece
+
+    def num_before(self, unit: Unit) -> int:
+        """No sequence is called by the number of its row."""
+        return 0
+
+    def open_rows(
+        self, folder: Path, *, ordered: bool, zero_lists: ZeroLists | None = None, num_before: int = 0
+    ) -> RowImport:
         """Where rows are recorded to."""
         return RowImport(
             folder, self.format.name, self.folder.url, selection=self.selection, one_version=False, ordered=ordered,
-            zero_lists=zero_lists,
+            zero_lists=zero_lists, num_before=num_before,
         )  # fmt: skip
 
     def add_all(self, parts: list[Part], rows: RowImport, progress: Progress) -> int:
@@ -249,11 +262,11 @@ class _Job:
         rows.state.sources = self.sources
         rows.state.import_options = self.options
 
-    def add(self, part: Part, rows: RowImport, first_line: int | None = None) -> int:
-        """Read one part, or the lines of its one file from one on, and record it. The number of rows that were read."""
+    def add(self, part: Part, rows: RowImport) -> int:
+        """Read one part, or the lines that were taken of its one file, and record it. The number of rows that were read."""
         reading = self._reading(part)
-        if first_line is not None:
-            reading.first_line = dict.fromkeys(part.files, first_line)
+        if self._lines is not None:
+            reading.first_line = dict.fromkeys(part.files, self._lines.first)
         num_rows = 0
         for batch in self.format.read(reading):
             num_rows += len(batch.numbers)
@@ -293,22 +306,6 @@ class _Job:
 
 
 _LACKS = "these files hold no logprobs of it"
-
-
-def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
-    """What a file holds, or its first lines, or its first bytes."""
-    digest, size = xxhash.xxh3_128(), 0
-    with opened(path) as file:
-        if lines is not None:
-            for _ in range(lines):
-                line = file.readline()
-                digest.update(line)
-                size += len(line)
-        else:
-            while block := file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)):
-                digest.update(block)
-                size += len(block)
-    return SealedFile(num_bytes=size, hash=digest.hexdigest(), num_rows=lines)
 
 
 class _Before:

@@ -103,8 +103,10 @@ class RowImport:
         one_version: bool = True,
         ordered: bool = False,
         zero_lists: ZeroLists | None = None,
+        num_before: int = 0,
     ):
-        """`source` names the format, `path` where its files are. `zero_lists` knows of the rest of an import, of which this is a part.
+        """`source` names the format, `path` where its files are. `zero_lists` knows of the rest of an import, of which this is a part,
+        and `num_before` rows come before: sequences without a name are called by their numbers.
 
         `one_version` says that a row's `policy_version` holds for all of its passes; else it is that of the rollout. `ordered`
         says that steps do not go back.
@@ -118,7 +120,7 @@ class RowImport:
         self.left_open: tuple[str, ...] = ()
         """Passes about whose zeros was decided at the end."""
         self._open: dict[str, list[_Scores]] = {}
-        self._num_read = 0
+        self._num_read = num_before
         self._unowned_entropy = False
         self.scored: set[str] = set()
         """Passes that have a logprob of some token."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import fsspec
 
 from ...schemas.errors import ImportFailed
-from .arrowfiles import arrow_names, arrow_rows, parquet_names, parquet_rows
+from .arrowfiles import RowGroups, arrow_names, arrow_rows, parquet_groups, parquet_names, parquet_rows
 from .rowbatch import RowBatch, explained
 from .textfiles import csv_names, csv_rows, json_names, json_rows
 
@@ -28,8 +28,9 @@ class Format:
     rows: Callable[[fsspec.AbstractFileSystem, str, Collection[str]], Iterator[RowBatch]]
 
 
+PARQUET_SUFFIXES = (".parquet", ".pq")
 FORMATS = (
-    Format((".parquet", ".pq"), parquet_names, parquet_rows),
+    Format(PARQUET_SUFFIXES, parquet_names, parquet_rows),
     Format((".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"), json_names, json_rows),
     Format((".csv", ".csv.gz"), csv_names, csv_rows),
     Format((".arrow", ".feather"), arrow_names, arrow_rows),
@@ -66,9 +67,9 @@ class RowFiles:
             raise ImportFailed(f"{unknown}: is not {_READ}; rename it to what it is")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(int(self.filesystem.size(name) or 0) for name in self.files)
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        return int(self.filesystem.size(name) or 0)
 
     def names(self) -> dict[str, list[str]]:
         """File -> names of the columns that it has."""
@@ -77,7 +78,23 @@ class RowFiles:
     def batches(self, columns: Collection[str]) -> Iterator[RowBatch]:
         """Give the rows of the files, with those of these columns that a file has."""
         for name in self.files:
-            yield from _known(name).rows(self.filesystem, name, columns)
+            yield from self.rows(name, columns)
+
+    def rows(self, name: str, columns: Collection[str], groups: RowGroups | None = None) -> Iterator[RowBatch]:
+        """Give the rows of a file, or those of some of its row groups."""
+        if groups is not None:
+            return parquet_rows(self.filesystem, name, columns, groups)
+        return _known(name).rows(self.filesystem, name, columns)
+
+    def groups(self, name: str, most: int) -> list[RowGroups]:
+        """The row groups of a file, in stretches of about so many bytes; none of one that has no row groups."""
+        return parquet_groups(self.filesystem, name, most) if name.endswith(PARQUET_SUFFIXES) else []
+
+    def num_rows(self, name: str) -> int:
+        """Rows of a file, which is read for that where it does not say."""
+        if name.endswith(PARQUET_SUFFIXES):
+            return sum(groups.num_rows for groups in self.groups(name, 0))
+        return sum(len(batch.numbers) for batch in self.rows(name, ()))
 
     def metrics(self, columns: Collection[str]) -> Iterator[RowBatch]:
         """Give the rows of the metrics files."""

@@ -32,6 +32,7 @@ from ..progress import Progress
 from ..replaced import move_part
 from ..store import Store
 from ..whole_file import write_whole
+from .arrowfiles import RowGroups
 from .dump import DumpFolder, Part
 from .placeholders import ZeroLists
 from .remote_file import RemoteFile, opened
@@ -61,14 +62,20 @@ class Job(Protocol):
     def fresh(self) -> Job:
         """The same before anything was read."""
 
-    def add(self, part: Part, rows: RowImport, first_line: int | None = None) -> int:
-        """Read a part, or the lines of its one file from one on, and record it. The number of rows."""
+    def pieces(self, name: str, most: int) -> Iterator[Piece]:
+        """A file in pieces of about so many bytes; none of one that is read as a whole."""
 
-    def open_rows(self, folder: Path, *, ordered: bool, zero_lists: ZeroLists) -> RowImport:
+    def take_piece(self, name: str, piece: Piece) -> None:
+        """From now on read this of a file alone."""
+
+    def num_before(self, unit: Unit) -> int:
+        """Rows that come before those of a unit, where sequences are called by their numbers."""
+
+    def add(self, part: Part, rows: RowImport) -> int:
+        """Read a part, or what was taken of its one file, and record it. The number of rows."""
+
+    def open_rows(self, folder: Path, *, ordered: bool, zero_lists: ZeroLists, num_before: int) -> RowImport:
         """Where rows are recorded to."""
-
-    def first_line(self, name: str) -> int:
-        """Number of the first line of a file that is new, from 1."""
 
     def content(self, name: str, lines: int | None) -> SealedFile:
         """What a file holds, or its first lines."""
@@ -88,14 +95,22 @@ class Lines:
     end: int
     """Where the last one ends, bytes."""
 
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+Piece = Lines | RowGroups
+"""What is read of a file by one writer, where that is not all of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Files that one writer reads, in the order of the import, or lines of one file."""
+    """Files that one writer reads, in the order of the import, or a piece of one file."""
 
     parts: tuple[Part, ...]
     num_bytes: int
-    lines: Lines | None = None
+    piece: Piece | None = None
     passes: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     """Those that have a value, and another one than 0.0, somewhere in the import, where it matters."""
 
@@ -139,23 +154,22 @@ def kept_manifest(room: Path, source: str) -> Manifest | None:
 
 
 def _units_of(job: Job, parts: Sequence[Part]) -> list[Unit]:
-    """Neighbouring parts of about 1/UNITS of the bytes; a large file of lines is cut between lines."""
+    """Neighbouring parts of about 1/UNITS of the bytes; a large file is cut where that can be done."""
     sizes = [job.folder.num_bytes(part.files) for part in parts]
     most = max(sum(sizes) // UNITS, LEAST_BYTES)
     units: list[Unit] = []
     for part, size in zip(parts, sizes, strict=True):
-        if size > 2 * most and len(part.files) == 1 and part.files[0].endswith(".jsonl"):
-            (name,) = part.files
-            for lines in _cut(job.folder, name, job.first_line(name), most):
-                units.append(Unit(parts=(part,), num_bytes=lines.end - lines.start, lines=lines))
-        elif units and units[-1].lines is None and units[-1].num_bytes + size <= most:
+        is_large = size > 2 * most and len(part.files) == 1
+        if is_large and (pieces := list(job.pieces(part.files[0], most))):
+            units += [Unit(parts=(part,), num_bytes=piece.num_bytes, piece=piece) for piece in pieces]
+        elif units and units[-1].piece is None and units[-1].num_bytes + size <= most:
             units[-1] = replace(units[-1], parts=(*units[-1].parts, part), num_bytes=units[-1].num_bytes + size)
         else:
             units.append(Unit(parts=(part,), num_bytes=size))
     return units
 
 
-def _cut(folder: DumpFolder, name: str, first: int, most: int) -> Iterator[Lines]:
+def cut_lines(folder: DumpFolder, name: str, first: int, most: int) -> Iterator[Lines]:
     """The lines of a file from one on, in stretches of about so many bytes."""
     number, start = 1, 0
     with opened(folder.path(name)) as file:
@@ -204,7 +218,7 @@ def add_units(
         for each in found:
             _add(each, job, rows)
             move_part(Path(each.folder), building)
-        for name in {unit.parts[0].files[0] for unit in units if unit.lines is not None}:
+        for name in {unit.parts[0].files[0] for unit in units if isinstance(unit.piece, Lines)}:
             job.sources[name] = job.content(name, job.sources[name].num_rows)
     except ImportFailed:
         shutil.rmtree(room, ignore_errors=True)
@@ -281,14 +295,14 @@ class _Reader:
             __version__,
             self._job.name,
             [part.files for part in unit.parts],
-            unit.lines and asdict(unit.lines),
+            unit.piece and asdict(unit.piece),
             unit.passes,
         ]
         place = self._room / short_hash(json.dumps(told).encode())
         job = self._job.fresh()
-        if unit.lines is not None:
+        if unit.piece is not None:
             ((name,),) = (part.files for part in unit.parts)
-            job.folder = _folder_of_lines(job.folder, name, unit.lines)
+            job.take_piece(name, unit.piece)
         if (known := _known(place, job)) is not None:
             return known
         folder = self._room / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
@@ -305,9 +319,9 @@ class _Reader:
 
     def _import(self, unit: Unit, job: Job, folder: Path) -> UnitImport:
         zeros = ZeroLists(*(unit.passes or ((), ())))
-        with job.open_rows(folder, ordered=self._ordered, zero_lists=zeros) as rows:
-            first = None if unit.lines is None else unit.lines.first
-            num_read = sum(job.add(part, rows, first) for part in unit.parts)
+        before = job.num_before(unit)
+        with job.open_rows(folder, ordered=self._ordered, zero_lists=zeros, num_before=before) as rows:
+            num_read = sum(job.add(part, rows) for part in unit.parts)
         result = rows.result
         return UnitImport(
             num_read=num_read, num_sequences=result.num_sequences, num_tokens=result.num_tokens,
@@ -328,7 +342,7 @@ def _known(place: Path, job: Job) -> UnitImport | None:
     return replace(found, folder=str(place)) if held else None
 
 
-def _folder_of_lines(folder: DumpFolder, name: str, lines: Lines) -> DumpFolder:
+def folder_of_lines(folder: DumpFolder, name: str, lines: Lines) -> DumpFolder:
     """A folder in whose file there are these lines alone, with the numbers that they have."""
     path = folder.path(name)
     system, inside = (path.filesystem, path.path) if isinstance(path, RemoteFile) else (LocalFileSystem(), str(path))

@@ -1,0 +1,121 @@
+"""What tokens that trainer, engine and a replay scored add to a triangulation, step by step.
+
+With t, r and f their logprobs: e_t = t - f, e_r = r - f, d = t - r. The sums of a step are the same wherever its tokens are read, and
+are added in the order of the steps.
+
+Shapes: N tokens of a step, G groups, B bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import fsum
+from operator import add
+
+import numpy as np
+
+from ..schemas.passes import ROLLOUT, TRAIN
+from .statistics.correlations import CoMoments
+from .statistics.intervals import numbered
+
+PROBABILITIES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)
+"""Edges of the bins of the replay's probability."""
+POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+"""Edges of the bins of the token's position."""
+GAP, REMOVED = "gap", "removed"
+"""Columns of groups: sum of d^2, and of what of it is gone where the replay takes the trainer's place, d^2 - e_r^2. Those of TRAIN and
+ROLLOUT are of e_t^2 - e_t e_r and e_r^2 - e_t e_r."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideSums:
+    """Sums of one side's error."""
+
+    error: float
+    abs_error: float
+    square: float
+
+    @classmethod
+    def of(cls, error_N: np.ndarray) -> SideSums:
+        return cls(
+            error=float(error_N.sum()), abs_error=float(np.abs(error_N).sum()), square=float((error_N * error_N).sum())
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorSums:
+    """Sums over the tokens of some steps."""
+
+    num_sequences: int
+    num_tokens: int
+    groups: dict[str, np.ndarray]
+    """Name -> [G], groups in the order in which they first come: see GAP."""
+    sides: dict[str, SideSums]
+    square_d: float
+    spacing: float
+    """Of float32 at the replay's logprobs, nats."""
+    moments: CoMoments
+    """Of e_t and e_r."""
+    by_probability: np.ndarray
+    """[4, B] tokens, and sums of d^2, e_t^2 and e_r^2."""
+    by_position: np.ndarray
+    """[4, B]"""
+
+    @classmethod
+    def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
+        """Of the tokens of one step, of which there is one at least: see the columns of `triangulate`'s query."""
+        error_t, error_r = tokens["train"] - tokens["replayed"], tokens["rollout"] - tokens["replayed"]
+        d = tokens["train"] - tokens["rollout"]
+        squares = d * d, error_t * error_t, error_r * error_r
+        common = error_t * error_r
+        groups_N, _ = numbered(tokens["unit"])
+        parts = {
+            TRAIN: squares[1] - common,
+            ROLLOUT: squares[2] - common,
+            GAP: squares[0],
+            REMOVED: squares[0] - squares[2],
+        }
+        return cls(
+            num_sequences=1 + int((tokens["sequence"][1:] != tokens["sequence"][:-1]).sum()),
+            num_tokens=len(d),
+            groups={name: np.bincount(groups_N, part).astype(np.float64) for name, part in parts.items()},
+            sides={TRAIN: SideSums.of(error_t), ROLLOUT: SideSums.of(error_r)},
+            square_d=float(squares[0].sum()),
+            spacing=float(np.abs(np.spacing(tokens["replayed"].astype(np.float32))).sum(dtype=np.float64)),
+            moments=CoMoments.of(error_t, error_r),
+            by_probability=_binned(np.exp(tokens["replayed"]), PROBABILITIES, squares),
+            by_position=_binned(tokens["position"], POSITIONS, squares),
+        )  # fmt: skip
+
+
+def joined(parts: Sequence[ErrorSums]) -> ErrorSums:
+    """The sums of several steps, of which there is one at least, in their order."""
+    names = parts[0].groups
+    return ErrorSums(
+        num_sequences=sum(part.num_sequences for part in parts),
+        num_tokens=sum(part.num_tokens for part in parts),
+        groups={name: np.concatenate([part.groups[name] for part in parts]) for name in names},
+        sides={name: _joined_side([part.sides[name] for part in parts]) for name in (TRAIN, ROLLOUT)},
+        square_d=fsum(part.square_d for part in parts),
+        spacing=fsum(part.spacing for part in parts),
+        moments=reduce(add, (part.moments for part in parts)),
+        by_probability=reduce(np.add, (part.by_probability for part in parts)),
+        by_position=reduce(np.add, (part.by_position for part in parts)),
+    )
+
+
+def _joined_side(parts: Sequence[SideSums]) -> SideSums:
+    return SideSums(
+        error=fsum(part.error for part in parts),
+        abs_error=fsum(part.abs_error for part in parts),
+        square=fsum(part.square for part in parts),
+    )
+
+
+def _binned(values_N: np.ndarray, edges: Sequence[float], squares: Sequence[np.ndarray]) -> np.ndarray:
+    """[4, B] tokens of each bin, and their sums."""
+    num = len(edges) - 1
+    bins_N = np.clip(np.searchsorted(edges, values_N, side="right") - 1, 0, num - 1)
+    return np.stack([np.bincount(bins_N, weights, num).astype(np.float64) for weights in (None, *squares)])

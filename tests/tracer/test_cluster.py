@@ -1,0 +1,136 @@
+"""What is said of a Ray cluster that is not what a verb needs. Clusters are real ones of several raylets on this machine."""
+
+import shutil
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import tim_trace
+from clusters import two_nodes
+from segmented import make_run
+from tim_trace import stats
+from tim_trace.schemas.errors import ClusterFailed, InvalidOption
+from tim_trace.tracer import cluster
+from tim_trace.tracer.cluster import connected, run_units
+
+pytestmark = [
+    # Ray's own: pipes of its processes that it leaves to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning:ray"),
+]
+
+
+class Writer:
+    """A worker that writes an empty file where a unit says, and one more at its end."""
+
+    def __init__(self, last):
+        self.last = last
+
+    def run(self, unit):
+        Path(unit).touch()
+        return unit
+
+    def close(self):
+        Path(self.last).touch()
+
+
+@pytest.fixture(scope="module")
+def address():
+    with two_nodes() as (made, _):
+        yield made.address
+
+
+@pytest.mark.parametrize("address", ["myhost", "ray://127.0.0.1:10001", "", ":6379"])
+def test_what_is_no_address_is_refused(address):
+    with (
+        pytest.raises(InvalidOption, match=r"ray: got .*; use 'auto' on a node of the cluster, HOST:PORT of its head"),
+        connected(address),
+    ):
+        pass  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_something_else_that_listens_is_no_cluster(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answering, args=(server, answer), daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with (
+            pytest.raises(InvalidOption, match=f"no cluster answers at .{address}. .*ray start --head, 6379"),
+            connected(address),
+        ):
+            pass
+
+
+def answering(server, answer):
+    """Answer whoever calls as a server of something else does, and hang up."""
+    while True:
+        try:
+            with server.accept()[0] as connection:
+                connection.recv(100)
+                connection.sendall(answer)
+        except OSError:
+            return
+
+
+@pytest.mark.slow
+def test_another_release_of_ray_is_named(address, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "__version__", "1.0.0")
+    told = r"has other versions than this process \(.*Ray: 1\.0\.0.*; install the same"
+    with pytest.raises(InvalidOption, match=told), connected(address):
+        pass
+
+
+@pytest.mark.slow
+def test_nodes_with_another_release_of_tim_trace_are_named(tmp_path, monkeypatch):
+    # Their package is this one, but for its version.
+    package = tmp_path / "other" / "tim_trace"
+    package.mkdir(parents=True)
+    here = Path(tim_trace.__file__).parent
+    for entry in here.iterdir():
+        if entry.name != "__init__.py":
+            (package / entry.name).symlink_to(entry)
+    text = (here / "__init__.py").read_text()
+    changed = text.replace(f'__version__ = "{tim_trace.__version__}"', '__version__ = "0.0.9"')
+    assert changed != text
+    (package / "__init__.py").write_text(changed)
+    told = f"node .* has tim-trace 0.0.9, and this process {tim_trace.__version__}; install the same on every node"
+    with two_nodes(env_vars={"PYTHONPATH": str(package.parent)}) as (made, _), pytest.raises(ClusterFailed, match=told):
+        list(run_units(made.address, None, [1], num_cpus=1, num_gpus=0))
+
+
+@pytest.mark.slow
+def test_a_trace_that_nodes_do_not_see_is_named_with_its_node(tmp_path, address, monkeypatch):
+    make_run(tmp_path / "run", writers=1, steps=3)
+    shutil.rmtree(tmp_path / "run" / "sums", ignore_errors=True)
+    monkeypatch.chdir(tmp_path)  # which is another folder for each process
+    with pytest.raises(ClusterFailed, match=r"node .*: /proc/self/cwd/run: .*; every node has to see the trace"):
+        stats("/proc/self/cwd/run", ray=address)
+
+
+@pytest.mark.slow
+def test_a_disk_that_cannot_be_written_is_told_in_a_sentence(tmp_path, address):
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find the tests
+    (tmp_path / "file").touch()
+    below = str(tmp_path / "file" / "other")
+    for unit, last in ((below, str(tmp_path / "last")), (str(tmp_path / "unit"), below)):
+        with pytest.raises(
+            ClusterFailed, match=r"node .*Not a directory: .*; check the disk of the node, and that its user"
+        ):
+            list(run_units(address, Writer(last), [unit], num_cpus=1, num_gpus=0))
+    done = list(run_units(address, Writer(str(tmp_path / "last")), [str(tmp_path / "unit")], num_cpus=1, num_gpus=0))
+    assert done == [(0, str(tmp_path / "unit"))]
+    assert (tmp_path / "last").exists()
+
+
+@pytest.mark.slow
+def test_no_room_for_an_actor_is_told_with_what_there_is(address, monkeypatch):
+    monkeypatch.setattr(cluster, "LOOK_S", 0.2)
+    told = r"no node of the cluster has 1 CPUs and 2 GPUs for an actor \(the largest: 1 CPUs, 0 GPUs\); add a node, or ask for less with gpus_per_arm="
+    with pytest.raises(ClusterFailed, match=told):
+        list(run_units(address, None, [1], num_cpus=1, num_gpus=2))
