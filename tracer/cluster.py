@@ -161,8 +161,11 @@ def connected(address: str | None) -> Iterator[Any]:
                 f"the cluster at {address!r} has other versions than this process ({_on_one_line(error)}); install the same here",
                 option="ray",
             ) from error
+        token = ""
+        if isinstance(error, ConnectionError) and "Failed to connect to Ray cluster" in str(error):
+            token = f"set RAY_AUTH_MODE=token where it asks for one (so Ray 2.60 starts them), or use {AUTO!r} on one of its nodes; "
         raise InvalidOption(
-            f"no cluster answers at {address!r} ({_on_one_line(error)}); start one (ray start --head), or use "
+            f"no cluster answers at {address!r} ({_on_one_line(error)}); {token}start one (ray start --head), or use "
             f"{LOCAL!r} for one on this machine",
             option="ray",
         ) from error

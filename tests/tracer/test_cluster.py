@@ -1,9 +1,12 @@
 """What is said of a Ray cluster that is not what a verb needs. Clusters are real ones of several raylets on this machine."""
 
+import os
 import shutil
 import socket
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,28 @@ def answering(server, answer):
                 connection.sendall(answer)
         except OSError:
             return
+
+
+@pytest.mark.slow
+def test_a_cluster_that_asks_for_a_token_is_told_apart():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--num-cpus=1", f"--port={port}"]
+    command += ["--object-store-memory=100000000", "--include-dashboard=false", "--disable-usage-stats"]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with socket.socket() as attempt:
+                if attempt.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        with pytest.raises(InvalidOption, match="set RAY_AUTH_MODE=token"), connected(f"127.0.0.1:{port}"):
+            pass
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @pytest.mark.slow
