@@ -138,6 +138,11 @@ def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
+def of_several(exact: Any, rounding: Rounding) -> Any:
+    """What an operator that several modules compute rounds more than one does: relative to a token's largest number."""
+    return (16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)
+
+
 def of_branch(exact: Any, rounding: Rounding) -> Any:
     """[T, H], of an MLP or an attention of which no operator was heard: relative to a token's largest number."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
@@ -280,13 +285,13 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     centred = bias is not None or "LayerNorm" in type(module).__name__
     # Code may round at each step: the mean, what is left without it, its square, their mean (the last two count half, under a root),
     # the root, a quotient, a factor and a sum.
-    rounds = 7.0 * out + of_sum + rounding.casts
+    rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
         # A weight that is added to 1 is rounded where it is small, and may leave next to nothing.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
-        return (per_sum + 3.0 * out + of_sum) * exact.abs() + off
+        return (per_sum + rounds) * exact.abs() + off
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
     normed = ((x - x.mean(-1, keepdim=True)) / spread).abs()
     added = x.new_zeros(()) if bias is None else bias.double()
@@ -295,7 +300,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     scale = (exact - added).abs().sum(dims) / normed.sum(dims).clamp_min(1e-150)
     size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
     of_mean = out * scale * x.mean(-1, keepdim=True).abs() / spread
-    return 2.0 * (per_sum + of_sum) * size + of_mean + rounds * (exact.abs() + added.abs())
+    return 2.0 * (per_sum + of_sum) * size + of_mean + (rounds + rounding.casts) * (exact.abs() + added.abs())
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:

@@ -17,7 +17,7 @@ from ..recorded import RecordedRow
 from .exact_execution import ExactExecution
 from .exact_grafts import ExactGiver, ExactTaker
 from .execution import Execution
-from .grafts import Graft, as_given, attention_layers, cast
+from .grafts import Graft, as_given, cast
 from .reference import ROTARY
 from .taps import core_name, operators
 from .vllm_execution import AnyExecution, Span, VllmExecution, names

@@ -265,7 +265,7 @@ PLANTED = [
     ("gpt_neox", other_activation, "layers.1.mlp.act"),
     ("gemma3", no_norm, "layers.1.self_attn.q_norm"),  # which takes heads before tokens
     ("granite", plain_branch, "layers.1.residual"),
-    ("granite", plain_embedding, "layers.0.input_layernorm.residual"),
+    ("granite", plain_embedding, "embedding"),
     ("qwen2_moe", fewer_experts, "layers.1.mlp.gate"),
     ("qwen2_moe", other_shared_gate, "layers.1.mlp.experts"),
     ("granite", unscaled_logits, "logits"),
