@@ -334,6 +334,7 @@ class _Location:
         """Everything that was asked for."""
         pooled = _Pooled()
         doubles: dict[tuple[str, str], float] = {}
+        hidden: dict[tuple[str, str], _PooledOperator] = defaultdict(_PooledOperator)
         same = {side: True for side in self.doubles}
         """Side -> whether its code gives the recorded model's log-probabilities, both in float64."""
         done = self._done()
@@ -372,11 +373,14 @@ class _Location:
                                 continue
                             key = side, each.operator
                             doubles[key] = max(doubles.get(key, 0.0), each.largest)
+                            if key not in pooled.operators and each.largest > CODE_DIFFERS:  # seen in float64 alone
+                                hidden[key].judged.append((row.seq_id, replace(each, ratio=0.0)))
         if not pooled.operators:
             kinds = ", ".join(sorted(pooled.kinds))
             raise InvalidOption(
                 f"no operator that is looked at has such a name; their kinds are: {kinds}", option="operators"
             )
+        pooled.operators |= hidden
         weights = tuple(self._weights())
         operators = tuple(_pooled(side, name, each, doubles) for (side, name), each in pooled.operators.items())
         undone = {side for side in self.doubles if same[side]}

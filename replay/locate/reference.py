@@ -559,7 +559,9 @@ class _Run:
             if turns:
                 # The same tables turn both: where queries are right and keys are not, keys were changed behind the rotary.
                 found = judged("", "", layer, 0, taken, exact, bound).ratio <= 1.0
-                kind = ROTARY if slot == 0 or found or not are_right else kind
+                # A rotation, or none at all, keeps the length of each head's vector.
+                keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
+                kind = ROTARY if slot == 0 or found or not are_right or bool(keeps.all()) else kind
                 are_right = found
             where, kind = self._wrong_state(name, slot, kind, taken.double(), exact)
             self._add(where, kind, layer, taken, exact, bound, (name, TAKES, slot))
@@ -745,10 +747,7 @@ class _Run:
         """The bound of what an operator gives that the execution did not call, for numbers of a dtype."""
 
         def bound(dtype: Any) -> Any:
-            weight = f"{name}.weight"
-            rounding = self._rounding(
-                dtype, weight=self._dtypes.get(weight), recorded=self._reference.recorded_dtypes.get(weight)
-            )
+            rounding = self._rounding(dtype, **self._weight_dtypes(name))
             found = bounds.of_module(module, takes, value, 0, rounding)
             return found if isinstance(found, float) else found.expand(value.shape)
 
@@ -856,18 +855,20 @@ class _Run:
     ) -> Any:
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self._rounding(
-            made_in or given.dtype, first.dtype, weight=self._weight_dtype(name, self._dtypes),
-            recorded=self._weight_dtype(name, self._reference.recorded_dtypes), adds=call.adds,
-        )  # fmt: skip
-        bound = bounds.of_module(module, takes, value, slot, rounding)
-        if call.of_several:
-            bound = bound + bounds.of_several(value, rounding)
+            made_in or given.dtype, first.dtype, **self._weight_dtypes(name), adds=call.adds
+        )
+        bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
         return bound if isinstance(bound, float) else tokens_first(bound.expand(value.shape), given)
 
-    @staticmethod
-    def _weight_dtype(name: str, dtypes: Mapping[str, Any]) -> Any:
-        """Of an operator's weight; beside adapters that of the projection."""
-        return dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
+    def _weight_dtypes(self, name: str) -> dict[str, Any]:
+        """Of an operator's weight in the execution (its coarsest one where it has none of that name), and of the recorded one; beside
+        adapters that of the projection.
+        """
+        of_run, of_trace = (
+            dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
+            for dtypes in (self._dtypes, self._reference.recorded_dtypes)
+        )
+        return {"weight": self._coarsest if of_run is None and of_trace is not None else of_run, "recorded": of_trace}
 
     def _chosen(
         self,

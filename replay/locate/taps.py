@@ -36,8 +36,8 @@ class Call:
     gives: tuple[Any, ...]
     adds: bool = False
     """Whether it takes two tensors and adds them first: `takes` has their sum as it was rounded, and it may go on unrounded."""
-    of_several: bool = False
-    """Whether several modules compute it here, each with roundings of its own."""
+    is_other_code: bool = False
+    """Whether it is computed here by other code than the recorded model's, which may round at each step."""
 
 
 @dataclass(slots=True)
@@ -109,6 +109,13 @@ def _is_router(module: Any) -> bool:
 def mixtures(model: Any) -> dict[str, Any]:
     """Name -> module of what holds experts, and adds up what they give, with a shared one where there is one."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
+
+
+def _is_other_code(module: Any, recorded: Any) -> bool:
+    """Whether a module computes an operator otherwise than the recorded model's module."""
+    if recorded is None:
+        return False
+    return "forward" in vars(module) or type(module).forward is not type(recorded).forward
 
 
 def is_adapted(module: Any) -> bool:
@@ -266,11 +273,7 @@ class Taps:
         self._model = model
         self._wanted = wanted
         self._operators = operators(model, also=recorded or ())
-        self._of_several = {
-            name
-            for name, module in self._operators.items()
-            if any(True for _ in module.children()) and type(module) is not type((recorded or {}).get(name, module))
-        }
+        self._other = {name for name, module in self._operators.items() if _is_other_code(module, (recorded or {}).get(name))}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._attentions = [name for name in attentions if name in self._names.values()]
 
@@ -312,7 +315,7 @@ class Taps:
             takes = taken.pop(name)
             for index, taps in chosen.items():
                 taps.calls[_unused(name, taps.calls)] = Call(
-                    takes[index], tuple(kept(value, index) for value in gives), of_several=name in self._of_several
+                    takes[index], tuple(kept(value, index) for value in gives), is_other_code=name in self._other
                 )
 
         within: list[Any] = []

@@ -511,6 +511,31 @@ def test_the_bound_of_a_layer_norm_allows_what_each_of_its_steps_rounds(dtype, l
     assert 0.3 < ((given.double() - exact).abs() / bound).max() < 1
 
 
+class RmsNorm(torch.nn.Module):
+    def __init__(self, length):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(length).div(2).add(1))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight.to(x.dtype)
+
+
+@pytest.mark.parametrize("length", [64, 1000])
+@torch.no_grad()
+def test_the_bound_of_other_code_of_an_rms_norm_allows_what_each_of_its_steps_rounds(length):
+    """transformers' own computes in float32 and rounds twice."""
+    torch.manual_seed(length)
+    norm, x = RmsNorm(length).bfloat16(), torch.randn(4000, length).bfloat16()
+    given, exact = norm(x).double(), norm.double()(x.double())
+    rounding = Rounding(given=torch.bfloat16, taken=torch.bfloat16, weight=torch.bfloat16, recorded=torch.bfloat16)
+    own, other = (
+        float(((given - exact).abs() / bounds.of_module(norm, (x.double(),), exact, 0, rounding, is_other_code=is_other)).max())
+        for is_other in (False, True)
+    )
+    assert own > 1
+    assert 0.2 < other < 1
+
+
 def test_layers_and_sequences_can_be_chosen(traces):
     found = locate(traces("llama"), arm="dtype=bf16", sequences="s2,s4", layers="1", patch="layers")
     assert {each.layer for each in found.operators} == {None, 1}
