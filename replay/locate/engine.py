@@ -781,9 +781,11 @@ def _pooled(side: str, name: str, found: _PooledOperator, doubles: Mapping[tuple
     seq_id, worst = max(found.judged, key=lambda item: item[1].ratio)
     number = sum(each.num_values for _, each in found.judged)
     square = sum(each.num_values * each.error**2 for _, each in found.judged)
+    # A residual stream is judged at two places of a layer: it stands where it is wrong.
+    beyond = [each.order for _, each in found.judged if each.ratio > 1.0]
     return OperatorError(
         side=side,
-        order=min(each.order for _, each in found.judged),
+        order=min(beyond or [each.order for _, each in found.judged]),
         operator=name,
         kind=worst.kind,
         layer=worst.layer,

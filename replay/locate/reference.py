@@ -724,6 +724,11 @@ class _Run:
             bound = bound + bounds.of_own_attention(exact, rounding)
         kind = EMBEDDING if kind == RESIDUAL and of is None else kind
         where = kind if kind == EMBEDDING else f"layers.{of}.{kind}" if of is not None else f"{name}.{kind}"
+        if kind == ACTIVATION and kind_of(name) not in _ENDS_OF_MLP:
+            for first in _FIRST_OF_MLP:  # of which the activation takes the result, as it is
+                unheard = self._unheard.get((layer, first))
+                if unheard is not None and unheard[0].numel() == exact.numel() and bool((unheard[0].reshape(exact.shape) == exact).all()):
+                    where, kind = f"{name.rpartition('.')[0]}.{first}", first
         if kind == ATTENTION and judged(where, kind, of, 0, taken, exact, bound).ratio > 1.0:
             where, kind = self._wrong_before(layer) or (where, kind)
         self._add(where, kind, of, taken, exact, bound, point)
