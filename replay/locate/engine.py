@@ -58,9 +58,7 @@ _SAME_FUNCTION = 1e-9
 """Nats by which log-probabilities of two codes in float64 may differ that compute the same function."""
 _IS_OTHER_TENSOR = 0.5
 """Share of a tensor's numbers that differ where it is another one, not a part of it."""
-_UNDONE = (
-    "gives other numbers than the recorded model's, which are undone further on: in float64 this code gives the same log-probabilities"
-)
+_UNDONE = "gives other numbers than the recorded model's, which are undone further on: in float64 this code gives the same log-probabilities"
 LAYER_STEPS = 8
 """Points at which layers are replaced from the front on."""
 _LAST = 1 << 40
@@ -363,7 +361,9 @@ class _Location:
                         del self.doubles[side]
                         continue
                     for row in part:
-                        exact_T = self.reference.logprobs(row, execution.numerics.temperature, position_of(double[row.seq_id]))
+                        exact_T = self.reference.logprobs(
+                            row, execution.numerics.temperature, position_of(double[row.seq_id])
+                        )
                         off_T = np.abs(values[row.seq_id] - exact_T)[row.scored]
                         same[side] &= bool((off_T <= _SAME_FUNCTION).all())
                         judgement = self._judge(execution, row, double[row.seq_id], None, EVERY_LAYER)
@@ -384,7 +384,9 @@ class _Location:
         weights = tuple(self._weights())
         operators = tuple(_pooled(side, name, each, doubles) for (side, name), each in pooled.operators.items())
         undone = {side for side in self.doubles if same[side]}
-        undone_operators = [each for each in operators if each.side in undone and (each.in_double or 0.0) > CODE_DIFFERS]
+        undone_operators = [
+            each for each in operators if each.side in undone and (each.in_double or 0.0) > CODE_DIFFERS
+        ]
         pooled.unjudged |= {f"{each.side} {each.operator}": _UNDONE for each in undone_operators}
         named = [each for each in operators if each not in undone_operators]
         counting = [each for each in weights if not (each.side in undone and each.share > _IS_OTHER_TENSOR)]
@@ -561,7 +563,11 @@ class _Location:
                         off = (parameter.double() - exact.to(parameter.dtype).double()).abs()
                         version = None if execution.arm.quantize else self._version_of(name, parameter)
                         yield WeightDifference(
-                            side=side, tensor=name, layer=layer_of(name), largest=float(off.max()), version=version,
+                            side=side,
+                            tensor=name,
+                            layer=layer_of(name),
+                            largest=float(off.max()),
+                            version=version,
                             share=float((off > 0).double().mean()),
                         )
 

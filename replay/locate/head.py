@@ -54,7 +54,9 @@ def judge_head(
             made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
             # A vocabulary that is filled up has more rows, and whether they count is the log-softmax's; one with fewer has lost some.
-            made = torch.nn.functional.pad(made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan)
+            made = torch.nn.functional.pad(
+                made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
+            )
             made_TV = scaled(made.double(), config) / numerics.temperature
             exact_T = _logprobs(made_TV, ids_T)
             own = exact_T - _logprobs(scaled(logits_TV, config) / numerics.temperature, ids_T)

@@ -42,13 +42,17 @@ def hearing(shape: tuple[int, int]) -> Any:
         def _states(func: Any, args: Any, kwargs: Mapping[str, Any]) -> States | None:
             if func is torch.nn.functional.scaled_dot_product_attention:
                 both = args[:2] if len(args) > 1 else (kwargs.get("query"), kwargs.get("key"))
-                return _of_forward(*both, shape) if all(each is not None and each.dim() == 4 for each in both) else None
+                return (
+                    _of_forward(both[0], both[1], shape)
+                    if all(each is not None and each.dim() == 4 for each in both)
+                    else None
+                )
             if func in matrices and len(args) == 2 and args[1].dim() > 1:
                 return _of_forward(args[0], args[1].mT, shape)
             if func in added and len(args) == 3:
                 return _of_forward(args[1], args[2].mT, shape)
             if func is torch.einsum and len(args) == 3:
-                return _of_einsum(*args, shape)
+                return _of_einsum(args[0], args[1], args[2], shape)
             return None
 
     return Hearing()

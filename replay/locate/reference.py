@@ -658,7 +658,13 @@ class _Run:
         ids, taken_ids = found[1], call.takes[1]
         scores, taken = found[2], call.takes[2]
         is_choice = not ids.is_floating_point() and scores.is_floating_point() and ids.shape == scores.shape
-        if not is_choice or taken is None or taken_ids is None or taken_ids.shape != ids.shape or taken.shape != ids.shape:
+        if (
+            not is_choice
+            or taken is None
+            or taken_ids is None
+            or taken_ids.shape != ids.shape
+            or taken.shape != ids.shape
+        ):
             return
         (sorted_ids, order), (taken_sorted, taken_order) = (each.sort(-1) for each in (ids, taken_ids))
         exact, given = scores.gather(-1, order), taken.gather(-1, taken_order)
@@ -727,7 +733,11 @@ class _Run:
         if kind == ACTIVATION and kind_of(name) not in _ENDS_OF_MLP:
             for first in _FIRST_OF_MLP:  # of which the activation takes the result, as it is
                 unheard = self._unheard.get((layer, first))
-                if unheard is not None and unheard[0].numel() == exact.numel() and bool((unheard[0].reshape(exact.shape) == exact).all()):
+                if (
+                    unheard is not None
+                    and unheard[0].numel() == exact.numel()
+                    and bool((unheard[0].reshape(exact.shape) == exact).all())
+                ):
                     where, kind = f"{name.rpartition('.')[0]}.{first}", first
         if kind == ATTENTION and judged(where, kind, of, 0, taken, exact, bound).ratio > 1.0:
             where, kind = self._wrong_before(layer) or (where, kind)
@@ -859,9 +869,7 @@ class _Run:
         made_in: Any = None,
     ) -> Any:
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
-        rounding = self._rounding(
-            made_in or given.dtype, first.dtype, **self._weight_dtypes(name), adds=call.adds
-        )
+        rounding = self._rounding(made_in or given.dtype, first.dtype, **self._weight_dtypes(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
         return bound if isinstance(bound, float) else tokens_first(bound.expand(value.shape), given)
 

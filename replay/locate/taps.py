@@ -273,7 +273,9 @@ class Taps:
         self._model = model
         self._wanted = wanted
         self._operators = operators(model, also=recorded or ())
-        self._other = {name for name, module in self._operators.items() if _is_other_code(module, (recorded or {}).get(name))}
+        self._other = {
+            name for name, module in self._operators.items() if _is_other_code(module, (recorded or {}).get(name))
+        }
         self._names = {id(module): name for name, module in model.named_modules()}
         self._attentions = [name for name in attentions if name in self._names.values()]
 

@@ -529,7 +529,12 @@ def test_the_bound_of_other_code_of_an_rms_norm_allows_what_each_of_its_steps_ro
     given, exact = norm(x).double(), norm.double()(x.double())
     rounding = Rounding(given=torch.bfloat16, taken=torch.bfloat16, weight=torch.bfloat16, recorded=torch.bfloat16)
     own, other = (
-        float(((given - exact).abs() / bounds.of_module(norm, (x.double(),), exact, 0, rounding, is_other_code=is_other)).max())
+        float(
+            (
+                (given - exact).abs()
+                / bounds.of_module(norm, (x.double(),), exact, 0, rounding, is_other_code=is_other)
+            ).max()
+        )
         for is_other in (False, True)
     )
     assert own > 1

@@ -211,7 +211,12 @@ class Projected2(torch.nn.Module):
 
     def __init__(self, base, scale):
         super().__init__()
-        self.base, self.down, self.up, self.scale = base, torch.nn.Linear(48, 4), torch.nn.Linear(4, base.out_features), scale
+        self.base, self.down, self.up, self.scale = (
+            base,
+            torch.nn.Linear(48, 4),
+            torch.nn.Linear(4, base.out_features),
+            scale,
+        )
 
     def forward(self, hidden):
         return self.base(hidden) * self.scale + 0.0 * self.up(self.down(hidden.float())).to(hidden.dtype)
@@ -241,7 +246,9 @@ def attention_of_own_code(model, *, turn=turned, scale=1.0, layers=(0, 1, 2)):
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, **_):
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
-        query, key, value = (each(hidden_states).view(shape).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (
+            each(hidden_states).view(shape).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
         query, key = turned(query, *position_embeddings), turn(key, *position_embeddings)
         key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
         scores = (query * self.scaling * scale) @ key.transpose(2, 3) + attention_mask[..., : key.shape[2]]
@@ -351,4 +358,6 @@ def test_what_is_undone_further_on_is_told(trace):
     found = located(trace, scale_in_a_projection)
     assert found.first is None
     assert "undone further on" in found.unjudged["b model.layers.0.self_attn.q_proj"]
-    assert {each.tensor for each in found.weights} == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)}
+    assert {each.tensor for each in found.weights} == {
+        f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)
+    }
