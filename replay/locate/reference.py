@@ -812,6 +812,14 @@ class _Run:
         if kind_of(name) not in _ENDS_OF_MLP:  # the activation's own input
             return 0.0 if gate is None or not bool((gate[0] == exact).all()) else gate[1]
         up, total = of("up_proj"), 0.0
+        both = self._unheard.get((layer, "gate_up_proj"))
+        if both is not None and both[0].numel() == 2 * exact.numel():
+            of_both = both[1](taken.dtype)
+            of_both = both[0].new_full(both[0].shape, of_both) if isinstance(of_both, float) else of_both
+            gate, up = (
+                (value.reshape(exact.shape), bound.reshape(exact.shape))
+                for value, bound in zip(both[0].chunk(2, -1), of_both.expand(both[0].shape).chunk(2, -1), strict=True)
+            )
         if up is not None:
             total = (exact / up[0]).nan_to_num(0.0, 0.0, 0.0).abs() * up[1]
         if gate is not None and any((layer, each) in self._unheard for each in ("act_fn", "act", "activation_fn")):
