@@ -249,6 +249,14 @@ def unscaled_logits(model):
     model.register_forward_hook(lambda _module, _args, given: given.__setitem__("logits", 1.5 * given.logits))
 
 
+def keys_not_turned(model):
+    def apply(query, key, cos, sin, **_):
+        first, second = query.chunk(2, -1)
+        return query * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None], key
+
+    with_other_names(model, apply_rotary_pos_emb=apply)
+
+
 PLANTED = [
     ("qwen3", no_norm, "layers.1.self_attn.q_norm"),
     ("qwen3", other_eps, "layers.2.post_attention_layernorm"),
@@ -256,6 +264,7 @@ PLANTED = [
     ("gemma2", no_cap, "layers.2.self_attn.attention"),
     ("gemma2", other_window, "layers.0.self_attn.attention"),
     ("llama", other_angles, "rotary_emb"),
+    ("llama", keys_not_turned, "layers.0.rotary.k"),
     ("llama", stronger_residual, "layers.1.residual"),
     ("qwen3", stale_tensor, "layers.2.mlp.up_proj"),
     ("llama", lower_precision, "layers.1.mlp.down_proj"),

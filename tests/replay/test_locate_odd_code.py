@@ -300,7 +300,28 @@ def filled_up_and_cut(model):
     other_columns(model, count=False)
 
 
+def mlp_in_bf16(model):
+    """By functions, but for the activation."""
+
+    def forward(self, x):
+        gate, up = (
+            torch.nn.functional.linear(x.bfloat16(), each.weight.bfloat16()) for each in (self.gate_proj, self.up_proj)
+        )
+        return torch.nn.functional.linear(self.act_fn(gate) * up, self.down_proj.weight.bfloat16()).to(x.dtype)
+
+    swapped(model.model.layers[1].mlp, forward)
+
+
+def gate_and_up_by_functions(model):
+    def forward(self, x):
+        gate, up = (torch.nn.functional.linear(x, weight) for weight in self.gate_up_proj.weight.chunk(2))
+        return self.down_proj(gate / (1.0 + (-gate).exp()) * up)
+
+    of_mlps(model, forward)
+
+
 NAMED = [
+    (mlp_in_bf16, "fp32", "model.layers.1.mlp.gate_proj"),
     (without_a_norm, "fp32", "model.layers.1.post_attention_layernorm"),
     (in_two_modules_and_wrong, "fp32", "model.layers.1.self_attn.v_proj"),
     (keys_turned_back, "fp32", "layers.1.rotary.k"),
@@ -345,6 +366,7 @@ def by_columns(model):
 SAME = [
     ("llama", attention_of_own_code, "bf16"), ("llama", scale_in_a_projection, "fp32"), ("llama", in_two_modules, "bf16"),
     ("llama", filled_up_and_cut, "fp32"), ("gpt_neox", gelu_of_steps, "bf16"), ("llama", by_columns, "bf16"),
+    ("phi3", gate_and_up_by_functions, "fp32"),
 ]  # fmt: skip
 
 
