@@ -186,6 +186,21 @@ class _PooledOperator:
 
 
 @dataclass(slots=True)
+class _InDouble:
+    """What one operator of a side's code introduced in float64, over rows."""
+
+    largest: float = 0.0
+    orders: list[int] = field(default_factory=list)
+    """Where it computes something else."""
+
+    def add(self, each: Judged) -> None:
+        """Add what was found of a row, at one place."""
+        self.largest = max(self.largest, each.largest)
+        if each.largest > CODE_DIFFERS:
+            self.orders.append(each.order)
+
+
+@dataclass(slots=True)
 class _Pooled:
     """What was found of all sequences."""
 
@@ -331,7 +346,7 @@ class _Location:
     def found(self, patch: str) -> Located:
         """Everything that was asked for."""
         pooled = _Pooled()
-        doubles: dict[tuple[str, str], float] = {}
+        doubles: dict[tuple[str, str], _InDouble] = defaultdict(_InDouble)
         hidden: dict[tuple[str, str], _PooledOperator] = defaultdict(_PooledOperator)
         same = {side: True for side in self.doubles}
         """Side -> whether its code gives the recorded model's log-probabilities, both in float64."""
@@ -372,7 +387,7 @@ class _Location:
                             if not self.asked(each.operator):
                                 continue
                             key = side, each.operator
-                            doubles[key] = max(doubles.get(key, 0.0), each.largest)
+                            doubles[key].add(each)
                             if key not in pooled.operators and each.largest > CODE_DIFFERS:  # seen in float64 alone
                                 hidden[key].judged.append((row.seq_id, replace(each, ratio=0.0)))
         if not pooled.operators:
@@ -783,12 +798,17 @@ def _relative(parts: list[tuple[float, float]]) -> float | None:
     return None if not parts or np.isnan(off) else float(np.sqrt(off / size)) if size else 0.0
 
 
-def _pooled(side: str, name: str, found: _PooledOperator, doubles: Mapping[tuple[str, str], float]) -> OperatorError:
+def _pooled(
+    side: str, name: str, found: _PooledOperator, doubles: Mapping[tuple[str, str], _InDouble]
+) -> OperatorError:
+    in_double = doubles.get((side, name))
     seq_id, worst = max(found.judged, key=lambda item: item[1].ratio)
     number = sum(each.num_values for _, each in found.judged)
     square = sum(each.num_values * each.error**2 for _, each in found.judged)
     # A residual stream is judged at two places of a layer: it stands where it is wrong.
-    beyond = [each.order for _, each in found.judged if each.ratio > 1.0]
+    beyond = [each.order for _, each in found.judged if each.ratio > 1.0] or (
+        [] if in_double is None else in_double.orders
+    )
     return OperatorError(
         side=side,
         order=min(beyond or [each.order for _, each in found.judged]),
@@ -803,7 +823,7 @@ def _pooled(side: str, name: str, found: _PooledOperator, doubles: Mapping[tuple
         token=worst.token,
         inherited=_relative(found.inherited),
         difference=_relative(found.difference),
-        in_double=doubles.get((side, name)),
+        in_double=None if in_double is None else in_double.largest,
     )
 
 

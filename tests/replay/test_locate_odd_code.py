@@ -322,6 +322,7 @@ def gate_and_up_by_functions(model):
 
 NAMED = [
     (mlp_in_bf16, "fp32", "model.layers.1.mlp.gate_proj"),
+    (mlp_in_bf16, "bf16", "model.layers.1.mlp.gate_proj"),
     (without_a_norm, "fp32", "model.layers.1.post_attention_layernorm"),
     (in_two_modules_and_wrong, "fp32", "model.layers.1.self_attn.v_proj"),
     (keys_turned_back, "fp32", "layers.1.rotary.k"),
