@@ -115,7 +115,8 @@ def _of_module(
     if are_experts(module):
         return _experts(module, takes, exact, rounding) + floor
     if "Norm" in kind:
-        return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + floor
+        # Normalised numbers may lie below the dtype's range, too, before they are multiplied by a weight.
+        return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
         # Tables may be multiplied by a factor above 1, before they are rounded or behind.
         return (

@@ -550,6 +550,19 @@ def test_the_bound_of_other_code_of_an_rms_norm_allows_what_each_of_its_steps_ro
     assert 0.2 < other < 1
 
 
+@torch.no_grad()
+def test_the_bound_of_a_norm_allows_numbers_below_the_range_of_float16():
+    """Rounded once before the weight, and once behind it."""
+    torch.manual_seed(0)
+    norm, x = RmsNorm(64).half(), torch.randn(4000, 64)
+    x[:, ::2] *= 1e-5
+    x = x.half()
+    normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).half()
+    given, exact = (norm.weight * normed).double(), norm.double()(x.double())
+    rounding = Rounding(given=torch.float16, taken=torch.float16, weight=torch.float16, recorded=torch.float16)
+    assert 0.3 < ((given - exact).abs() / bounds.of_module(norm, (x.double(),), exact, 0, rounding)).max() < 1
+
+
 def test_layers_and_sequences_can_be_chosen(traces):
     found = locate(traces("llama"), arm="dtype=bf16", sequences="s2,s4", layers="1", patch="layers")
     assert {each.layer for each in found.operators} == {None, 1}
