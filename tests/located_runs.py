@@ -44,6 +44,7 @@ OF_OTHER_CODE = {
         "GraniteMoeShared", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
                              "shared_intermediate_size": 40, "experts_implementation": "eager"}
     ),
+    "phi3": ("Phi3", {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}),
     "hunyuan": ("HunYuanDenseV1", {"num_key_value_heads": 2, "head_dim": 12}),
     "ernie_moe": (
         "Ernie4_5_Moe", {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1,
@@ -56,7 +57,7 @@ OF_OTHER_CODE = {
                        "topk_group": 3, "n_shared_experts": 1, "first_k_dense_replace": 1, "experts_implementation": "eager"}
     ),
 }  # fmt: skip
-"""Norms that add 1 to their weight, experts with a gate of their own, routers that give their choices first or choose among groups, an
+"""A projection of gate and up at once, norms that add 1 to their weight, experts with a gate of their own, routers that give their choices first or choose among groups, an
 attention of its own, norms behind the rotary,
 routers that hold a module."""
 

@@ -23,6 +23,8 @@ _SAFETY = 8.0
 """Of the probabilistic bound: lambda in the paper's terms."""
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that are one operation and round once."""
+_STEPS_OF_CODE = 4.0
+"""Roundoffs of a token's largest number that other code than the recorded model's may add: partial sums that cancel, parts of a product."""
 _ROWS = 64
 """Queries whose scores exist at a time."""
 
@@ -88,11 +90,23 @@ class Rounding:
         return max(map(tiny, narrower), default=0.0)
 
 
-def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding) -> Any:
-    """The bound of each number that a module gives, and whether it is one of theory; of the shape of `exact` or to broadcast.
+def of_module(
+    module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
+) -> Any:
+    """The bound of each number that a module gives, of the shape of `exact` or to broadcast.
 
-    `takes` are the inputs that the result was made of, in float64, `exact` what the float64 module makes of them.
+    `takes` are the inputs that the result was made of, in float64, `exact` what the float64 module makes of them. Where it `is_other_code`
+    each of its steps may round.
     """
+    bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
+    if is_other_code and exact.dim():
+        bound = bound + _STEPS_OF_CODE * rounding.out * exact.abs().amax(-1, keepdim=True)
+    return bound
+
+
+def _of_module(
+    module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_fused: bool
+) -> Any:
     floor = tiny(rounding.given)
     kind = type(module).__name__
     weight = getattr(module, "weight", None)
@@ -101,7 +115,8 @@ def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, roundi
     if are_experts(module):
         return _experts(module, takes, exact, rounding) + floor
     if "Norm" in kind:
-        return _norm(module, takes[0], exact, rounding) + floor
+        # Normalised numbers may lie below the dtype's range, too, before they are multiplied by a weight.
+        return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
         # Tables may be multiplied by a factor above 1, before they are rounded or behind.
         return (
@@ -115,11 +130,12 @@ def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, roundi
     if weight is not None and weight.dim() == 2:
         return _product(module, takes[0], exact, slot, rounding) + floor
     if weight is None:
+        is_fused = is_fused and kind in _FUSED
         size = takes[0].abs() if takes[0].shape == exact.shape else exact.abs().amax(-1, keepdim=True)
         return (
-            (4.0 if kind in _FUSED else 12.0) * rounding.out * exact.abs()
+            (4.0 if is_fused else 12.0) * rounding.out * exact.abs()
             + floor
-            + (8.0 * (rounding.sums if kind in _FUSED else rounding.out)) * size
+            + (8.0 * (rounding.sums if is_fused else rounding.out)) * size
         )
     return _whole(takes[0].shape[-1], exact, rounding) + floor
 
@@ -270,7 +286,7 @@ def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     return (off + 2.0 * rounding.out * exact.reshape(off.shape).abs()).reshape(exact.shape)
 
 
-def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
+def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool) -> Any:
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
     # Normalised numbers are rounded to the dtype that came in, before a wider weight is multiplied in.
     out = max(rounding.out, unit(rounding.taken))
@@ -280,13 +296,13 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     centred = bias is not None or "LayerNorm" in type(module).__name__
     # Code may round at each step: the mean, what is left without it, its square, their mean (the last two count half, under a root),
     # the root, a quotient, a factor and a sum.
-    rounds = 7.0 * out + of_sum + rounding.casts
+    rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
         # A weight that is added to 1 is rounded where it is small, and may leave next to nothing.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
-        return (per_sum + 3.0 * out + of_sum) * exact.abs() + off
+        return (per_sum + (3.0 * out + of_sum if is_fused else rounds)) * exact.abs() + off
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
     normed = ((x - x.mean(-1, keepdim=True)) / spread).abs()
     added = x.new_zeros(()) if bias is None else bias.double()
@@ -295,7 +311,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     scale = (exact - added).abs().sum(dims) / normed.sum(dims).clamp_min(1e-150)
     size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
     of_mean = out * scale * x.mean(-1, keepdim=True).abs() / spread
-    return 2.0 * (per_sum + of_sum) * size + of_mean + rounds * (exact.abs() + added.abs())
+    return 2.0 * (per_sum + of_sum) * size + of_mean + (rounds + rounding.casts) * (exact.abs() + added.abs())
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:

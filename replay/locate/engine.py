@@ -54,6 +54,11 @@ from .vllm_grafts import AnyGraft, can_patch, graft_of
 REFERENCE = "dtype=fp64"
 CODE_DIFFERS = 4e-6
 """A token's error, relative, from which code that runs in float64 computes something else; float32 inside of it stays below."""
+_SAME_FUNCTION = 1e-9
+"""Nats by which log-probabilities of two codes in float64 may differ that compute the same function."""
+_IS_OTHER_TENSOR = 0.5
+"""Share of a tensor's numbers that differ where it is another one, not a part of it."""
+_UNDONE = "gives other numbers than the recorded model's, which are undone further on: in float64 this code gives the same log-probabilities"
 LAYER_STEPS = 8
 """Points at which layers are replaced from the front on."""
 _LAST = 1 << 40
@@ -181,6 +186,21 @@ class _PooledOperator:
 
 
 @dataclass(slots=True)
+class _InDouble:
+    """What one operator of a side's code introduced in float64, over rows."""
+
+    largest: float = 0.0
+    orders: list[int] = field(default_factory=list)
+    """Where it computes something else."""
+
+    def add(self, each: Judged) -> None:
+        """Add what was found of a row, at one place."""
+        self.largest = max(self.largest, each.largest)
+        if each.largest > CODE_DIFFERS:
+            self.orders.append(each.order)
+
+
+@dataclass(slots=True)
 class _Pooled:
     """What was found of all sequences."""
 
@@ -282,6 +302,7 @@ class _Location:
             kind = ExactExecution if arm.engine == EXACT else Execution
             made = kind(runs[side], arm, contract, device, sides[side][1], calls_whole_model=whole)
             made.load(self._tensors(arm))
+            made.reference = self.reference
             return made
 
         for side, arm in arms.items():
@@ -325,7 +346,10 @@ class _Location:
     def found(self, patch: str) -> Located:
         """Everything that was asked for."""
         pooled = _Pooled()
-        doubles: dict[tuple[str, str], float] = {}
+        doubles: dict[tuple[str, str], _InDouble] = defaultdict(_InDouble)
+        hidden: dict[tuple[str, str], _PooledOperator] = defaultdict(_PooledOperator)
+        same = {side: True for side in self.doubles}
+        """Side -> whether its code gives the recorded model's log-probabilities, both in float64."""
         done = self._done()
         told = f", {len(done)} of {len(self.chosen.rows)} sequences done before" if done else ""
         with self.progress(f"running operators{told}", _TASKS * len(self.chosen.rows)) as advance:
@@ -352,20 +376,35 @@ class _Location:
                         del self.doubles[side]
                         continue
                     for row in part:
+                        exact_T = self.reference.logprobs(
+                            row, execution.numerics.temperature, position_of(double[row.seq_id])
+                        )
+                        off_T = np.abs(values[row.seq_id] - exact_T)[row.scored]
+                        same[side] &= bool((off_T <= _SAME_FUNCTION).all())
                         judgement = self._judge(execution, row, double[row.seq_id], None, EVERY_LAYER)
                         head = judge_head(execution, self.reference, row, double[row.seq_id], values[row.seq_id], _LAST)
                         for each in (*judgement.operators, *(each for each, _ in head)):
                             if not self.asked(each.operator):
                                 continue
                             key = side, each.operator
-                            doubles[key] = max(doubles.get(key, 0.0), each.largest)
+                            doubles[key].add(each)
+                            if key not in pooled.operators and each.largest > CODE_DIFFERS:  # seen in float64 alone
+                                hidden[key].judged.append((row.seq_id, replace(each, ratio=0.0)))
         if not pooled.operators:
             kinds = ", ".join(sorted(pooled.kinds))
             raise InvalidOption(
                 f"no operator that is looked at has such a name; their kinds are: {kinds}", option="operators"
             )
+        pooled.operators |= hidden
         weights = tuple(self._weights())
         operators = tuple(_pooled(side, name, each, doubles) for (side, name), each in pooled.operators.items())
+        undone = {side for side in self.doubles if same[side]}
+        undone_operators = [
+            each for each in operators if each.side in undone and (each.in_double or 0.0) > CODE_DIFFERS
+        ]
+        pooled.unjudged |= {f"{each.side} {each.operator}": _UNDONE for each in undone_operators}
+        named = [each for each in operators if each not in undone_operators]
+        counting = [each for each in weights if not (each.side in undone and each.share > _IS_OTHER_TENSOR)]
         d = {name: pooled.logprobs[B][name] - pooled.logprobs[A][name] for name in pooled.logprobs[A]}
         flat = np.concatenate([d[row.seq_id][row.scored] for row in self.chosen.rows])
         return Located(
@@ -387,7 +426,7 @@ class _Location:
             patches=tuple(self._patched(patch, pooled)) if patch != "none" and np.any(flat) else (),
             unseen=tuple(sorted(pooled.unseen)),
             unjudged=pooled.unjudged,
-            first=_first(operators, weights),
+            first=_first(named, counting),
             engines=tuple(side for side, each in self.executions.items() if isinstance(each, VllmExecution)),
             only=self.only,
         )
@@ -493,8 +532,8 @@ class _Location:
                 except _OF_CODE as error:  # such as code that autograd cannot follow
                     result.unjudged[CARRIED] = f"{type(error).__name__}: {first_line(error)}"
             for window in reversed(windows):
-                if (sides[0], window) not in judged:
-                    judge(sides, window)
+                if left := [side for side in sides if (side, window) not in judged]:
+                    judge(left, window)
             for side, own in zip(sides, products, strict=True):
                 for each in (each for window in windows for each in judged[side, window].operators):
                     result.kinds.add(each.kind)
@@ -536,10 +575,15 @@ class _Location:
                 if name in recorded and recorded[name].shape == parameter.shape:
                     exact = recorded[name]
                     if not bool((parameter == exact.to(parameter.dtype)).all()):
-                        largest = float((parameter.double() - exact).abs().max())
+                        off = (parameter.double() - exact.to(parameter.dtype).double()).abs()
                         version = None if execution.arm.quantize else self._version_of(name, parameter)
                         yield WeightDifference(
-                            side=side, tensor=name, layer=layer_of(name), largest=largest, version=version
+                            side=side,
+                            tensor=name,
+                            layer=layer_of(name),
+                            largest=float(off.max()),
+                            version=version,
+                            share=float((off > 0).double().mean()),
                         )
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
@@ -754,13 +798,20 @@ def _relative(parts: list[tuple[float, float]]) -> float | None:
     return None if not parts or np.isnan(off) else float(np.sqrt(off / size)) if size else 0.0
 
 
-def _pooled(side: str, name: str, found: _PooledOperator, doubles: Mapping[tuple[str, str], float]) -> OperatorError:
+def _pooled(
+    side: str, name: str, found: _PooledOperator, doubles: Mapping[tuple[str, str], _InDouble]
+) -> OperatorError:
+    in_double = doubles.get((side, name))
     seq_id, worst = max(found.judged, key=lambda item: item[1].ratio)
     number = sum(each.num_values for _, each in found.judged)
     square = sum(each.num_values * each.error**2 for _, each in found.judged)
+    # A residual stream is judged at two places of a layer: it stands where it is wrong.
+    beyond = [each.order for _, each in found.judged if each.ratio > 1.0] or (
+        [] if in_double is None else in_double.orders
+    )
     return OperatorError(
         side=side,
-        order=min(each.order for _, each in found.judged),
+        order=min(beyond or [each.order for _, each in found.judged]),
         operator=name,
         kind=worst.kind,
         layer=worst.layer,
@@ -772,7 +823,7 @@ def _pooled(side: str, name: str, found: _PooledOperator, doubles: Mapping[tuple
         token=worst.token,
         inherited=_relative(found.inherited),
         difference=_relative(found.difference),
-        in_double=doubles.get((side, name)),
+        in_double=None if in_double is None else in_double.largest,
     )
 
 

@@ -18,6 +18,7 @@ from ..hf_scorer import HfScorer
 from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
 from .bounds import unit
+from .reference import Reference
 from .taps import RowTaps, Taps
 
 Prepare = Callable[[Any], None]
@@ -30,6 +31,8 @@ class Execution:
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
     """What its attention cuts off weighted values, as a share of the largest."""
+    reference: Reference | None = None
+    """The recorded model, whose operators are heard here whatever modules stand in their places."""
 
     def __init__(
         self,
@@ -174,7 +177,10 @@ class Execution:
         return self.score(rows, of, heard), found
 
     def _taps(self, wanted: Callable[[str], bool]) -> AnyTaps:
-        return Taps(self.model, wanted)
+        if self.reference is None:
+            return Taps(self.model, wanted)
+        attentions = self.reference.attentions if self.is_other_code else ()
+        return Taps(self.model, wanted, self.reference.operators, attentions)
 
 
 class AnyTaps(Protocol):

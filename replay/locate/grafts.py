@@ -18,7 +18,17 @@ from ..batching import ForwardBatch, PaddedBatch
 from ..recorded import RecordedRow
 from ..settings import autocast
 from .execution import Execution
-from .taps import ATTENTION, attention_around, core_name, operators, outputs_of, tensors_of, with_outputs, with_tensors
+from .taps import (
+    ATTENTION,
+    attention_around,
+    attention_layers,
+    core_name,
+    operators,
+    outputs_of,
+    tensors_of,
+    with_outputs,
+    with_tensors,
+)
 
 
 class Graft:
@@ -142,16 +152,6 @@ class Graft:
                 )
             self._masks = {key: found}
         return self._masks[key]
-
-
-def attention_layers(model: Any) -> list[str]:
-    """The names of the modules whose core attention is: those with a query's projection, or all of them at once."""
-    words = ("q_proj", "query_key_value", "c_attn", "qkv_proj")
-    return [
-        name
-        for name, module in model.named_modules()
-        if name and any(hasattr(module, word) for word in words) and not name.endswith("mlp")
-    ]
 
 
 def cast(value: Any, dtype: Any) -> Any:

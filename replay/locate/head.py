@@ -42,6 +42,7 @@ def judge_head(
     found: Head = []
     with torch.no_grad():
         logits_TV = head(hidden_TH.double())
+        num_logits = logits_TV.shape[1]
         call = taps.calls.get(name)
         made = None if call is None else call.gives[0]
         weight, out = head.weight, bounds.unit(dtype)
@@ -50,8 +51,12 @@ def judge_head(
             weight=execution.weight_dtypes.get(f"{name}.weight"), recorded=reference.recorded_dtypes.get(f"{name}.weight"),
         )  # fmt: skip
         if made is not None:
-            made = made[before]
+            made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
+            # A vocabulary that is filled up has more rows, and whether they count is the log-softmax's; one with fewer has lost some.
+            made = torch.nn.functional.pad(
+                made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
+            )
             made_TV = scaled(made.double(), config) / numerics.temperature
             exact_T = _logprobs(made_TV, ids_T)
             own = exact_T - _logprobs(scaled(logits_TV, config) / numerics.temperature, ids_T)

@@ -31,6 +31,7 @@ from .taps import (
     RowTaps,
     are_experts,
     attention_around,
+    attention_layers,
     core_name,
     is_heads_first,
     like,
@@ -43,13 +44,13 @@ from .taps import (
     with_tensors,
 )  # fmt: skip
 
-RESIDUAL, ROTARY, ACTIVATION, WIRING = "residual", "rotary", "activation", "wiring"
+RESIDUAL, ROTARY, ACTIVATION, WIRING, EMBEDDING = "residual", "rotary", "activation", "wiring", "embedding"
 """What lies between operators that are modules: additions to the residual stream, the rotation of queries and keys, the product
-of gate and up, and anything else."""
+of gate and up, anything else, and what is done to embeddings before the first layer takes them."""
 STATES = "queries", "keys", "values"
 """What reaches the core of attention, where there is no rotary before it, or keys alone are wrong: a cache lies in between."""
-EXPERTS = "experts"
-"""All experts of a mixture, and their sum."""
+EXPERTS, ROUTER = "experts", "router"
+"""All experts of a mixture, and their sum; the choice of them where its module was not heard."""
 INPUT = "input"
 """What an operator takes where it should be what its layer takes, and is not."""
 _ORDERS = 10_000
@@ -65,9 +66,13 @@ _ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 _FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
 """Largest slope of the activations that models have: GELU's."""
+_MOST_FLIPPED = 0.25
+"""Share of tokens with another choice of experts that rounding may make where the router was not heard."""
 _OTHERWISE = 0.1
 """Relative difference of queries and keys from which their dimensions may lie in another order."""
-_QKV, _QKV_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm", "v_norm")
+_QKV = "q_proj", "k_proj", "v_proj"
+_NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
+"""Names of the norms of queries, keys and values, as they differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +161,7 @@ class Reference:
         self.model = model.eval().requires_grad_(False)
         self._names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
+        self.attentions = attention_layers(model)
         self.recorded_dtypes = recorded_dtypes or {}
         self._layers = {
             int(found[1]): module for name, module in model.named_modules() if (found := LAYER_NAME.search(name))
@@ -307,12 +313,12 @@ class Reference:
                 stack.callback(_put_back, module, before)
             yield
 
-    def logprobs(self, row: RecordedRow, temperature: float) -> np.ndarray:
-        """[T] float64 of a row's response."""
+    def logprobs(self, row: RecordedRow, temperature: float, first_position: int = 0) -> np.ndarray:
+        """[T] float64 of a row's response, its first token at a position."""
         import torch
 
         with torch.no_grad(), keep_double():
-            return np.asarray(self._logprobs(row, self._hidden(row, 0)[0], temperature).cpu())
+            return np.asarray(self._logprobs(row, self._hidden(row, first_position)[0], temperature).cpu())
 
     def _logprobs(self, row: RecordedRow, hidden_TH: Any, temperature: float) -> Any:
         import torch
@@ -365,8 +371,10 @@ class _Run:
         """What attention and MLP gave since the last addition to the residual stream."""
         self._unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
         """What operators give that the execution did not call (its code fuses them), and its bound for numbers of a dtype."""
-        self._normed: set[tuple[int | None, str]] = set()
-        """Layers of which the norms of queries, keys and values were heard."""
+        self._normed: tuple[set[int | None], ...] = (set(), set(), set())
+        """Layers of which the norms of queries, of keys and of values were heard."""
+        self._states: dict[str, tuple[Any, ...]] = {}
+        """Core of an attention that was not heard -> queries and keys as they should be, [T, N, D]."""
         self._last = list(taps.calls)[-2:]
         self._order = 0 if window.first is None else window.first * _ORDERS
 
@@ -418,6 +426,9 @@ class _Run:
                 each.double().reshape(exact.shape).abs() for each in self._branches if each.numel() == exact.numel()
             ]
             bound = bounds.of_sum(sum(parts, exact.abs()), rounding) + self._of_branches(exact, rounding)
+            unheard = self._unheard.get((layer, EXPERTS))
+            if unheard is not None and unheard[0].numel() == exact.numel():
+                bound = bound + unheard[1](found.dtype).reshape(exact.shape)
             if judged(name, EXPERTS, layer, 0, found, exact, bound).ratio <= 1.0:
                 return None
             self._add(f"{name}.{EXPERTS}", EXPERTS, layer, found, exact, bound)
@@ -441,11 +452,13 @@ class _Run:
                 return give(module, args, kwargs, given)
             return None
 
-        def take(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def take(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = self._call(name, next_one=True)
             if call is None:
                 return None
             found = tensors_of(args, kwargs)
+            if are_experts(module) and len(found) > 2:
+                self._choice_taken(name, found, call)
             if name.rpartition(".")[2] != "rotary_emb" and _num_floating(call.takes) > _num_floating(found):
                 self.unjudged[name] = (
                     f"takes {_num_floating(call.takes)} tensors where the recorded model's takes {_num_floating(found)}"
@@ -523,6 +536,7 @@ class _Run:
         if call is None:
             given = original(module, *args, **kwargs)
             self._did_not_hear(name, given[0], self._core_unheard(args[:3], given, kwargs))
+            self._states = {name: tuple(state[0].transpose(0, 1) for state in args[:2])}
             return given
         states, takes = list(args[:3]), list(call.takes)
         order_D = _order_of_dimensions(states[:2], takes[:2])
@@ -538,17 +552,19 @@ class _Run:
             if turns:
                 bound = bounds.of_rotary(exact, self.first_position + len(exact), rounding)
             fused = self._unheard.get((layer, _QKV[slot]))
-            if fused is not None and (layer, _QKV_NORMS[slot]) not in self._normed:
+            if fused is not None and layer not in self._normed[slot]:
                 # A rotation moves an error between the two numbers of a pair.
                 bound = bound + math.sqrt(2.0) * fused[1](taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
                 # The same tables turn both: where queries are right and keys are not, keys were changed behind the rotary.
                 found = judged("", "", layer, 0, taken, exact, bound).ratio <= 1.0
-                kind = ROTARY if slot == 0 or found or not are_right else kind
+                # A rotation, or none at all, keeps the length of each head's vector.
+                keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
+                kind = ROTARY if slot == 0 or found or not are_right or bool(keeps.all()) else kind
                 are_right = found
-            name_here = f"layers.{layer}.{kind}" + (f".{'qk'[slot]}" if kind == ROTARY else "")
-            self._add(name_here, kind, layer, taken, exact, bound, (name, TAKES, slot))
+            where, kind = self._wrong_state(name, slot, kind, taken.double(), exact)
+            self._add(where, kind, layer, taken, exact, bound, (name, TAKES, slot))
             states[slot] = like(taken, state, heads_first=True)
         given = original(module, *states, *args[3:], **kwargs)
         found = call.gives[0]
@@ -573,12 +589,50 @@ class _Run:
         self._add(name, ATTENTION, layer, found, exact, bound.reshape(exact.shape), (self._called(name), GIVES, 0))
         return (like(found, given[0]), *given[1:])
 
+    def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
+        """The operator that makes wrong queries, keys or values, and its kind; both [T, N, D].
+
+        A rotation keeps the length of each head's vector: where that is another one and the norm before was not heard, it is the norm's.
+        """
+        norms = [
+            (name, kind_of(name))
+            for name in self._reference.operators
+            if name.startswith(f"{core.removesuffix(ATTENTION)}") and _NORMS[slot].search(name)
+        ]
+        if norms and layer_of(core) not in self._normed[slot]:
+            lengths, others = (each.norm(dim=-1) for each in (exact, found))
+            if float((others - lengths).abs().max()) > _OTHERWISE * float(lengths.amax()):
+                return norms[0]
+        return f"layers.{layer_of(core)}.{kind}" + (f".{'qk'[slot]}" if kind == ROTARY else ""), kind
+
+    def _wrong_before(self, layer: int | None) -> tuple[str, str] | None:
+        """The operator before the core of an attention that is code of its own, and its kind, where its queries or keys are wrong."""
+        for core, states in self._states.items():
+            taken = self._taps.multiplied.get(core)
+            if taken is None or layer_of(core) != layer or not self._reference.has_rotary:
+                continue
+            found = [_as_heads_of(each.double(), state) for each, state in zip(taken, states, strict=True)]
+            order_D = _order_of_dimensions([state.transpose(0, 1)[None] for state in states], found)
+            for slot, (each, exact) in enumerate(zip(found, states, strict=True)):
+                if each is None:
+                    continue
+                each = each if order_D is None else each[..., order_D]
+                # Scores are scaled anywhere: what is a multiple of the right numbers is right.
+                each = each / (float((each * exact).sum()) / float(exact.square().sum()) or 1.0)
+                bound = bounds.of_rotary(exact, self.first_position + len(exact), self._rounding(taken[slot].dtype))
+                if judged("", "", layer, 0, each, exact, bound).ratio > 2.0:
+                    scale = float(exact.norm() / each.norm().clamp_min(1e-300))
+                    return self._wrong_state(core, slot, ROTARY, each * scale, exact)
+        return None
+
     def _taken(self, name: str, slot: int, value: Any, call: Call) -> Any:
         """What goes into an operator, after what lies before it has been judged."""
         taken = call.takes[slot] if slot < len(call.takes) else None
         if taken is None or taken.numel() != value.numel():
             return value
         layer = layer_of(name)
+        if value.is_floating_point() and slot and are_experts(self._reference.operators[name]):
+            return like(taken, value)  # the weights of a choice, which are judged with it
         if value.is_floating_point():
             if name.rpartition(".")[2] == "rotary_emb":
                 return value  # of the hidden states it reads the dtype alone: what lies before them is judged where a layer takes them
@@ -593,6 +647,42 @@ class _Run:
             # In place: the same numbers are added to the residual stream later.
             return value.copy_(new)
         return new
+
+    def _choice_taken(self, name: str, found: Sequence[Any], call: Call) -> None:
+        """Judge the weights [T, S] that experts take where they are not those that the router gave, such as of a router that was not heard.
+
+        Tokens of another choice are passed over, unless they are more than rounding makes of any router.
+        """
+        if len(call.takes) != len(found):
+            return
+        ids, taken_ids = found[1], call.takes[1]
+        scores, taken = found[2], call.takes[2]
+        is_choice = not ids.is_floating_point() and scores.is_floating_point() and ids.shape == scores.shape
+        if (
+            not is_choice
+            or taken is None
+            or taken_ids is None
+            or taken_ids.shape != ids.shape
+            or taken.shape != ids.shape
+        ):
+            return
+        (sorted_ids, order), (taken_sorted, taken_order) = (each.sort(-1) for each in (ids, taken_ids))
+        exact, given = scores.gather(-1, order), taken.gather(-1, taken_order)
+        same = (sorted_ids == taken_sorted).all(-1)
+        if bool((given.double() == exact).all()) and bool(same.all()):
+            return
+        layer, rounding = layer_of(name), self._rounding(given.dtype)
+        where, kind = f"layers.{layer}.{ROUTER}", ROUTER
+        if float((~same).double().mean()) > _MOST_FLIPPED:
+            self._add_differing(where, kind, layer, ~same, given.numel())
+            return
+        bound = bounds.of_sum(exact.abs(), rounding, 8.0)
+        for (of, operator), (_, unheard) in self._unheard.items():
+            if of == layer and operator in ("gate", "router"):  # its logits' error is the weights', relative
+                logits = unheard(given.dtype)
+                logits = logits if isinstance(logits, float) else logits.reshape(len(exact), -1).amax(-1, keepdim=True)
+                bound = bound + 2.0 * logits * exact.abs()
+        self._add(where, kind, layer, given[same], exact[same], bound[same])
 
     def _is_apart(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
         """Judge what the first operators of a layer took against what the layer took, where these are not the same numbers."""
@@ -609,7 +699,8 @@ class _Run:
             self._branches = []
             rounding = self._rounding(entered.dtype)
             bound = bounds.of_sum(size, rounding) + self._of_branches(exact, rounding)
-            self._add(f"layers.{before}.{RESIDUAL}", RESIDUAL, before, entered, exact, bound)
+            kind = EMBEDDING if before is None else RESIDUAL
+            self._add(kind if before is None else f"layers.{before}.{kind}", kind, before, entered, exact, bound)
         exact = entered.double()
         bound = bounds.of_sum(exact.abs(), self._rounding(taken.dtype))
         self._add(f"{name}.{INPUT}", kind_of(name), layer, taken, exact, bound, point)
@@ -637,7 +728,20 @@ class _Run:
             bound = bound + self._of_branches(exact, rounding)
         elif kind == ATTENTION and layer not in self._attended:
             bound = bound + bounds.of_own_attention(exact, rounding)
-        self._add(f"layers.{of}.{kind}" if of is not None else f"{name}.{kind}", kind, of, taken, exact, bound, point)
+        kind = EMBEDDING if kind == RESIDUAL and of is None else kind
+        where = kind if kind == EMBEDDING else f"layers.{of}.{kind}" if of is not None else f"{name}.{kind}"
+        if kind == ACTIVATION and kind_of(name) not in _ENDS_OF_MLP:
+            for first in _FIRST_OF_MLP:  # of which the activation takes the result, as it is
+                unheard = self._unheard.get((layer, first))
+                if (
+                    unheard is not None
+                    and unheard[0].numel() == exact.numel()
+                    and bool((unheard[0].reshape(exact.shape) == exact).all())
+                ):
+                    where, kind = f"{name.rpartition('.')[0]}.{first}", first
+        if kind == ATTENTION and judged(where, kind, of, 0, taken, exact, bound).ratio > 1.0:
+            where, kind = self._wrong_before(layer) or (where, kind)
+        self._add(where, kind, of, taken, exact, bound, point)
 
     def _of_branches(self, exact: Any, rounding: Rounding) -> Any:
         """What the bound of a residual stream gets for MLPs and attentions that were not heard, such as one that is called in parts."""
@@ -658,10 +762,7 @@ class _Run:
         """The bound of what an operator gives that the execution did not call, for numbers of a dtype."""
 
         def bound(dtype: Any) -> Any:
-            weight = f"{name}.weight"
-            rounding = self._rounding(
-                dtype, weight=self._dtypes.get(weight), recorded=self._reference.recorded_dtypes.get(weight)
-            )
+            rounding = self._rounding(dtype, **self._weight_dtypes(name))
             found = bounds.of_module(module, takes, value, 0, rounding)
             return found if isinstance(found, float) else found.expand(value.shape)
 
@@ -711,6 +812,14 @@ class _Run:
         if kind_of(name) not in _ENDS_OF_MLP:  # the activation's own input
             return 0.0 if gate is None or not bool((gate[0] == exact).all()) else gate[1]
         up, total = of("up_proj"), 0.0
+        both = self._unheard.get((layer, "gate_up_proj"))
+        if both is not None and both[0].numel() == 2 * exact.numel():
+            of_both = both[1](taken.dtype)
+            of_both = both[0].new_full(both[0].shape, of_both) if isinstance(of_both, float) else of_both
+            gate, up = (
+                (value.reshape(exact.shape), bound.reshape(exact.shape))
+                for value, bound in zip(both[0].chunk(2, -1), of_both.expand(both[0].shape).chunk(2, -1), strict=True)
+            )
         if up is not None:
             total = (exact / up[0]).nan_to_num(0.0, 0.0, 0.0).abs() * up[1]
         if gate is not None and any((layer, each) in self._unheard for each in ("act_fn", "act", "activation_fn")):
@@ -747,8 +856,11 @@ class _Run:
         exact = tokens_first(value, given)
         if kind in (*_ENDS_OF_ATTENTION, *_ENDS_OF_MLP) or are_experts(module):
             self._branches.append(given)
-        if kind in _QKV_NORMS:
-            self._normed.add((layer, kind))
+        if kind in _ENDS_OF_ATTENTION and ".mlp" not in name:  # of attentions that call no function of transformers
+            self._attended.add(layer)
+        for layers, norm in zip(self._normed, _NORMS, strict=True):
+            if norm.search(name):
+                layers.add(layer)
         bound = self._bound(name, module, slot, value, takes, call, given)
         self._add(name, kind, layer, given, exact, bound, (self._called(name), GIVES, slot))
         return like(given, value)
@@ -765,17 +877,19 @@ class _Run:
         made_in: Any = None,
     ) -> Any:
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
-        rounding = self._rounding(
-            made_in or given.dtype, first.dtype, weight=self._weight_dtype(name, self._dtypes),
-            recorded=self._weight_dtype(name, self._reference.recorded_dtypes), adds=call.adds,
-        )  # fmt: skip
-        bound = bounds.of_module(module, takes, value, slot, rounding)
+        rounding = self._rounding(made_in or given.dtype, first.dtype, **self._weight_dtypes(name), adds=call.adds)
+        bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
         return bound if isinstance(bound, float) else tokens_first(bound.expand(value.shape), given)
 
-    @staticmethod
-    def _weight_dtype(name: str, dtypes: Mapping[str, Any]) -> Any:
-        """Of an operator's weight; beside adapters that of the projection."""
-        return dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
+    def _weight_dtypes(self, name: str) -> dict[str, Any]:
+        """Of an operator's weight in the execution (its coarsest one where it has none of that name), and of the recorded one; beside
+        adapters that of the projection.
+        """
+        of_run, of_trace = (
+            dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
+            for dtypes in (self._dtypes, self._reference.recorded_dtypes)
+        )
+        return {"weight": self._coarsest if of_run is None and of_trace is not None else of_run, "recorded": of_trace}
 
     def _chosen(
         self,
@@ -986,6 +1100,16 @@ def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
     return order_D if all(float((b[:, order_D] - a).norm() / a.norm()) <= _OTHERWISE for a, b in pairs) else None
 
 
+def _as_heads_of(found: Any, exact: Any) -> Any:
+    """Queries or keys [T, M, D] as [T, N, D], where heads are repeated for the queries of a group; None where they are not, or of other widths."""
+    if found.shape == exact.shape:
+        return found
+    if found.shape[-1] != exact.shape[-1] or found.shape[1] % exact.shape[1]:
+        return None
+    groups = found.unflatten(1, (exact.shape[1], -1))
+    return groups[:, :, 0] if bool((groups == groups[:, :, :1]).all()) else None
+
+
 def _num_floating(values: Sequence[Any]) -> int:
     return sum(value is not None and value.is_floating_point() for value in values)
 
@@ -1038,5 +1162,5 @@ def layer_of(name: str) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """What an operator is, by the last word of its name: q_proj, input_layernorm, act_fn and the like."""
-    return name.partition("#")[0].rpartition(".")[2]
+    """What an operator is, by the last word of its name: q_proj, input_layernorm, act_fn and the like; of a list its name."""
+    return re.sub(r"(\.\d+)+$", "", name.partition("#")[0]).rpartition(".")[2]

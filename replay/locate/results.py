@@ -84,6 +84,8 @@ class WeightDifference:
     """Largest absolute difference."""
     version: int | None
     """The policy version whose recorded tensor it is; None where it is none's."""
+    share: float = 1.0
+    """Of its numbers, how many differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

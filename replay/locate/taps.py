@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -17,6 +17,7 @@ import numpy as np
 
 from ..batching import ForwardBatch, PaddedBatch, SharedBatch
 from ..prefix_tree import TreeBatch
+from .own_attention import hearing
 
 ATTENTION = "attention"
 """What is appended to the name of an attention layer for its core: scores, mask, softmax and values, after the rotary."""
@@ -35,6 +36,8 @@ class Call:
     gives: tuple[Any, ...]
     adds: bool = False
     """Whether it takes two tensors and adds them first: `takes` has their sum as it was rounded, and it may go on unrounded."""
+    is_other_code: bool = False
+    """Whether it is computed here by other code than the recorded model's, which may round at each step."""
 
 
 @dataclass(slots=True)
@@ -47,6 +50,8 @@ class RowTaps:
     """Layer -> [T, H], what it took, where a layer is a module that is called."""
     mixed: dict[str, Any] = field(default_factory=dict)
     """Mixture of experts -> [T, H], what it gave."""
+    multiplied: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Attention that is code of its own -> queries and keys that it multiplies, [T, N, D] each; scaled and repeated, perhaps."""
 
 
 def places(batch: ForwardBatch, index: int) -> np.ndarray:
@@ -69,17 +74,19 @@ def shape_of(batch: ForwardBatch) -> tuple[int, int]:
     return (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
 
 
-def operators(model: Any, *, adapters_apart: bool = False) -> dict[str, Any]:
+def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str] = ()) -> dict[str, Any]:
     """Name -> module of everything in a model that computes and holds no other module; a mixture's experts are one.
 
-    So is a projection with its adapters, as it is where they are merged into it, unless they are to be `adapters_apart`.
+    So is a projection with its adapters, as it is where they are merged into it, unless they are to be `adapters_apart`, and so is
+    each of the names in `also`, whatever stands there: operators of another model that this one may compute in several modules, or not at all.
     """
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if not name or type(module).__name__ in _PASSED_OVER or name.startswith(whole or (" ",)):
+        is_named = name in also
+        if not name or name.startswith(whole or (" ",)) or (type(module).__name__ in _PASSED_OVER and not is_named):
             continue
-        if are_experts(module) or _is_router(module) or (is_adapted(module) and not adapters_apart):
+        if is_named or are_experts(module) or _is_router(module) or (is_adapted(module) and not adapters_apart):
             found[name] = module
             whole = (*whole, f"{name}.")
         elif not any(True for _ in module.children()):
@@ -102,6 +109,13 @@ def _is_router(module: Any) -> bool:
 def mixtures(model: Any) -> dict[str, Any]:
     """Name -> module of what holds experts, and adds up what they give, with a shared one where there is one."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
+
+
+def _is_other_code(module: Any, recorded: Any) -> bool:
+    """Whether a module computes an operator otherwise than the recorded model's module."""
+    if recorded is None:
+        return False
+    return "forward" in vars(module) or type(module).forward is not type(recorded).forward
 
 
 def is_adapted(module: Any) -> bool:
@@ -246,11 +260,24 @@ def attention_around(around: Around) -> Iterator[None]:
 class Taps:
     """Keeps what a model's operators take and give, for some rows of the forwards that run within it."""
 
-    def __init__(self, model: Any, wanted: Callable[[str], bool] = lambda name: True):
-        """`wanted` says of an operator's name whether it is kept."""
+    def __init__(
+        self,
+        model: Any,
+        wanted: Callable[[str], bool] = lambda name: True,
+        recorded: Mapping[str, Any] | None = None,
+        attentions: Sequence[str] = (),
+    ):
+        """`wanted` says of an operator's name whether it is kept; `recorded` are the recorded model's operators, and `attentions` the
+        names of its attention layers where this model's may be code of its own.
+        """
         self._model = model
         self._wanted = wanted
+        self._operators = operators(model, also=recorded or ())
+        self._other = {
+            name for name, module in self._operators.items() if _is_other_code(module, (recorded or {}).get(name))
+        }
         self._names = {id(module): name for name, module in model.named_modules()}
+        self._attentions = [name for name in attentions if name in self._names.values()]
 
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
@@ -289,9 +316,16 @@ class Taps:
         def keep(name: str, gives: list[Any]) -> None:
             takes = taken.pop(name)
             for index, taps in chosen.items():
-                taps.calls[_unused(name, taps.calls)] = Call(takes[index], tuple(kept(value, index) for value in gives))
+                taps.calls[_unused(name, taps.calls)] = Call(
+                    takes[index], tuple(kept(value, index) for value in gives), is_other_code=name in self._other
+                )
+
+        within: list[Any] = []
+        """The attention that runs, which is listened to for code of its own."""
 
         def around(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            for attention in within:
+                attention.pass_over()
             name = core_name(self._names.get(id(module), ""))
             if not self._wanted(name):
                 return original(module, *args, **kwargs)
@@ -299,6 +333,19 @@ class Taps:
             given = original(module, *args, **kwargs)
             keep(name, [given[0]])
             return given
+
+        def attending(_module: Any, _args: Any) -> None:
+            within.append(hearing(shape).__enter__())
+
+        def attended(name: str) -> Callable[..., None]:
+            def multiply(_module: Any, _args: Any, _given: Any) -> None:
+                attention = within.pop()
+                attention.__exit__(None, None, None)
+                for index, taps in chosen.items() if attention.states is not None else ():
+                    query, key = (of_tokens(each, shape, where[index], heads_first=True) for each in attention.states)
+                    taps.multiplied[name] = query, key
+
+            return multiply
 
         def mixing(name: str) -> Callable[..., None]:
             def mix(_module: Any, _args: Any, given: Any) -> None:
@@ -324,7 +371,12 @@ class Taps:
         for name, module in mixtures(self._model).items():
             if self._wanted(name):
                 handles.append(module.register_forward_hook(mixing(name)))
-        for name, module in operators(self._model).items():
+        for name in self._attentions:
+            if self._wanted(name):
+                module = self._model.get_submodule(name)
+                handles.append(module.register_forward_pre_hook(attending))
+                handles.append(module.register_forward_hook(attended(core_name(name)), always_call=True))
+        for name, module in self._operators.items():
             if self._wanted(name):
 
                 def before(_module: Any, args: Any, kwargs: Any, name: str = name) -> None:
@@ -341,6 +393,16 @@ class Taps:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def attention_layers(model: Any) -> list[str]:
+    """The names of the modules whose core attention is: those with a query's projection, or all of them at once."""
+    words = ("q_proj", "query_key_value", "c_attn", "qkv_proj")
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and any(hasattr(module, word) for word in words) and not name.endswith("mlp")
+    ]
 
 
 def core_name(attention: str) -> str:

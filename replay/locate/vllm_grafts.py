@@ -17,9 +17,9 @@ from ..recorded import RecordedRow
 from .exact_execution import ExactExecution
 from .exact_grafts import ExactGiver, ExactTaker
 from .execution import Execution
-from .grafts import Graft, as_given, attention_layers, cast
+from .grafts import Graft, as_given, cast
 from .reference import ROTARY
-from .taps import core_name, operators
+from .taps import attention_layers, core_name, operators
 from .vllm_execution import AnyExecution, Span, VllmExecution, names
 from .vllm_mixture import Select, in_order, is_mixture, selecting
 

@@ -249,6 +249,14 @@ def unscaled_logits(model):
     model.register_forward_hook(lambda _module, _args, given: given.__setitem__("logits", 1.5 * given.logits))
 
 
+def keys_not_turned(model):
+    def apply(query, key, cos, sin, **_):
+        first, second = query.chunk(2, -1)
+        return query * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None], key
+
+    with_other_names(model, apply_rotary_pos_emb=apply)
+
+
 PLANTED = [
     ("qwen3", no_norm, "layers.1.self_attn.q_norm"),
     ("qwen3", other_eps, "layers.2.post_attention_layernorm"),
@@ -256,6 +264,7 @@ PLANTED = [
     ("gemma2", no_cap, "layers.2.self_attn.attention"),
     ("gemma2", other_window, "layers.0.self_attn.attention"),
     ("llama", other_angles, "rotary_emb"),
+    ("llama", keys_not_turned, "layers.0.rotary.k"),
     ("llama", stronger_residual, "layers.1.residual"),
     ("qwen3", stale_tensor, "layers.2.mlp.up_proj"),
     ("llama", lower_precision, "layers.1.mlp.down_proj"),
@@ -265,7 +274,7 @@ PLANTED = [
     ("gpt_neox", other_activation, "layers.1.mlp.act"),
     ("gemma3", no_norm, "layers.1.self_attn.q_norm"),  # which takes heads before tokens
     ("granite", plain_branch, "layers.1.residual"),
-    ("granite", plain_embedding, "layers.0.input_layernorm.residual"),
+    ("granite", plain_embedding, "embedding"),
     ("qwen2_moe", fewer_experts, "layers.1.mlp.gate"),
     ("qwen2_moe", other_shared_gate, "layers.1.mlp.experts"),
     ("granite", unscaled_logits, "logits"),
@@ -509,6 +518,49 @@ def test_the_bound_of_a_layer_norm_allows_what_each_of_its_steps_rounds(dtype, l
     rounding = Rounding(given=dtype, taken=dtype, weight=dtype, recorded=dtype)
     bound = bounds.of_module(norm, (x.double(),), exact, 0, rounding)
     assert 0.3 < ((given.double() - exact).abs() / bound).max() < 1
+
+
+class RmsNorm(torch.nn.Module):
+    def __init__(self, length):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(length).div(2).add(1))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight.to(x.dtype)
+
+
+@pytest.mark.parametrize("length", [64, 1000])
+@torch.no_grad()
+def test_the_bound_of_other_code_of_an_rms_norm_allows_what_each_of_its_steps_rounds(length):
+    """transformers' own computes in float32 and rounds twice."""
+    torch.manual_seed(length)
+    norm, x = RmsNorm(length).bfloat16(), torch.randn(4000, length).bfloat16()
+    given, exact = norm(x).double(), norm.double()(x.double())
+    rounding = Rounding(given=torch.bfloat16, taken=torch.bfloat16, weight=torch.bfloat16, recorded=torch.bfloat16)
+    own, other = (
+        float(
+            (
+                (given - exact).abs()
+                / bounds.of_module(norm, (x.double(),), exact, 0, rounding, is_other_code=is_other)
+            ).max()
+        )
+        for is_other in (False, True)
+    )
+    assert own > 1
+    assert 0.2 < other < 1
+
+
+@torch.no_grad()
+def test_the_bound_of_a_norm_allows_numbers_below_the_range_of_float16():
+    """Rounded once before the weight, and once behind it."""
+    torch.manual_seed(0)
+    norm, x = RmsNorm(64).half(), torch.randn(4000, 64)
+    x[:, ::2] *= 1e-5
+    x = x.half()
+    normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).half()
+    given, exact = (norm.weight * normed).double(), norm.double()(x.double())
+    rounding = Rounding(given=torch.float16, taken=torch.float16, weight=torch.float16, recorded=torch.float16)
+    assert 0.3 < ((given - exact).abs() / bounds.of_module(norm, (x.double(),), exact, 0, rounding)).max() < 1
 
 
 def test_layers_and_sequences_can_be_chosen(traces):
