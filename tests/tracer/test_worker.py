@@ -60,7 +60,7 @@ def test_after_an_error_the_caller_is_not_held_up():
 def test_a_caller_who_is_faster_waits_before_what_it_adds_would_come_too_late(monkeypatch):
     """The clock goes on by what tasks take, and stands still while a busy machine runs something else."""
     now = [0.0]
-    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time))
     worker, late = Worker(max_bytes=1 << 30, max_wait_s=0.4), []
 
     def task(submitted):
