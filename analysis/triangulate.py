@@ -233,7 +233,7 @@ def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.
 
 def _measured(run: RecordedRun, steps: list[int], errors: dict[str, ErrorSums], held: bool) -> Triangulation:
     reference, own = next(iter(errors.items()))
-    found = _shares(own.groups, (TRAIN, ROLLOUT))
+    found = shares(own.groups, (TRAIN, ROLLOUT))
     return Triangulation(
         run=run.store.name,
         reference=reference,
@@ -267,12 +267,12 @@ def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInter
 
 def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
     """What is left of the gap where the replay takes the trainer's place: the engine's error against it."""
-    ((share, interval),) = _shares(sums.groups, (REMOVED,)).values()
+    ((share, interval),) = shares(sums.groups, (REMOVED,)).values()
     left = sums.sides[ROLLOUT].square
     return name, sqrt(left / sums.num_tokens), share, *(ends(interval) or (None, None))
 
 
-def _shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
+def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
     """Name of a column of groups -> its share of the gap's sum of squares, with its interval; NaN where that is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}

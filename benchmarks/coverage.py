@@ -30,6 +30,7 @@ from tim_trace.analysis.dynamics.fall import Outcome, find_fall
 from tim_trace.analysis.dynamics.laws import growths
 from tim_trace.analysis.dynamics.onsets import LEAST_SD
 from tim_trace.analysis.dynamics.quantities import Series
+from tim_trace.analysis.error_sums import GAP
 from tim_trace.analysis.gate.measured import QUANTILES, TAILS, quantile_cuts, resampled
 from tim_trace.analysis.gate.sums import LARGEST, SequenceColumns
 from tim_trace.analysis.objective.concentration import Carried
@@ -219,7 +220,8 @@ class Numbers:
             found["gate, framework", name] = jackknife(value, self._without(name), NOMINAL)
         groups_T = self.run.unit_N[self.row_T]
         for command, parts in (("triangulate", self.parts), ("triangulate, arm", self.removed)):
-            found |= {(command, name): ends for name, (_, ends) in shares(groups_T, parts, self.d_T).items()}
+            columns = {name: np.bincount(groups_T, part) for name, part in (parts | {GAP: self.d_T**2}).items()}
+            found |= {(command, name): ends for name, (_, ends) in shares(columns, list(parts)).items()}
         gap_N, left_N = (np.bincount(self.row_T, squares_T) for squares_T in (self.d_T**2, self.left_T))
         found["diagnose, replay", "removed"] = removed_interval(gap_N, left_N, self.run.unit_N)
         figures = estimates(chosen_figures(LOSS, KNOWN), totals_of(self.objective), 1, self.run.unit_N, NOMINAL)
