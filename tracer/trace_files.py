@@ -1,4 +1,4 @@
-"""The finished files of traces as a file system that DuckDB and Arrow read: names without patterns, every byte verified."""
+"""The finished files of traces as a file system that DuckDB and Arrow read: every byte is verified."""
 
 from __future__ import annotations
 
@@ -46,11 +46,6 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
     def url(name: str) -> str:
         """URL of a file or a pattern."""
         return f"{PROTOCOL}://{name}"
-
-    @property
-    def names(self) -> list[str]:
-        """Every name that was given."""
-        return list(self._files)
 
     @property
     def error(self) -> DamagedTrace | QueryFailed | None:

@@ -8,7 +8,6 @@ peak of a process of its own; requests are counted at s3fs, to a server on this 
 """
 
 import argparse
-import os
 import resource
 import sys
 import time
@@ -17,10 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import fsspec
 import numpy as np
-from measure import COUNT, ONE_STEP, counting
-from moto.server import ThreadedMotoServer
+from measure import COUNT, ONE_STEP, s3_server
 from tim_trace import __version__
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import Database
@@ -102,14 +99,7 @@ def on_disk(trace, steps, questions):
 
 def on_s3(trace, steps, questions):
     """Requests by their kind and seconds: to open, and to ask what is open."""
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
-    os.environ["AWS_ENDPOINT_URL"] = f"http://{host}:{port}"
-    filesystem = fsspec.filesystem("s3")
-    filesystem.mkdir("bucket")
-    requests = counting(filesystem)
+    server, filesystem, requests = s3_server()
     filesystem.put(str(trace), "s3://bucket/run", recursive=True)
     for name, question in {"open": None, **questions}.items():
         database = None if question is None else Database("s3://bucket/run")

@@ -112,12 +112,8 @@ def counting(filesystem):
     return requests
 
 
-def exponent(writers, seconds):
-    """How seconds grow with the number of writers."""
-    return np.polyfit(np.log(writers), np.log(seconds), 1)[0]
-
-
-def main(given):
+def s3_server():
+    """An S3 server on this machine, a file system of it with an empty `bucket`, and the requests that are made."""
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -126,6 +122,16 @@ def main(given):
     filesystem = fsspec.filesystem("s3")
     filesystem.mkdir("bucket")
     requests = counting(filesystem)
+    return server, filesystem, requests
+
+
+def exponent(writers, seconds):
+    """How seconds grow with the number of writers."""
+    return np.polyfit(np.log(writers), np.log(seconds), 1)[0]
+
+
+def main(given):
+    server, filesystem, requests = s3_server()
     middle = given.steps // 2
     flush_every = given.seals and given.steps // given.seals
     head = "writers  state      files   open_s    cpu  step_s    cpu  bytes   open_req  s      count_req  s      step_req  s"
