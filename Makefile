@@ -2,11 +2,12 @@
 # make demo-collapse  record the same training with an engine that goes wrong on the way, and ask why its reward falls
 # make demo-smollm2  record a GRPO run of a real pretrained model of 135 million parameters, and replay some of its steps (AVX-512 or a GPU)
 # make test    install everything, check style and types, run the tests on several workers; CI runs this
-# make test-all  the same and the slow tests, which repeat a behaviour in more settings; over an hour on two cores
+# make test-slow SHARD=1/8  an eighth of the slow tests, which repeat a behaviour in more settings; CI runs another one at each commit
+# make test-all  all tests; over an hour on two cores
 # make lint    style and types alone
 # make stress  the long forms of tests that kill processes, some minutes
 # make bench   the benchmarks, as ratios within one run
-# make bench-gpu  what a GPU gives, written into docs/gpu.md; where there is none, that it was not run
+# make bench-gpu  measure what a GPU gives and write docs/gpu.md; benchmarks/gpu.py --quick needs torch and transformers alone
 # make fuzz    damage traces at random in 5,000 ways and judge what every verb says to that
 # make docs    write the generated parts of docs/ anew
 # make outputs  run the commands whose output README.md and docs/ show on the demos, and write it anew; demo-smollm2 if it was made
@@ -43,7 +44,7 @@ INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	else $(NO_BROWSER); fi
 endif
 
-.PHONY: demo demo-collapse demo-smollm2 test test-all lint stress bench bench-gpu fuzz docs outputs clean
+.PHONY: demo demo-collapse demo-smollm2 test test-slow test-all lint stress bench bench-gpu fuzz docs outputs clean
 
 demo: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
@@ -85,6 +86,10 @@ runs/demo-collapse/trace.json:
 
 test: lint
 	$(PYTEST) -m "not slow"
+
+SHARD ?= 1/8
+test-slow: $(VENV)/test-installed
+	$(PYTEST) -m slow --shard $(SHARD)
 
 test-all: lint
 	$(PYTEST)

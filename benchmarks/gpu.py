@@ -1,21 +1,27 @@
-"""What a GPU gives: the noise of every dtype and attention kernel, CUDA graphs, batches, the exact engine, copies, and speed.
+"""Measure what a GPU gives: copies, digests, dtypes, attention kernels, the exact engine, locate, vLLM, and speed.
 
-    python benchmarks/gpu.py                                  # where there is a CUDA device; `make bench-gpu` does this
-    python benchmarks/gpu.py --device cpu --model tiny -o F   # the same program where there is none
+    python benchmarks/gpu.py                     # every part on the GPU; `make bench-gpu` does this
+    python benchmarks/gpu.py --quick             # small shapes and few arms, within eight minutes; also on a CPU
+    python benchmarks/gpu.py --parts replay --arms dtype=bf16 dtype=fp16 --limit 540 --results out/gpu.jsonl
 
-It writes docs/gpu.md. A part that cannot run says why in its place, and the others go on. Models have random weights: noise
-depends on the shapes and scales of a model, so these figures are of this one; speeds are those of its size.
+Needs torch and transformers; a part that needs vLLM says so in its rows. Each row is appended to the results file as soon as it
+is measured, and the page is written anew: a run that is cut off loses nothing. Rows that the results file already has are not
+measured again, so several short runs on borrowed machines make one page. Models have random weights: noise depends on a model's
+shapes and scales, so these figures are of this model; speeds are those of its size.
 """
 
 import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -27,24 +33,37 @@ SIZES = {
         "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     },
+    "0.1b": {
+        "vocab_size": 32768, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+    },
     "0.6b": {
         "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     },
 }  # fmt: skip
-SHAPES = {"tiny": (1, 16, 8, 24), "0.6b": (1, 64, 128, 384)}
-"""Steps, sequences a step, prompt and response tokens of a sequence."""
+SHAPES = {"tiny": (8, 16, 24), "0.1b": (16, 64, 128), "0.6b": (64, 128, 384)}
+"""Sequences, prompt and response tokens of step 1."""
+SMALL = {"tiny": (4, 8), "0.1b": (4, 32), "0.6b": (4, 64)}
+"""Sequences and response tokens of step 2, on which slow arms run; its prompts are as long."""
 ROWS = 8
 
-ARMS = [
-    "dtype=fp64", "dtype=fp32", "dtype=tf32", "dtype=bf16", "dtype=fp16", "dtype=bf16,lm-head=fp32",
-    *(f"dtype=bf16,attention={kernel}" for kernel in ("eager", "math", "flash", "efficient", "cudnn", "flex")),
-    "dtype=bf16,batch-size=1", "dtype=bf16,padding=packed", "dtype=bf16,compile=true", "dtype=bf16,mode=decode",
-    "dtype=bf16,deterministic=true", "dtype=bf16,quantize=int8", "dtype=bf16,quantize=fp8",
-    "engine=exact,dtype=bf16", "engine=exact,dtype=bf16,batch-size=1,mode=decode",
-    "engine=vllm,dtype=bf16", "engine=vllm,dtype=bf16,mode=decode",
-]  # fmt: skip
-REFERENCE = "dtype=fp64"
+KERNELS = ("eager", "math", "flash", "efficient", "cudnn", "flex")
+ARMS = {
+    **dict.fromkeys(("dtype=fp32", "dtype=tf32", "dtype=bf16", "dtype=fp16", "dtype=bf16,lm-head=fp32"), "1"),
+    **dict.fromkeys((f"dtype=bf16,attention={kernel}" for kernel in KERNELS), "1"),
+    **dict.fromkeys(("dtype=bf16,batch-size=1", "dtype=bf16,padding=packed", "dtype=bf16,deterministic=true"), "1"),
+    **dict.fromkeys(("dtype=bf16,quantize=int8", "dtype=bf16,quantize=fp8"), "1"),
+    **dict.fromkeys(("dtype=bf16,mode=decode", "dtype=bf16,compile=true", "engine=exact,dtype=bf16"), "2"),
+    "engine=exact,dtype=bf16,batch-size=1,mode=decode": "2",
+    **dict.fromkeys(("engine=vllm,dtype=bf16", "engine=vllm,dtype=bf16,mode=decode"), "2"),
+}
+"""Arm -> the step on which it runs."""
+QUICK_ARMS = (
+    "dtype=fp32", "dtype=bf16", "dtype=fp16", "dtype=bf16,attention=eager", "dtype=bf16,attention=math",
+    "dtype=bf16,attention=flash", "dtype=bf16,batch-size=1", "dtype=bf16,padding=packed", "engine=exact,dtype=bf16",
+)  # fmt: skip
+REFERENCE, BASE = "dtype=fp64", "dtype=bf16"
 
 ENGINES = {
     "CUDA graphs, batches of 64": {},
@@ -53,32 +72,124 @@ ENGINES = {
     "batch invariant, batches of 64": {"invariant": True},
     "batch invariant, one sequence at a time": {"invariant": True, "max_num_seqs": 1},
 }
-"""What vLLM samples with; greedy, so that sequences part only where bits do."""
+"""Settings with which vLLM samples greedily: sequences diverge only where bits do."""
 
 LAYERS, WIDTH, BATCH, TOKENS, ROUNDS = 12, 2048, 64, 512, 20
+RESULTS = Path(__file__).parents[1] / "runs" / "gpu.jsonl"
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+
+
+class OutOfTime(BaseException):
+    """The time limit has passed; no handler of `Exception` takes it for a failed row."""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", choices=tuple(SIZES), default="0.6b")
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parents[1] / "docs" / "gpu.md")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--model", choices=tuple(SIZES), help="default: 0.6b, with --quick 0.1b, on a CPU tiny")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms of the part `replay` (default: all)")
+    parser.add_argument("--quick", action="store_true", help="few arms and small shapes; --limit 450 unless given")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop after this time and name what was not run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines, one per measured row")
+    parser.add_argument(
+        "-o", "--output", type=Path, help=f"the page (default: {PAGE.name}, beside the results with --quick)"
+    )
     parser.add_argument("--sample", nargs=2, metavar=("FOLDER", "OPTIONS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.sample:
         _sample(*arguments.sample)
         return
-    parts = ["# On a GPU\n\n`make bench-gpu` measures this page and writes it.\n"]
-    if arguments.device == "cuda" and not _has_cuda():
-        titles = ", ".join(_title(part) for part in PARTS)
-        parts.append(f"It has not been run: no CUDA device was at hand. What it will hold: {titles}.\n")
-    else:
-        parts.append(_machine(arguments))
-        with tempfile.TemporaryDirectory() as room:
-            for part in PARTS:
-                print(part.__doc__.splitlines()[0], file=sys.stderr, flush=True)
-                parts.append(_or_why(part, arguments, Path(room)))
-    arguments.output.write_text("\n".join(parts), encoding="utf-8")
+    arguments.device = arguments.device or ("cuda" if _has_cuda() else "cpu")
+    if arguments.device == "cpu" and not arguments.quick and arguments.model is None:
+        parser.error("no CUDA device here; --quick measures small shapes on a CPU")
+    arguments.model = arguments.model or (
+        "tiny" if arguments.device == "cpu" else "0.1b" if arguments.quick else "0.6b"
+    )
+    arguments.limit = arguments.limit or (450 if arguments.quick else None)
+    arguments.arms = arguments.arms or list(QUICK_ARMS if arguments.quick else ARMS)
+    arguments.output = arguments.output or (arguments.results.with_suffix(".md") if arguments.quick else PAGE)
+    with tempfile.TemporaryDirectory() as room:
+        _run(arguments, Path(room))
+
+
+def _run(arguments, room):
+    """Measure the rows that the results file lacks, until the limit."""
+    results, machine = _read(arguments.results), _machine(arguments)
+    done = {(row["part"], row["row"]) for row in results if row["machine"] == machine}
+    wanted = [
+        (part, name, measure)
+        for part in arguments.parts
+        for name, measure in PARTS[part](arguments, room)
+        if (part, name) not in done
+    ]
+    if arguments.limit:
+        signal.signal(signal.SIGALRM, _stop)
+        signal.setitimer(signal.ITIMER_REAL, arguments.limit)
+    while wanted:
+        part, name, measure = wanted[0]
+        print(f"{part}: {name}", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        try:
+            row = {"cells": measure()}
+        except OutOfTime:
+            break
+        except Exception as error:  # a kernel that is not there is a result
+            row = {"why": _line(error)}
+        row = {"machine": machine, "part": part, "row": name, "seconds": time.perf_counter() - start} | row
+        results.append(row)
+        wanted.pop(0)
+        with suppress(OutOfTime):  # raised within the write, the next row sees it
+            _append(arguments.results, row)
+            arguments.output.write_text(_page(results, wanted), encoding="utf-8")
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    arguments.output.write_text(_page(results, wanted), encoding="utf-8")
+    print(f"wrote {arguments.output}; rows in {arguments.results}; {len(wanted)} not run", file=sys.stderr)
+
+
+def _stop(*_):
+    signal.setitimer(signal.ITIMER_REAL, 1)  # once more, should something swallow this one
+    raise OutOfTime
+
+
+def _read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _append(path, row):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _page(results, wanted):
+    """The page of all results, by machine and part."""
+    parts = [
+        "# On a GPU\n\n`make bench-gpu` measures this page and writes it; `benchmarks/gpu.py` says how, in parts.\n"
+    ]
+    for machine in dict.fromkeys(row["machine"] for row in results):
+        rows = [row for row in results if row["machine"] == machine]
+        parts.append(f"Measured on {machine}\n")
+        for part, rows_of in PARTS.items():
+            measured = [row for row in rows if row["part"] == part]
+            if measured:
+                title, _, lead = rows_of.__doc__.partition("\n\n")
+                lead = "\n".join(line.strip() for line in lead.strip().splitlines())
+                parts.append(f"## {title.rstrip('.')}\n\n{lead}\n\n{_table(measured)}")
+    if wanted:
+        parts.append("Not run, for want of time: " + ", ".join(f"{part} `{name}`" for part, name, _ in wanted) + ".\n")
+    return "\n".join(parts)
+
+
+def _table(rows):
+    columns = list(dict.fromkeys(name for row in rows for name in row.get("cells", {}))) or ["result"]
+    lines = [["", "seconds", *columns], ["---"] * (len(columns) + 2)]
+    for row in rows:
+        cells = row.get("cells") or {columns[0]: f"not run: {row['why']}"}
+        lines.append([f"`{row['row']}`", f"{row['seconds']:.1f}", *(cells.get(column, "") for column in columns)])
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def _has_cuda():
@@ -91,143 +202,14 @@ def _machine(arguments):
     import torch
 
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
+    cuda = f", CUDA {torch.version.cuda}" if arguments.device == "cuda" else ""
     return (
-        f"{where}; torch {torch.__version__}, CUDA {torch.version.cuda}; a Qwen3 of the size {arguments.model} with random weights. A "
-        "part that could not run says why.\n"
+        f"{where}; torch {torch.__version__}{cuda}; a Qwen3 of the size {arguments.model} with random bfloat16 weights."
     )
-
-
-def _title(part):
-    return part.__doc__.splitlines()[0]
-
-
-def _or_why(part, arguments, room):
-    """The text of a part, or why it has none."""
-    title, lead = _title(part), "\n".join(line.strip() for line in part.__doc__.splitlines()[1:]).strip()
-    try:
-        table = part(arguments, room)
-    except Exception as error:  # the others go on
-        table = f"Not run: {_line(error)}\n"
-    return f"## {title}\n\n{lead}\n\n{table}" if lead else f"## {title}\n\n{table}"
 
 
 def _line(error):
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-
-
-def _table(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
-
-
-def _model(arguments):
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES[arguments.model], dtype="float32")).eval()
-
-
-def _sequences(arguments):
-    steps, count, prompt, response = SHAPES[arguments.model]
-    vocab = SIZES[arguments.model]["vocab_size"]
-    return [list(np.random.default_rng(seed).integers(0, vocab, (count, prompt + response))) for seed in range(steps)]
-
-
-def _trace(arguments, room):
-    """A trace of the model and its sequences, made once."""
-    trace = room / "run"
-    if not trace.exists():
-        prompt = SHAPES[arguments.model][2]
-        record_steps(trace, _model(arguments).to("cpu"), _sequences(arguments), prompt, ROWS)
-    return trace
-
-
-def _arms(arguments, room):
-    """Arms of a replay
-
-    d is against fp64 on the same device, in nats; equal: the share of tokens with the bits of the arm `dtype=bf16`. Seconds
-    have loading and writing in them.
-    """
-    from tim_trace.analysis.trace.database import Database
-    from tim_trace.replay.engine import replay
-
-    trace, taken, why = _trace(arguments, room), {}, {}
-    for arm in ARMS:
-        start = time.perf_counter()
-        try:
-            replay(trace, arm=[f"{arm},name={_name(arm)}"])
-            taken[arm] = time.perf_counter() - start
-        except Exception as error:  # a kernel that is not there is a result
-            why[arm] = _line(error)
-    rows = []
-    for arm in ARMS:
-        if arm in why:
-            rows.append((f"`{arm}`", f"not run: {why[arm]}", "", "", "", ""))
-            continue
-        row = [f"`{arm}`", f"{taken[arm]:.1f}", "", "", "", ""]
-        name = f"replay/{_name(arm)}"
-        if REFERENCE in taken:
-            mean, rms, largest = (
-                Database(trace)
-                .ask(
-                    f"SELECT avg(abs(d)), sqrt(avg(d * d)), max(abs(d)) FROM pair('{name}', 'replay/{_name(REFERENCE)}')"
-                )
-                .rows[0]
-            )
-            row[2:5] = [f"{mean:.3g}", f"{rms:.3g}", f"{largest:.3g}"]
-        if "dtype=bf16" in taken:
-            ((equal,),) = (
-                Database(trace)
-                .ask(f"SELECT avg((d = 0)::INT) FROM pair('{name}', 'replay/{_name('dtype=bf16')}')")
-                .rows
-            )
-            row[5] = f"{equal:.4f}"
-        rows.append(row)
-    return _table(["arm", "seconds", "mean abs d", "rms d", "max abs d", "equal"], rows)
-
-
-def _name(arm):
-    return arm.replace("=", "-").replace(",", "_")
-
-
-def _throughput(arguments, room):
-    """Tokens a second
-
-    Prompt and response tokens of one pass over all sequences, the median of three; loading left out where it can be.
-    """
-    import torch
-    from tim_trace.replay.engine import replay
-
-    trace, sequences = _trace(arguments, room), _sequences(arguments)
-    prompt = SHAPES[arguments.model][2]
-    model = _model(arguments).to(arguments.device, torch.bfloat16)
-    total = sum(len(ids) for step in sequences for ids in step)
-
-    def bare():
-        for step in sequences:
-            for start in range(0, len(step), ROWS):
-                ids_BW = torch.from_numpy(np.stack(step[start : start + ROWS])).to(arguments.device)
-                with torch.no_grad():
-                    logits_BTV = model(ids_BW, logits_to_keep=ids_BW.shape[1] - prompt + 1).logits[:, :-1]
-                    torch.log_softmax(logits_BTV.float(), -1).gather(-1, ids_BW[:, prompt:, None]).cpu()
-
-    bare()
-    bare_s = [_seconds(bare) for _ in range(3)]
-    replay_s = [_seconds(lambda n=n: replay(copy_of(trace, n), arm=["dtype=bf16"])) for n in range(3)]
-    rows = [
-        ("transformers, a bare loop in bf16", f"{total / statistics.median(bare_s):,.0f}"),
-        (
-            "`tim-trace replay --dtype bf16`, the model loaded twice and the identity arm beside it",
-            f"{total / statistics.median(replay_s):,.0f}",
-        ),
-    ]
-    try:
-        found = _engine_run(arguments, room, {"score": True})
-        rows.append(("vLLM, `prompt_logprobs`", f"{total / statistics.median(found['seconds']):,.0f}"))
-    except RuntimeError as error:
-        rows.append(("vLLM, `prompt_logprobs`", f"not run: {error}"))
-    return _table(["", "tokens a second"], rows)
 
 
 def _seconds(function):
@@ -236,90 +218,64 @@ def _seconds(function):
     return time.perf_counter() - start
 
 
-def _engines(arguments, room):
-    """CUDA graphs and batch invariance of vLLM
+def _middle(values, form):
+    return {"median": f"{statistics.median(values):{form}}", "range": f"{min(values):{form}} to {max(values):{form}}"}
 
-    Greedy samples of the same prompts: how many sequences have the tokens of the first row, and of their tokens the share with
-    equal logprobs and the mean difference, in nats.
+
+@cache
+def _model(size):
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES[size], dtype="bfloat16")).eval()
+    for parameter in model.parameters():  # the rotary's frequencies stay in float32
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def _sequences(size):
+    """Token ids of the sequences of both steps."""
+    vocab, prompt = SIZES[size]["vocab_size"], SHAPES[size][1]
+    shapes = ((SHAPES[size][0], SHAPES[size][2]), SMALL[size])
+    return [
+        list(np.random.default_rng(seed).integers(0, vocab, (count, prompt + response)))
+        for seed, (count, response) in enumerate(shapes)
+    ]
+
+
+@cache
+def _trace(size, room):
+    """A trace of the model and its two steps."""
+    record_steps(room / "run", _model(size).to("cpu"), _sequences(size), SHAPES[size][1], ROWS)
+    return room / "run"
+
+
+def _recording(arguments, room):
+    """Recording from the device.
+
+    A loop of matrix products with a recorder beside it over the same loop alone, in turn; the calls on the thread that trains;
+    and what digests, weights and the optimizer's statistics of the whole model take.
     """
-    rows, first = [], None
-    for name, options in ENGINES.items():
-        try:
-            found = _engine_run(arguments, room, options)["samples"]
-        except RuntimeError as error:
-            rows.append((name, f"not run: {error}", "", ""))
-            continue
-        first = first or found
-        same = [(a, b) for a, b in zip(found, first, strict=True) if a["ids"] == b["ids"]]
-        d = np.abs(np.concatenate([np.subtract(a["logprobs"], b["logprobs"]) for a, b in same] or [np.zeros(0)]))
-        if len(d):
-            rows.append((name, f"{len(same)} of {len(found)}", f"{np.mean(d == 0):.4f}", f"{d.mean():.3g}"))
-        else:
-            rows.append((name, f"0 of {len(found)}", "", ""))
-    return _table(["engine", "same tokens", "equal logprobs", "mean abs d"], rows)
+    return [
+        ("a step with recording over one without", partial(_copies, arguments, room, "ratio")),
+        ("calls in the thread that trains, ns a token", partial(_copies, arguments, room, "calls")),
+        (
+            "values overwritten right after the call: tokens that were recorded changed",
+            partial(_overwritten, arguments, room),
+        ),
+        ("digests of the model, ms", partial(_digests, arguments)),
+        ("add_weights of the model, ms in the thread that trains", partial(_weights, arguments, room)),
+        ("add_optimizer of the model, ms", partial(_optimizer, arguments, room)),
+    ]
 
 
-def _engine_run(arguments, room, options):
-    """What an engine in a process of its own gives. Raises RuntimeError with the last line that it wrote."""
-    from tim_trace.analysis.weights import export
-
-    folder = room / "model"
-    if not folder.exists():
-        export(_trace(arguments, room), 0, folder, dtype="bf16")
-    result = room / "engine.json"
-    result.unlink(missing_ok=True)
-    given = options | {"result": str(result), "model": arguments.model, "device": arguments.device}
-    env = os.environ | ({"VLLM_BATCH_INVARIANT": "1"} if options.get("invariant") else {})
-    done = subprocess.run(
-        [sys.executable, __file__, "--sample", folder, json.dumps(given)],
-        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
-    if not result.exists():
-        raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
-    return json.loads(result.read_text())
-
-
-def _sample(folder, options):
-    """In a process of its own: let vLLM sample, or score, and write what it gives."""
-    from vllm import LLM, SamplingParams
-
-    given = json.loads(options)
-    arguments = argparse.Namespace(model=given["model"])
-    prompt, response = SHAPES[given["model"]][2:]
-    engine = LLM(
-        model=folder, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=given.get("enforce_eager", False),
-        max_num_seqs=given.get("max_num_seqs", 64), max_model_len=prompt + response + 8, seed=0,
-    )  # fmt: skip
-    sequences = [ids.tolist() for step in _sequences(arguments) for ids in step]
-    found = {}
-    if given.get("score"):
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        prompts = [{"prompt_token_ids": ids} for ids in sequences]
-        engine.generate(prompts[:2], params, use_tqdm=False)
-        found["seconds"] = [_seconds(lambda: engine.generate(prompts, params, use_tqdm=False)) for _ in range(3)]
-    else:
-        params = SamplingParams(temperature=0.0, max_tokens=response, logprobs=0, detokenize=False, ignore_eos=True)
-        outputs = engine.generate([{"prompt_token_ids": ids[:prompt]} for ids in sequences], params, use_tqdm=False)
-        found["samples"] = [
-            {
-                "ids": list(output.outputs[0].token_ids),
-                "logprobs": [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs],
-            }
-            for output in outputs
-        ]
-    Path(given["result"]).write_text(json.dumps(found))
-
-
-def _copies(arguments, room):
-    """Recording from the device
-
-    A loop of matrix products on the device with a recorder beside it, over the same loop alone, in turn; and the time of the
-    calls in the thread that trains.
-    """
+@cache
+def _copied(device, room):
+    """Seconds of rounds alone, with recording, and of the recorder's calls."""
     import torch
     from tim_trace.tracer.recorder import Recorder
 
-    device = arguments.device
     layers, width, batch = (LAYERS, WIDTH, BATCH) if device == "cuda" else (2, 256, 8)
     weights = [torch.randn(width, width, device=device) for _ in range(layers)]
     logprobs = -torch.rand(batch, TOKENS, device=device)
@@ -345,22 +301,272 @@ def _copies(arguments, room):
                 train()
 
             recorded.append(_seconds(with_recording))
-    share = ratios(recorded[2:], alone[2:])
-    per_token = [took / (batch * TOKENS * 2) * 1e9 for took in calls[2:]]
-    return _table(
-        ["", "median", "range"],
-        [
-            ("a step with recording over one without", *_middle(share, ".3f")),
-            ("calls in the thread that trains, ns a token", *_middle(per_token, ".1f")),
-        ],
+    return alone[2:], recorded[2:], [took / (batch * TOKENS * 2) * 1e9 for took in calls[2:]]
+
+
+def _copies(arguments, room, which):
+    alone, recorded, per_token = _copied(arguments.device, room)
+    return _middle(ratios(recorded, alone), ".3f") if which == "ratio" else _middle(per_token, ".1f")
+
+
+def _overwritten(arguments, room):
+    import torch
+    from tim_trace.analysis.trace.database import Database
+    from tim_trace.tracer.recorder import Recorder
+
+    logprobs = -torch.rand(BATCH, TOKENS, device=arguments.device)
+    given = logprobs.to("cpu", copy=True)
+    with Recorder(room / "overwritten") as recorder:
+        for step in range(1, 9):
+            batch = recorder.add_sequences(
+                step=step, seq_ids=range(BATCH), response_ids=torch.zeros(BATCH, TOKENS).int()
+            )
+            recorder.add_scores("train", batch, logprobs=logprobs)
+            logprobs.fill_(0)
+            logprobs.copy_(given, non_blocking=True)
+    query = "SELECT logprobs FROM scores ORDER BY step, seq_id::INT"
+    rows = np.array([row for (row,) in Database(room / "overwritten").ask(query).rows], np.float32)
+    wrong = int((rows.reshape(8, BATCH, TOKENS) != given.numpy()).sum())
+    return {"median": f"{wrong} of {rows.size:,}"}
+
+
+def _repeated(device, function):
+    """Milliseconds of five calls after one more, each with all that the device still had to do."""
+    import torch
+
+    def call():
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    call()
+    return _middle([_seconds(call) * 1e3 for _ in range(5)], ".1f")
+
+
+def _digests(arguments):
+    from tim_trace.tracer.weights.digests import digest
+
+    model = _model(arguments.model).to(arguments.device)
+    return _repeated(arguments.device, lambda: [digest(tensor) for tensor in model.state_dict().values()])
+
+
+def _weights(arguments, room):
+    import torch
+    from tim_trace.tracer.recorder import Recorder
+
+    state = dict(_model(arguments.model).to(arguments.device).state_dict())
+    taken = []
+    with Recorder(room / "weights") as recorder:
+        for version in range(4):
+            if arguments.device == "cuda":
+                torch.cuda.synchronize()
+            taken.append(_seconds(partial(recorder.add_weights, version, state)) * 1e3)
+            recorder.flush()
+            next(iter(state.values())).add_(1e-3)
+    return _middle(taken, ".1f")
+
+
+def _optimizer(arguments, room):
+    import torch
+    from tim_trace.tracer.recorder import Recorder
+
+    parameters = [
+        value.detach().clone().to(arguments.device).requires_grad_() for value in _model(arguments.model).parameters()
+    ]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    steps = iter(range(1, 10))
+    with Recorder(room / "optimizer") as recorder:
+        return _repeated(arguments.device, lambda: recorder.add_optimizer(next(steps), optimizer))
+
+
+def _replay(arguments, room):
+    """Arms of a replay.
+
+    d is against fp64 on the same device, in nats; equal: the share of tokens with the bits of the arm `dtype=bf16`. Seconds
+    have loading and writing in them. Decode, compile, the exact engine and vLLM run on four short sequences.
+    """
+    return [(arm, partial(_arm, arguments.model, room, arm)) for arm in arguments.arms]
+
+
+def _name(arm):
+    return arm.replace("=", "-").replace(",", "_")
+
+
+@cache
+def _replayed(size, room, arm, step):
+    from tim_trace.replay.engine import replay
+
+    return _seconds(lambda: replay(_trace(size, room), steps=step, arm=[f"{arm},name={_name(arm)}"]))
+
+
+def _arm(size, room, arm):
+    from tim_trace.analysis.trace.database import Database
+
+    step = ARMS.get(arm, "2")
+    for other in (REFERENCE, BASE):
+        _replayed(size, room, other, step)
+    took = _replayed(size, room, arm, step)
+    query = (
+        "SELECT count(*), avg(abs(d)), sqrt(avg(d * d)), max(abs(d)), avg((d = 0)::INT) FROM pair('replay/{}', 'replay/{}') "
+        f"WHERE step = {step}"
+    )
+    ask = Database(_trace(size, room)).ask
+    tokens, mean, rms, largest, _ = ask(query.format(_name(arm), _name(REFERENCE))).rows[0]
+    *_, equal = ask(query.format(_name(arm), _name(BASE))).rows[0]
+    return {
+        "replay s": f"{took:.1f}", "tokens": f"{tokens:,}", "mean abs d": f"{mean:.3g}", "rms d": f"{rms:.3g}",
+        "max abs d": f"{largest:.3g}", "equal": f"{equal:.4f}",
+    }  # fmt: skip
+
+
+def _locate(arguments, room):
+    """Locate.
+
+    The first operator beyond its bound between two executions, and the largest error in units of its bound: rounding alone stays
+    below 1.
+    """
+    pairs = {
+        "dtype=bf16 against dtype=fp64": ("dtype=bf16", "dtype=fp64"),
+        "dtype=bf16 against dtype=bf16,attention=math": ("dtype=bf16", "dtype=bf16,attention=math"),
+    }
+    return [(name, partial(_located, arguments.model, room, *arms)) for name, arms in pairs.items()]
+
+
+def _located(size, room, arm, against):
+    from tim_trace.replay.locate.engine import locate
+
+    found = locate(_trace(size, room), steps="2", arm=arm, against=against, sequences="2")
+    return {
+        "diverges at": found.first.operator if found.first else "nothing but rounding",
+        "largest error over its bound": f"{max(each.ratio for each in found.operators):.3g}",
+        "mean abs d": f"{found.mean_abs_d:.3g}",
+    }
+
+
+def _throughput(arguments, room):
+    """Tokens a second.
+
+    Prompt and response tokens of one pass over step 1, the median of three.
+    """
+    return [
+        ("transformers, a bare loop in bf16", partial(_bare, arguments)),
+        ("replay of the arm dtype=bf16, model loaded, identity arm beside it", partial(_replay_speed, arguments, room)),
+        ("vLLM, prompt_logprobs", partial(_vllm_speed, arguments, room)),
+    ]
+
+
+def _speed(size, seconds):
+    count, prompt, response = SHAPES[size]
+    return {"tokens a second": f"{count * (prompt + response) / statistics.median(seconds):,.0f}"}
+
+
+def _bare(arguments):
+    import torch
+
+    prompt, (sequences, _) = SHAPES[arguments.model][1], _sequences(arguments.model)
+    model = _model(arguments.model).to(arguments.device)
+
+    def bare():
+        for start in range(0, len(sequences), ROWS):
+            ids_BW = torch.from_numpy(np.stack(sequences[start : start + ROWS])).to(arguments.device)
+            with torch.no_grad():
+                logits_BTV = model(ids_BW, logits_to_keep=ids_BW.shape[1] - prompt + 1).logits[:, :-1]
+                torch.log_softmax(logits_BTV.float(), -1).gather(-1, ids_BW[:, prompt:, None]).cpu()
+
+    bare()
+    return _speed(arguments.model, [_seconds(bare) for _ in range(3)])
+
+
+def _replay_speed(arguments, room):
+    from tim_trace.replay.engine import replay
+
+    fresh = iter([copy_of(_trace(arguments.model, room), number) for number in range(3)])
+    return _speed(
+        arguments.model, [_seconds(lambda: replay(next(fresh), steps="1", arm=["dtype=bf16"])) for _ in range(3)]
     )
 
 
-def _middle(values, form):
-    return f"{statistics.median(values):{form}}", f"{min(values):{form}} to {max(values):{form}}"
+def _vllm_speed(arguments, room):
+    return _speed(arguments.model, _engine_run(arguments, room, {"score": True})["seconds"])
 
 
-PARTS = (_copies, _arms, _throughput, _engines)
+def _engines(arguments, room):
+    """CUDA graphs and batch invariance of vLLM.
+
+    Greedy samples of the same prompts: how many sequences have the tokens of the first row, and of their tokens the share with
+    equal logprobs and the mean difference, in nats.
+    """
+    first = cache(partial(_engine_run, arguments, room, {}))
+    return [(name, partial(_engine, arguments, room, options, first)) for name, options in ENGINES.items()]
+
+
+def _engine(arguments, room, options, first):
+    base = first()["samples"]
+    found = _engine_run(arguments, room, options)["samples"] if options else base
+    same = [(a, b) for a, b in zip(found, base, strict=True) if a["ids"] == b["ids"]]
+    cells = {"same tokens": f"{len(same)} of {len(found)}"}
+    if same:
+        d = np.abs(np.concatenate([np.subtract(a["logprobs"], b["logprobs"]) for a, b in same]))
+        cells |= {"equal logprobs": f"{np.mean(d == 0):.4f}", "mean abs d": f"{d.mean():.3g}"}
+    return cells
+
+
+def _engine_run(arguments, room, options):
+    """Return what an engine gives in a process of its own. Raises RuntimeError with the last line that it wrote."""
+    from tim_trace.analysis.weights import export
+
+    folder = room / "model"
+    if not folder.exists():
+        export(_trace(arguments.model, room), 0, folder, dtype="bf16")
+    result = room / "engine.json"
+    result.unlink(missing_ok=True)
+    given = options | {"result": str(result), "model": arguments.model, "device": arguments.device}
+    env = os.environ | ({"VLLM_BATCH_INVARIANT": "1"} if options.get("invariant") else {})
+    done = subprocess.run(
+        [sys.executable, __file__, "--sample", folder, json.dumps(given)],
+        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if not result.exists():
+        raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+    return json.loads(result.read_text())
+
+
+def _sample(folder, options):
+    """In a process of its own: let vLLM sample, or score, and write what it gives."""
+    from vllm import LLM, SamplingParams
+
+    given = json.loads(options)
+    _, prompt, response = SHAPES[given["model"]]
+    engine = LLM(
+        model=folder, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=given.get("enforce_eager", False),
+        max_num_seqs=given.get("max_num_seqs", 64), max_model_len=prompt + response + 8, seed=0,
+    )  # fmt: skip
+    sequences = [ids.tolist() for ids in _sequences(given["model"])[0]]
+    found = {}
+    if given.get("score"):
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompts = [{"prompt_token_ids": ids} for ids in sequences]
+        engine.generate(prompts[:2], params, use_tqdm=False)
+        found["seconds"] = [_seconds(lambda: engine.generate(prompts, params, use_tqdm=False)) for _ in range(3)]
+    else:
+        params = SamplingParams(temperature=0.0, max_tokens=response, logprobs=0, detokenize=False, ignore_eos=True)
+        outputs = engine.generate([{"prompt_token_ids": ids[:prompt]} for ids in sequences], params, use_tqdm=False)
+        found["samples"] = [
+            {
+                "ids": list(output.outputs[0].token_ids),
+                "logprobs": [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs],
+            }
+            for output in outputs
+        ]
+    Path(given["result"]).write_text(json.dumps(found))
+
+
+PARTS = {
+    "recording": _recording, "replay": _replay, "locate": _locate, "throughput": _throughput, "engines": _engines,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What holds for every test: few threads, which worker runs it, and the data of tests."""
+"""What holds for every test: few threads, which worker and which shard runs it, and the data of tests."""
 
+import json
 import os
 import shutil
 import signal
@@ -31,12 +32,41 @@ for number, handler in (
 DATA = Path(__file__).parent / "data"
 
 
-def pytest_collection_modifyitems(items):
-    """Put long files first, so that workers, each given a file at a time, end at about the same time."""
+def pytest_addoption(parser):
+    parser.addoption("--shard", default="1/1", metavar="K/N", help="run the K-th of N parts of about equal duration")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files without a GPU test under `-m gpu`: a borrowed GPU machine may lack what they import."""
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
+        return True if "mark.gpu" not in collection_path.read_text() else None
+    return None
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the shard's files, long ones first: each worker takes a file at a time, and all should end together."""
+    files = _files_of_shard(items, *map(int, config.option.shard.split("/")))
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+    items[:] = [item for item in items if item.path in files]
     sizes = Counter(item.path for item in items)
     starts_programs = {item.path for item in items if item.get_closest_marker("engine")}
     of_two_long_tests = {item.path for item in items if item.path.name == "test_fuzz.py"}
     items.sort(key=lambda item: (item.path not in starts_programs | of_two_long_tests, -sizes[item.path]))
+
+
+def _files_of_shard(items, shard, num_shards):
+    """Return the files of one shard: each file, longest first, goes to the shard with the least seconds so far."""
+    measured = json.loads((Path(__file__).parent / "slow_seconds.json").read_text())
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    tests = Path(__file__).parent
+    seconds = {
+        path: measured.get(path.relative_to(tests).as_posix(), 5 * num_slow[path]) for path in {i.path for i in items}
+    }
+    shards = [(0.0, number, []) for number in range(1, num_shards + 1)]
+    for path in sorted(seconds, key=lambda path: (-seconds[path], path)):
+        total, number, paths = min(shards)
+        shards[number - 1] = (total + seconds[path], number, [*paths, path])
+    return set(shards[shard - 1][2])
 
 
 @pytest.fixture(scope="session", autouse=True)
