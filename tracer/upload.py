@@ -7,8 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..schemas.checksums import whole_hash
-from ..schemas.errors import StorageError, TraceExists
+from ..schemas.errors import StorageError, TimTraceError, TraceExists
 from ..schemas.layout import INDEX, JOURNAL, MANIFEST, TEMPORARY_PREFIX, WRITERS
+from ..schemas.writer_state import parse_writer_state
 from .index import write_index
 from .progress import Progress, no_progress
 from .store import Store, first_line
@@ -29,27 +30,40 @@ class Upload:
         """Path -> what was sent: bytes of a file that never changes, and the hash of a writer's state."""
         self._num_indexed = 0
         """Files that were sent when the index was."""
+        self.num_bytes = 0
+        """Bytes sent so far, of a file on its way too: while this grows, the storage answers."""
 
-    def refuse_other(self) -> None:
-        """Raise TraceExists where something lies at the URL, and StorageError where it cannot be reached."""
+    def has_part_of(self, run_id: str | None) -> bool:
+        """Return whether the URL holds a part of this run. Raises TraceExists if it holds anything else, and StorageError."""
         try:
             there = next(iter(self._store.filesystem.find(self._store.root)), None)
         except FileNotFoundError:
-            return
+            return False
         except Exception as error:  # whatever a file system's library raises
             raise StorageError(
                 f"{self.url}: cannot be reached ({first_line(error)}); check the URL and your access"
             ) from error
-        if there is not None:
+        if there is not None and (run_id is None or self._run_there() != run_id):
             raise TraceExists(f"{self.url}: something lies there already; name another URL, or remove it")
+        return there is not None
 
-    def send(self, progress: Progress = no_progress) -> None:
-        """Send what is finished and was not sent yet. Raises StorageError after several tries.
+    def _run_there(self) -> str | None:
+        with contextlib.suppress(TimTraceError):
+            return self._store.manifest().run_id
+        return None
+
+    def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
+        """Send what is finished and was not sent yet. Raises StorageError after `tries` attempts at one file.
 
         Files go before the states that account for them. Journals stay here: what they hold goes once it is sealed.
         """
         source = Store(self.folder)
-        states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
+        states = {
+            f"{WRITERS}/{name}": _without_journals(
+                source.read_json(f"{WRITERS}/{name}"), source.shown(f"{WRITERS}/{name}")
+            )
+            for name in source.files(WRITERS)
+        }
         files = {
             path: size
             for path, size in source.walk("").items()
@@ -58,15 +72,15 @@ class Upload:
         }
         with progress("sending", sum(files.values())) as advance:
             for path, size in files.items():
-                self.put(path)
+                self.put(path, tries=tries)
                 self._sent[path] = size
                 advance(size)
         for path, content in states.items():
             if self._sent.get(path) != whole_hash(content):
-                self.put(path, content)
+                self.put(path, content, tries=tries)
                 self._sent[path] = whole_hash(content)
         if MANIFEST not in self._sent:
-            self.put(MANIFEST)
+            self.put(MANIFEST, tries=tries)
             self._sent[MANIFEST] = 1
 
     def send_index(self, *, elsewhere: Store | None = None) -> None:
@@ -105,22 +119,39 @@ class Upload:
         with contextlib.suppress(Exception):
             self._store.filesystem.rm_file(self._store.path(path))
 
-    def put(self, path: str, content: bytes | None = None) -> None:
-        """Send a file, or what is given as its content. Raises StorageError after several tries."""
+    def put(self, path: str, content: bytes | None = None, *, tries: int = _TRIES) -> None:
+        """Send a file, or what is given as its content. Raises StorageError after `tries` attempts."""
+        from fsspec.callbacks import Callback
+
         target, filesystem = self._store.path(path), self._store.filesystem
-        for attempt in range(1, _TRIES + 1):
+        for attempt in range(1, tries + 1):
             try:
                 if not self._has_buckets:  # of which none is made for somebody who misspelled one
                     filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
                 if content is None:
-                    filesystem.put_file(str(self.folder / path), target)
+                    before = self.num_bytes
+                    moved = Callback(hooks={"moved": lambda _, value, before=before, **__: self._moved(before + value)})
+                    filesystem.put_file(str(self.folder / path), target, callback=moved)
                 else:
                     filesystem.pipe_file(target, content)
+                self.num_bytes += 1  # an empty file is progress, too
                 return
             except Exception as error:  # whatever a file system's library raises
                 if content is None and not (self.folder / path).exists():  # merged or removed since it was listed
                     return
-                if attempt == _TRIES:
+                if attempt == tries:
                     raise StorageError(
                         f"{self._store.shown(path)}: cannot be written ({first_line(error)}); check your access"
                     ) from error
+
+    def _moved(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+
+def _without_journals(content: bytes, where: str) -> bytes:
+    """Return a writer's state as it is sent: its journals stay on this machine, and nobody should miss them at the URL."""
+    state = parse_writer_state(content, where)
+    if not state.journals:
+        return content
+    state.journals = ()
+    return state.to_json().encode()

@@ -1,16 +1,21 @@
 import dataclasses
 import sys
+import threading
+import time
 
 import fsspec
 import numpy as np
 import pytest
 import torch
 from builders import PROGRAMS, make_trace, tim_trace
+from tim_trace.analysis.compact import compact
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.verify import verify
+from tim_trace.schemas.errors import StorageError, TraceExists
 from tim_trace.tracer.dense import Logits, read_dense
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.sender import Sender
 from tim_trace.tracer.store import Store
 
 
@@ -84,6 +89,73 @@ def test_what_cannot_be_sent_stays_here_and_the_command_that_sends_it_is_told(s3
     assert (again.code, command in again.stderr) == (2, True)
     assert tim_trace(*command.split()[1:]).code == 0
     assert info("s3://gone/run").num_response_tokens == info(str(folder)).num_response_tokens
+
+
+@pytest.fixture
+def half_sent(s3, tmp_path, monkeypatch):
+    """A recording to a URL that was killed: sealed rows are at the URL, later ones in the cache folder alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"s3://bucket/{tmp_path.name}/run"
+    sender = Sender(url)
+    with Recorder(sender.folder) as recorder:
+        recorder.writer.segments.seal_bytes = 1
+        recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
+        recorder.flush()
+        while not list((sender.folder / "sequences").glob("*.parquet")):
+            time.sleep(0.01)
+        sender._upload.send()
+        recorder.add_sequences(step=2, response_ids=[[4, 5]])
+    return url, sender.folder
+
+
+def test_a_live_recording_is_whole_at_its_url(s3, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"s3://bucket/{tmp_path.name}/run"
+    sender = Sender(url)
+    with Recorder(sender.folder) as recorder:
+        recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
+        recorder.flush()
+        sender._upload.send()
+        assert info(url).damaged == ()
+        assert verify(url).is_whole
+
+
+def test_the_rest_of_a_killed_recording_is_sent_by_the_command_that_is_named(half_sent):
+    url, folder = half_sent
+    whole = info(str(folder)).num_response_tokens
+    with pytest.raises(TraceExists, match=f"tim-trace compact {folder} -o {url}"):
+        Sender(url)
+    compact(str(folder), output=url)
+    assert info(url).num_response_tokens == whole == 5
+    assert verify(url).is_whole
+    assert not folder.exists()
+    with pytest.raises(TraceExists, match="something lies there already"):
+        Sender(url)
+
+
+def test_another_run_at_a_url_is_never_replaced(half_sent, tmp_path):
+    url, _ = half_sent
+    with Recorder(tmp_path / "other") as recorder:
+        recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
+    with pytest.raises(TraceExists, match="something lies there already"):
+        compact(str(tmp_path / "other"), output=url)
+
+
+def test_storage_that_takes_nothing_ends_the_wait_and_names_the_remedy(s3, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tim_trace.tracer.sender._QUIET_S", 0.2)
+    url, never = f"s3://bucket/{tmp_path.name}/run", threading.Event()
+    sender = Sender(url, max_wait=1.0)
+    with Recorder(sender.folder) as recorder:
+        recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
+    monkeypatch.setattr(sender._upload, "put", lambda *_, **__: never.wait())
+    with pytest.raises(
+        StorageError, match=f"has taken nothing for 1 s; .*`tim-trace compact {sender.folder} -o {url}`"
+    ):
+        sender.finish()
+    never.set()
+    assert "gives up after 1 s without progress" in capsys.readouterr().err
+    assert sender.folder.exists()
 
 
 def test_a_trace_whose_journal_was_copied_too_is_read_whole(tmp_path):

@@ -11,6 +11,7 @@ from ..adopt import adopt
 from ..create import refuse_live, whole_trace
 from ..index import write_index
 from ..progress import Progress
+from ..sender import forget
 from ..snapshot import Snapshot
 from ..store import Store
 from ..upload import Upload
@@ -26,7 +27,8 @@ def merge_to(
     """Write a trace with merged files to `output`, a folder or a URL; the trace itself stays as it is.
 
     Raises DamagedTrace for a trace of which a part is missing, and TraceExists where it is being recorded, or where something
-    lies at `output`: a folder that holds a trace is replaced with `force`, a URL never is.
+    lies at `output`: a folder that holds a trace is replaced with `force`. At a URL only a part of the same run is replaced,
+    as an interrupted upload leaves it; the cache folder of such a recording is removed once all of it is there.
     """
     store = Store(trace)
     if store.is_local:
@@ -42,11 +44,15 @@ def merge_to(
         return _write(snapshot, Path(output), file_bytes, force, progress, None if ray is None else Actors(address=ray))
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as room:
         upload = Upload(Path(room, "trace"), output)
-        upload.refuse_other()
+        replaces_part = upload.has_part_of(snapshot.manifest.run_id)
         actors = None if ray is None else Actors(address=ray, upload=upload)
         merged = _write(snapshot, upload.folder, file_bytes, force, progress, actors)
         upload.send(progress)
+        if replaces_part:
+            for folder in (WRITERS,) if actors else (*TABLES, WRITERS):  # actors have removed other rows
+                upload.keep_only(folder, Store(upload.folder).files(folder))
         upload.send_index(elsewhere=None if actors is None else Store(output))
+        forget(trace, output)
         return merged
 
 
