@@ -17,6 +17,7 @@ from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace, QueryFailed
 from ..schemas.layout import (
     DENSE,
+    EVAL_SEQUENCES,
     FOLDERS,
     INDEX,
     JOURNAL,
@@ -180,7 +181,8 @@ def _look(snapshot: Snapshot) -> None:
     # Journals come first: what is sealed after this listing is still found below, as Parquet.
     journals = journaled_segments(store)
     lost: dict[str, list[str]] = {}
-    for table in TABLES:
+    # Sequences are recorded before what names them, and so are read after it: every score of a live run has its sequence.
+    for table in sorted(TABLES, key=lambda name: name in (SEQUENCES, EVAL_SEQUENCES)):
         _read_table(snapshot, table, journals, lost)
     arriving = store.arriving_writers() if lost else set()
     for writer, files in sorted(lost.items()):

@@ -8,6 +8,7 @@ from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.source import sums_file
 from tim_trace.schemas.tables import TABLES
+from tim_trace.tracer import snapshot
 from tim_trace.tracer.parquet_file import write_checked
 from tim_trace.tracer.recorder import Recorder
 
@@ -138,6 +139,26 @@ def test_a_live_trace_shows_what_was_recorded_by_now(tmp_path, sealed):
 
 
 @pytest.mark.slow
+def test_every_score_of_a_live_trace_has_its_sequence(tmp_path, monkeypatch):
+    with Recorder(tmp_path / "run") as recorder:
+        steps, read = iter(range(1, 100)), snapshot._read_table
+
+        def add_step():
+            batch = recorder.add_sequences(step=next(steps), response_ids=[[1, 2]])
+            recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]])
+            recorder.flush()
+
+        def read_slowly(*arguments):
+            read(*arguments)
+            add_step()
+
+        add_step()
+        monkeypatch.setattr(snapshot, "_read_table", read_slowly)
+        query = "SELECT count(*) FROM scores ANTI JOIN sequences USING (run, step, seq_id)"
+        assert connect(tmp_path / "run").execute(query).fetchall() == [(0,)]
+        assert connect(tmp_path / "run").execute("SELECT count(*) FROM scores").fetchall() > [(0,)]
+
+
 def test_a_trace_without_a_row_answers_with_nothing(tmp_path):
     Recorder(tmp_path / "run").close()
     for view in ("sequences", "scores", "metrics", "passes", "steps", "tokens", "pair_steps('train', 'rollout')"):
