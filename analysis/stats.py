@@ -17,12 +17,14 @@ from .trace.database import Database, Traces, opened
 from .trace.pairs import parse_pair, quoted_pair, why_nothing
 from .trace.samples import tell_sampled
 from .trace.source import Pair
-from .trace.sums import ensure, keep, make_exact
+from .trace.sums import ensure, keep, make_exact, summarize
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
 LIKE = ("run", "step")
 """What a row of a framework's numbers can stand for."""
+_TOGETHER = 8
+"""Traces whose sums are computed in one database."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
 
 
@@ -72,6 +74,8 @@ def stats(
             raise InvalidOption("has no effect on a framework's numbers, which one process makes", option="ray")
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
+    if not isinstance(traces, Database) and _keep_each(database, names, progress):
+        database = opened(traces, steps, ray)
     tell_sampled(database, names)
     routed = _is_routed(database, names)
     if by == "layer":
@@ -94,6 +98,21 @@ def stats(
     if not any(row["num_tokens"] or row["num_nan"] or row["num_inf"] for row in result.dicts()):
         raise NothingToCompare(why_nothing(database, names))
     return result.joined(summary(database, names, by), KEYS) if has_captured(database, names) else result
+
+
+def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
+    """Keep the sums of each trace that lacks them, one after the other, if they are many; return whether any was kept.
+
+    A question to many traces at once has a plan of all their files. What was kept stays if this is interrupted.
+    """
+    lacking = [source for source in database.sources if pair not in source.run_covered and source.store.is_local]
+    if len(lacking) <= _TOGETHER or database.ray is not None:
+        return False
+    with progress("summing runs", len(lacking)) as advance:
+        for source in lacking:
+            summarize(source.store.root, pair=pair)
+            advance(1)
+    return True
 
 
 def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:

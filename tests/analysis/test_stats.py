@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import numpy as np
@@ -412,3 +413,26 @@ def test_a_pair_is_written_with_one_colon(tmp_path, pair):
     make_trace(tmp_path / "run")
     with pytest.raises(InvalidOption, match="as train:rollout"):
         stats(tmp_path / "run", pair=pair)
+
+
+def test_an_interrupted_answer_over_many_runs_keeps_the_sums_that_it_made(tmp_path, monkeypatch):
+    runs = [tmp_path / f"run-{number}" for number in range(10)]
+    for run in runs:
+        make_trace(run, first=1 + int(run.name.partition("-")[2]))
+    alone = [stats(str(run)).rows[0] for run in runs[:1]]
+    kept, module = iter(range(100)), importlib.import_module("tim_trace.analysis.stats")
+
+    def summarize_three(*arguments, **options):
+        if next(kept) == 3:
+            raise KeyboardInterrupt
+        return summarize(*arguments, **options)
+
+    monkeypatch.setattr(module, "summarize", summarize_three)
+    with pytest.raises(KeyboardInterrupt):
+        stats([str(run) for run in runs])
+    assert sum(any((run / "sums").glob("*")) for run in runs[1:] if (run / "sums").exists()) == 3
+    monkeypatch.setattr(module, "summarize", summarize)
+    together = stats([str(run) for run in runs]).rows
+    assert len(together) == 10
+    assert together[0][1:] == alone[0][1:]
+    assert all(any((run / "sums").glob("*")) for run in runs)
