@@ -12,7 +12,7 @@ from ..replay.locate.result_files import result_ids
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST, WEIGHTS
 from ..schemas.passes import REPLAY_PREFIX, STANDARD
 from ..schemas.results import Result
-from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState
+from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState, command_exit_code
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
 from .trace.database import Database
@@ -151,7 +151,6 @@ def info(trace: str | Database) -> TraceInfo:
     writers = [
         _writer(source, state, *written.get(state.writer, (0, 0))) for state in source.writers if not state.is_launcher
     ]
-    launched = [state for state in source.writers if state.is_launcher]
     model = next((state.model for state in source.writers if state.model), {})
     tokenizer = next((state.tokenizer for state in source.writers if state.tokenizer), {})
     versions = next((state.versions for state in source.writers if state.versions), {})
@@ -166,7 +165,7 @@ def info(trace: str | Database) -> TraceInfo:
         created_by=manifest.created_by,
         source=manifest.source,
         command=manifest.command,
-        exit_code=max(launched, key=lambda state: state.opened_at).exit_code if launched else None,
+        exit_code=command_exit_code(source.writers),
         state=_state(source, writers),
         capture=manifest.capture,
         capture_fraction=manifest.capture_fraction,

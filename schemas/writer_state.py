@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -12,7 +13,8 @@ OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
 """What the names of writers begin with that merged other writers' files."""
 LAUNCHER = "record"
-"""Writer name of `tim-trace record` itself, with a number where it was resumed; it notes how the command ended."""
+"""Writer name of `tim-trace record` itself, with a number where it was resumed and with an id on further nodes; it notes how the
+command ended."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class WriterState:
     attempt: int | None = None
     """Which attempt at training it belongs to, from 1: a run that resumes begins another. None outside of training."""
     attempt_key: str | None = None
-    """What all writers of one attempt have in common."""
+    """What all writers of one attempt have in common; of `tim-trace record` itself, what those of its recording begin with."""
     files: dict[str, SealedFile] | None = None
     """Path in the trace -> what was written there; None from releases that did not account for their files."""
     replaced: tuple[str, ...] = ()
@@ -97,6 +99,17 @@ class WriterState:
         for name in ("files", "sources"):
             values[name] = values[name] and {path: asdict(file) for path, file in values[name].items()}
         return to_document(values)
+
+
+def command_exit_code(states: Iterable[WriterState]) -> int | None:
+    """Exit code of the command of the newest recording: the first that is not 0 of its nodes; None while one of them runs."""
+    launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
+    codes = [
+        state.exit_code
+        for state in launched
+        if state is launched[-1] or (state.attempt_key is not None and state.attempt_key == launched[-1].attempt_key)
+    ]
+    return next((code for code in codes if code), None if None in codes or not codes else 0)
 
 
 def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = False) -> WriterState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..schemas.writer_state import OPEN, WriterState
@@ -24,19 +25,38 @@ class Attempt:
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
     """The attempt that this process begins, or takes part in where another process began it.
 
-    `session` names what started it; `ordinal` counts the trainings in this process before it. Processes of one attempt have
-    these in common, and the number of restarts that torchrun or Slurm tell. `resumes` says that what this process recorded
-    before is of an earlier attempt, though it may not have closed it, as in a notebook.
+    `session` names what started it; `ordinal` counts the trainings in this process before it. `resumes` says that what this
+    process recorded before is of an earlier attempt, though it may not have closed it, as in a notebook.
+
+    A rank counts its own earlier writers: ranks restart together, and how often torchrun restarted them, each node counts for
+    itself. One that is new in this session takes the number of rank 0, or of a driver, which has no rank. No other rank's state
+    is read.
     """
-    states = [state for state in store.writers()[0] if state.attempt is not None and state.attempt_key is not None]
+    rank = environment.rank()
+    own = _attempting(store, rank)
     base = f"{session}/{restarts()}/{ordinal}"
-    before = [state for state in states if _base(state) == base and state.rank == environment.rank()]
+    before = [state for state in own if _base(state) == base]
     beside = next((state for state in before if _is_beside(state, store, resumes)), None)
+    if beside is not None:
+        return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
     # Whoever had this place before has ended: nothing else tells a loop around a script from its first round.
-    key = f"{base}.{len(before)}" if beside is None else str(beside.attempt_key)
-    numbers = [state.attempt for state in states if state.attempt is not None and state.attempt_key == key]
-    newest = max((state.attempt for state in states if state.attempt is not None), default=0)
-    return Attempt(number=numbers[0] if numbers else newest + 1, key=key)
+    key = f"{base}.{len(before)}"
+    if any(_is_of(state, session) for state in own):
+        return Attempt(number=_newest(own) + 1, key=key)
+    leading = _attempting(store, 0, None)
+    begun = [state for state in leading if _is_of(state, session)]
+    return Attempt(number=_newest(begun) if begun else _newest([*own, *leading]) + 1, key=key)
+
+
+def _attempting(store: Store, *ranks: int | None) -> list[WriterState]:
+    """The writers of some ranks that belong to an attempt."""
+    states = store.writers_named(*map(environment.writer_prefix, ranks))
+    return [state for state in states if state.attempt is not None and state.attempt_key is not None]
+
+
+def _newest(states: Iterable[WriterState]) -> int:
+    """Number of the newest attempt of some writers; 0 without any."""
+    return max((state.attempt or 0 for state in states), default=0)
 
 
 def restarts() -> str:
@@ -48,6 +68,10 @@ def restarts() -> str:
 def is_of_this_start(state: WriterState, session: str) -> bool:
     """Whether a writer's process was started as this one was: torchrun and Slurm did not restart it since."""
     return state.attempt_key is None or state.attempt_key.startswith(f"{session}/{restarts()}/")
+
+
+def _is_of(state: WriterState, session: str) -> bool:
+    return str(state.attempt_key).startswith(f"{session}/")
 
 
 def _base(state: WriterState) -> str:

@@ -6,10 +6,10 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TraceExists, option
+from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TimTraceError, TraceExists, option
 from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, is_own
 from ..schemas.manifest import Manifest
 from .liveness import liveness
@@ -50,14 +50,29 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             aside = move_aside(folder)
         try:
             with _explained(path):
-                write_part(folder, MANIFEST, manifest.to_json().encode())
+                _begin(folder, path, manifest)
             yield folder
         except BaseException:
-            remove_own(folder)
-            put_back(folder)
+            if not _is_of_another(folder, manifest):
+                remove_own(folder)
+                put_back(folder)
             raise
         if aside is not None:
             remove_replaced(aside)
+
+
+def _begin(folder: Path, path: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Write the manifest of a new trace. Raises TraceExists when another process was faster."""
+    write_once(folder / MANIFEST, manifest.to_json().encode())
+    if _is_of_another(folder, manifest):
+        raise TraceExists(f"{path}: another process began a trace there just now; name another folder")
+
+
+def _is_of_another(folder: Path, manifest: Manifest) -> bool:
+    """Whether another process made the trace that lies here, as can be where the file system has no locks."""
+    with suppress(TimTraceError):
+        return Store(folder).manifest().run_id != manifest.run_id
+    return False
 
 
 @contextmanager
@@ -129,7 +144,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     On an error, folders that were made are removed. Raises TraceExists and StorageError.
     """
-    folder = _local(path)
+    folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
         raise TraceExists(f"{path}: is a file; name a folder that does not exist yet")
     made = [above for above in (folder, *folder.parents) if not above.exists()]
@@ -156,7 +171,7 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
 
     Raises TraceExists when the folder holds something else than a trace.
     """
-    folder = _local(path)
+    folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MANIFEST).exists():
@@ -212,7 +227,8 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
             )
 
 
-def _local(path: str | os.PathLike[str]) -> Path:
+def local_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the folder that a path names, absolute. Raises StorageError for a URL."""
     if "://" in os.fspath(path):
         raise StorageError(
             f"{path}: is written to by `tim-trace record` and `tim-trace compact` alone; record to a local folder, and send it "

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,21 @@ from ..schemas.manifest import Manifest
 from ..schemas.size import parse_size
 from ..schemas.writer_state import CLOSED, LAUNCHER, WriterState
 from .child import Child
-from .create import claimed, join_trace, new_trace, refuse_live
+from .create import claimed, join_trace, local_folder, new_trace, refuse_live
 from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
-from .liveness import HEARTBEAT_S, this_process
+from .liveness import this_process
+from .lock import alone
+from .nodes import (
+    JOIN_S,
+    SIGN_S,
+    SIGNED_S,
+    find_recording,
+    going_on,
+    has_several_nodes,
+    is_same,
+    later_node,
+    others_recording,
+)  # fmt: skip
 from .progress import no_progress
 from .sender import Sender
 from .store import Store
@@ -44,6 +56,10 @@ class Recording:
 
     is_there: bool = True
     """Whether the folder is; false when it was removed while the command ran."""
+    why_not: str | None = None
+    """Why this node recorded nothing, though the command ran here; None where it did."""
+    still_on: tuple[str, ...] = ()
+    """Hosts on which the same recording goes on: the last node to end finishes the trace."""
 
     @property
     def num_sequences(self) -> int:
@@ -91,6 +107,11 @@ def record(
     `compact` merges the files of all writers at the end, as the verb of that name does.
     `at_end` is called with the recording when the command has ended, before the last of it is sent.
 
+    Of a job on several nodes each node runs this with the same `output`, a folder that all of them see. A node or process whose
+    number is above 0 (in the command's arguments or in the environment, see `nodes.NUMBERS`), or one whose command says that
+    there are several nodes, joins the trace that another one began: it waits a minute for it, and then runs its command without
+    recording. The last one to end finishes the trace.
+
     Returns when the command has ended; its exit code is passed on, and a process that died leaves what it had
     recorded. Raises TraceExists, StorageError or InvalidOption before the command is started, and leaves what was there.
     """
@@ -119,24 +140,18 @@ def record(
         capture_fraction=capture_fraction,
         weights_from=None if weights_from is None else os.path.abspath(weights_from),
     )
-    sender = None
-    if "://" in os.fspath(output):
-        if resume or force:
-            raise InvalidOption(
-                f"{output}: nothing on object storage is replaced or added to; name another URL",
-                option="resume" if resume else "force",
-            )
-        sender = Sender(os.fspath(output))
-        output = sender.folder
-    adds = resume and (Path(output) / MANIFEST).exists()
-    with _resumed(output, manifest) if adds else new_trace(output, manifest, force=force) as folder:
-        run_id = Store(folder).manifest().run_id
-        known = {writer.writer for writer in Store(folder).writers()[0]}
+
+    def start(folder: Path, first: WriterState | None = None) -> tuple[Child, Launcher]:
+        """Start the command, to record to a trace; `first` is the recording that it is a further node of."""
+        store = Store(folder)
+        trace = store.manifest()
+        session = manifest.run_id if first is None else str(first.attempt_key)
+        known = [state for state in store.writers()[0] if first is None or state.opened_at < first.opened_at]
         order = Order(
             run=str(folder),
-            session=manifest.run_id,
-            capture=str(spec),
-            capture_fraction=capture_fraction,
+            session=session,
+            capture=trace.capture,
+            capture_fraction=trace.capture_fraction,
             weights="none" if weights_from is not None and weights == "auto" else weights,
             weights_below=limit,
             routing=routing,
@@ -146,16 +161,67 @@ def record(
             child = Child.start(command, _environment(order))
         except OSError as error:
             raise InvalidOption(_not_started(command[0], error)) from error
-        launcher = Launcher(folder, run_id, command, known)
+        return child, Launcher(folder, trace.run_id, command, session, known, is_first=first is None)
+
+    is_url = "://" in os.fspath(output)
+    if (number := later_node(command)) is not None:
+        first = None
+        if not is_url:
+            _tell(f"{number}: waiting up to {JOIN_S:g} s for the recording that another node begins")
+            first = find_recording(output, JOIN_S)
+        if first is None:
+            return _run_unrecorded(command, output, number)
+        return _finish(*start(_joined(output, first), first), compact=compact, at_end=at_end)
+    sender = None
+    if is_url:
+        if resume or force:
+            raise InvalidOption(
+                f"{output}: nothing on object storage is replaced or added to; name another URL",
+                option="resume" if resume else "force",
+            )
+        sender = Sender(os.fspath(output))
+        output = sender.folder
+    adds = resume and (Path(output) / MANIFEST).exists()
+    try:
+        with _resumed(output, manifest) if adds else new_trace(output, manifest, force=force) as folder:
+            child, launcher = start(folder)
+    except TraceExists:
+        first = None
+        if has_several_nodes(command) and not is_url:
+            first = find_recording(output, SIGNED_S, lambda state: is_same(state.program, command))
+        if first is None:
+            raise
+        child, launcher = start(_joined(output, first), first)
+    return _finish(child, launcher, compact=compact, at_end=at_end, sender=sender)
+
+
+def _joined(output: str | os.PathLike[str], first: WriterState) -> Path:
+    """The folder of a recording that this node takes part in."""
+    _tell(f"joining the recording that began on {first.host} at {first.opened_at}")
+    return local_folder(output)
+
+
+def _finish(
+    child: Child,
+    launcher: Launcher,
+    *,
+    compact: bool,
+    at_end: Callable[[Recording], None] | None,
+    sender: Sender | None = None,
+) -> Recording:
+    """Wait for the command; where no other node records on, finish the trace."""
+    folder = launcher.folder
     with contextlib.nullcontext() if sender is None else sender.sending():
-        exit_code = child.wait(launcher.give_sign, HEARTBEAT_S)
-    if not _is_there(folder, run_id):
+        exit_code = child.wait(launcher.give_sign, SIGN_S)
+    if not _is_there(folder, launcher.run_id):
         return Recording(folder=folder, exit_code=exit_code, writers=(), is_there=False)
-    launcher.close(exit_code)
+    still_on = launcher.close(exit_code)
     _adopt(folder)
     found = Store(folder).writers()[0]
-    writers = tuple(writer for writer in found if writer.writer not in known and not writer.is_launcher)
-    recording = Recording(folder=folder, exit_code=exit_code, writers=writers)
+    writers = tuple(writer for writer in found if writer.writer not in launcher.known and not writer.is_launcher)
+    recording = Recording(folder=folder, exit_code=exit_code, writers=writers, still_on=tuple(still_on))
+    if still_on:
+        return recording
     if compact:
         _merge(folder)
     if at_end is not None:
@@ -165,16 +231,52 @@ def record(
     return recording
 
 
+def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], number: str) -> Recording:
+    """Run the command of a further node that found no recording to join."""
+    if "://" in os.fspath(output):
+        reason = "object storage takes the recording of one node: name a folder that every node sees"
+    else:
+        reason = (
+            f"none was found there in {JOIN_S:g} s: start every node with the same folder, one that all of them see"
+        )
+    name, _, value = number.partition("=")
+    by_itself = f"; unset {name} where this command records by itself" if value else ""
+    why = f"{number} says that another node begins the recording to {output}, and {reason}{by_itself}"
+    _tell(f"NOT RECORDED on this node, where the command starts now: {why}")
+    try:
+        child = Child.start(command, os.environ)
+    except OSError as error:
+        raise InvalidOption(_not_started(command[0], error)) from error
+    return Recording(folder=Path(output), exit_code=child.wait(lambda: None, SIGN_S), writers=(), why_not=why)
+
+
+def _tell(sentence: str) -> None:
+    print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
+
+
 class Launcher:
     """`tim-trace record` itself as a writer of the trace: it says that the command runs, and how it ended."""
 
-    def __init__(self, folder: Path, run_id: str, command: Sequence[str], known: Collection[str]):
-        self._folder = folder
-        number = sum(name.startswith(LAUNCHER) for name in known)
-        self._state = WriterState(
-            writer=f"{LAUNCHER}-{number + 1}" if number else LAUNCHER,
+    def __init__(
+        self,
+        folder: Path,
+        run_id: str,
+        command: Sequence[str],
+        session: str,
+        known: Sequence[WriterState],
+        *,
+        is_first: bool,
+    ):
+        """`known` are the trace's writers of earlier recordings."""
+        self.folder, self.run_id = folder, run_id
+        self.known = {state.writer for state in known}
+        number = sum(state.is_launcher for state in known) + 1
+        again = f"{LAUNCHER}-{number}" if number > 1 else LAUNCHER
+        self.state = WriterState(
+            writer=again if is_first else f"{LAUNCHER}-{uuid.uuid4().hex[:8]}",
             run_id=run_id,
             **this_process(),
+            attempt_key=session,
             opened_at=now(),
             program=tuple(command),
             files={},
@@ -186,19 +288,24 @@ class Launcher:
         with contextlib.suppress(OSError):
             os.utime(self._path)
 
-    def close(self, exit_code: int) -> None:
-        """Note how the command ended."""
-        self._state.state, self._state.closed_at, self._state.exit_code = CLOSED, now(), exit_code
-        self._save()
+    def close(self, exit_code: int) -> list[str]:
+        """Note how the command ended, and return the hosts on which the recording goes on: one of them finishes the trace."""
+        self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
+        beside: dict[str, str] = {}
+        # Of two that end at once the second sees that the first has ended.
+        with contextlib.suppress(OSError), alone(self.folder):
+            self._save()
+            beside = others_recording(self.folder, self.state)
+        return going_on(self.folder, beside)
 
     @property
     def _path(self) -> Path:
-        return self._folder / WRITERS / f"{self._state.writer}.json"
+        return self.folder / WRITERS / f"{self.state.writer}.json"
 
     def _save(self) -> None:
         """Write the state. A full disk, or a folder that is gone, does not end the command."""
         with contextlib.suppress(OSError):
-            write_part(self._folder, f"{WRITERS}/{self._state.writer}.json", self._state.to_json().encode())
+            write_part(self.folder, f"{WRITERS}/{self.state.writer}.json", self.state.to_json().encode())
 
 
 def _is_there(folder: Path, run_id: str) -> bool:
@@ -248,7 +355,7 @@ def _merge(folder: Path) -> None:
     try:
         merge(str(folder), FILE_BYTES, no_progress)
     except TimTraceError as error:
-        print(f"tim-trace: {error}; its files stay as they were recorded", file=sys.stderr, flush=True)
+        _tell(f"{error}; its files stay as they were recorded")
 
 
 def _environment(order: Order) -> dict[str, str]:

@@ -726,7 +726,8 @@ def _open_writer(folder: Path, queue_bytes: int, *, resumes: bool) -> TraceWrite
 def _refuse_finished(folder: Any, path: Any) -> None:
     """Raise TraceExists when this rank's writer has ended well; one that torchrun or Slurm restarts goes on."""
     rank = environment.rank()
-    finished = [state for state in Store(folder).writers()[0] if state.rank == rank and state.state == CLOSED]
+    own = Store(folder).writers_named(environment.writer_prefix(rank))
+    finished = [state for state in own if state.state == CLOSED]
     if any(is_of_this_start(state, ATTEMPT_SESSION) for state in finished):
         raise TraceExists(
             f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, replace it with "

@@ -8,7 +8,7 @@ import shlex
 import stat
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -351,6 +351,24 @@ class Store:
             except DamagedTrace as error:
                 damaged.append(str(error))
         return states, damaged
+
+    def writers_named(self, *prefixes: str) -> list[WriterState]:
+        """Read the states of a local trace's writers whose names begin so; what cannot be read is left out.
+
+        No other writer's file is touched: every rank asks this when it starts, on a file system that all of them share.
+        """
+        manifest = self.manifest()
+        try:
+            names = sorted(os.listdir(self.path(WRITERS)))
+        except FileNotFoundError:
+            return []
+        states = []
+        for name, content in self._read_local(
+            WRITERS, [name for name in names if name.startswith(prefixes) and name.endswith(".json")]
+        ):
+            with suppress(DamagedTrace):
+                states.append(self.writer(name.removesuffix(".json"), manifest, content))
+        return states
 
     def _read_many(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
         """Small files of a folder, on object storage all at the same time; those that cannot be read so are left out."""

@@ -62,7 +62,7 @@ class TraceWriter:
         """
         self.folder = folder
         rank = environment.rank()
-        self.name = f"{'p' if rank is None else f'r{rank}-p'}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.name = f"{environment.writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.state = WriterState(
             writer=self.name,
             run_id=Store(folder).manifest().run_id,

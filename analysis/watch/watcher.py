@@ -9,6 +9,7 @@ import time
 
 from ...schemas.errors import DamagedTrace, TraceNotFound, option
 from ...schemas.steps import select_steps
+from ...schemas.writer_state import command_exit_code
 from ...tracer.snapshot import Examined
 from ..alarms.reading import judge_alarms
 from ..dynamics.changes import change_points
@@ -95,7 +96,7 @@ class Watcher:
         series = self._memory.series(steps)
         unread = self._memory.pending(extents)
         state = state_of(source) if source.writers else WAITING
-        exit_code = next((writer.exit_code for writer in source.writers if writer.exit_code is not None), None)
+        exit_code = command_exit_code(source.writers)
         age_s = self._age(source)
         is_launched = source.manifest.source == "record"
         ended = state not in (LIVE, WAITING) and (exit_code is not None or not is_launched or (age_s or 0) > SETTLED_S)

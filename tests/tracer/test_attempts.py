@@ -17,7 +17,12 @@ from tim_trace.analysis.info_text import info_text
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.trace.database import connect
 from tim_trace.cli import main
+from tim_trace.schemas.manifest import Manifest
+from tim_trace.tracer.attempts import next_attempt
+from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.store import Store
+from tim_trace.tracer.writer import TraceWriter
 
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 ROWS = 8
@@ -182,7 +187,10 @@ def test_processes_without_a_rank_that_record_at_once_are_one_attempt(tmp_path):
 import sys
 sys.path.insert(0, sys.argv[1])
 from builders import add_step, make_batch
+from tim_trace.tracer.attempts import next_attempt
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.store import Store
+from tim_trace.tracer.writer import TraceWriter
 with Recorder(sys.argv[2], join=True) as recorder:
     recorder.flush()
     print("up", flush=True)
@@ -294,3 +302,70 @@ def test_several_generations_of_one_step_are_all_recorded_and_a_second_call_of_t
         assert (count, names, groups) == (24, 24, 6)
         assert reward == pytest.approx(history(tmp_path, "reward")[step], rel=2e-5)
     assert connection.execute("SELECT count(*) FROM scores WHERE pass = 'current'").fetchone() == (48,)
+
+
+def states_read(folder, rank, session="job"):
+    """The number that a rank's process gets, and whose states it read for that."""
+    program = """
+import json, sys
+from tim_trace.tracer.attempts import next_attempt
+from tim_trace.tracer.store import Store
+read = []
+sys.addaudithook(lambda event, values: read.append(str(values[0])) if event == "open" else None)
+number = next_attempt(Store(sys.argv[1]), sys.argv[2]).number
+print(json.dumps([number, [name for name in read if name.endswith(".json") and "trace.json" not in name]]))
+"""
+    done = run(sys.executable, "-c", program, folder, session, env={"RANK": str(rank)})
+    assert done.code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """Begin an attempt as a rank of a session, restarted so often as its node counts, and return its number."""
+    path = tmp_path / "run"
+    manifest = Manifest(run_id="run", created_at="2026-01-01T00:00:00Z", created_by="0", source="record")
+    with new_trace(path, manifest):
+        pass
+
+    def begin(rank, session="job", restarts=0):
+        if rank is None:
+            monkeypatch.delenv("RANK", raising=False)
+        else:
+            monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        attempt = next_attempt(Store(path), session)
+        TraceWriter(path, attempt=attempt).close()
+        return attempt.number
+
+    return path, begin
+
+
+def test_a_rank_reads_its_own_state_and_rank_0_s_and_no_other(ranks):
+    path, begin = ranks
+    for rank in range(40):
+        assert begin(rank) == 1
+    number, read = states_read(path, 40)
+    assert (number, [Path(name).name.partition("-")[0] for name in read]) == (1, ["r0"])
+    number, read = states_read(path, 17)
+    assert (number, [Path(name).name.partition("-")[0] for name in read]) == (2, ["r17"])
+
+
+def test_ranks_whose_nodes_count_other_restarts_are_one_attempt(ranks):
+    """torchrun restarts the workers of a node that lost none when another node's come back, and does not count that."""
+    _, begin = ranks
+    assert [begin(0), begin(1)] == [1, 1]
+    assert [begin(0, restarts=1), begin(1, restarts=0)] == [2, 2]
+    assert [begin(1, restarts=0), begin(0, restarts=2)] == [3, 3]
+
+
+def test_ranks_that_a_resumed_run_has_more_of_take_part_in_its_attempt(ranks):
+    _, begin = ranks
+    assert [begin(0), begin(1)] == [1, 1]
+    assert [begin(rank, "resumed") for rank in (2, 0, 1, 3)] == [2, 2, 2, 2]
+
+
+def test_a_driver_without_a_rank_and_its_workers_are_one_attempt(ranks):
+    _, begin = ranks
+    assert begin(None, "first") == 1  # it ended before it had workers
+    assert [begin(None, "again"), begin(0, "again"), begin(1, "again")] == [2, 2, 2]
