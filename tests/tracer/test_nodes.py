@@ -109,7 +109,10 @@ def check_whole(output, results, steps, attempt=1):
 @pytest.mark.parametrize(("first", "rendezvous"), [(0, "static"), (1, "static"), (0, "c10d"), (1, "c10d")])
 def test_two_agents_of_torchrun_record_one_trace_whoever_comes_first(tmp_path, first, rendezvous):
     output, port = tmp_path / "run", free_port()
-    start = lambda number: torchrun(number, output, port, tmp_path / "meet", 3, rendezvous=rendezvous)
+
+    def start(number):
+        return torchrun(number, output, port, tmp_path / "meet", 3, rendezvous=rendezvous)
+
     one = start(first)
     if first and rendezvous == "static":
         time.sleep(3)  # it waits

@@ -17,7 +17,12 @@ def _activate() -> None:
             file=sys.stderr,
         )
         return
-    activate()
+    if activate() is None:
+        print(
+            "tim-trace: this process is not recorded: what started it passed PYTHONPATH on and TIM_TRACE_RECORD not; "
+            "docs/clusters.md says how to start it",
+            file=sys.stderr,
+        )
 
 
 def _give_way() -> None:

@@ -3,28 +3,60 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .patches import Patches
 from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable in which `ray job submit` gives the entrypoint its runtime environment."""
 
 
 def install(session: Session, module: Any) -> Patches:
     """Hook `ray.init`, so that the workers of a cluster that runs already record, too."""
     patches = Patches()
 
+    def not_taken_along(error: Exception) -> None:
+        session.note(f"Ray's workers record only where they inherit this environment: {type(error).__name__}: {error}")
+
     def init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with session.guard("Ray's workers"):
-            kwargs["runtime_env"] = with_order(kwargs.get("runtime_env"), session.order.to_environment())
-        return original(*args, **kwargs)
+        given, job = kwargs, os.environ.get(_JOB)
+        with session.guard("Ray's workers", otherwise=not_taken_along):
+            kwargs = with_workers(kwargs, session.order.to_environment())
+        try:
+            return original(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            if kwargs == given and os.environ.get(_JOB) == job:
+                raise
+            # Perhaps because of what was added: without it the program gets Ray's answer to its own arguments.
+            not_taken_along(error)
+            if job is not None:
+                os.environ[_JOB] = job
+            return original(*args, **given)
 
     if not patches.wrap(module, "init", init):
         session.tell("Ray's workers are recorded only where they inherit this environment (ray.init was not found)")
     return patches
+
+
+def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
+    """Arguments of `ray.init` with the order to record for all workers.
+
+    Ray refuses a variable that both the submitted job's runtime environment and the program's have. So where the job has a path
+    list of its own, the order goes there, into this process's environment.
+    """
+    job = json.loads(os.environ.get(_JOB) or "{}")
+    of_program = kwargs.get("runtime_env")
+    if _PATHS in _variables(job.get("runtime_env")) and _PATHS not in _variables(of_program):
+        os.environ[_JOB] = json.dumps(job | {"runtime_env": with_order(job["runtime_env"], order)})
+        return dict(kwargs)
+    if of_program is None and not job:  # Ray takes the argument in the place of what a job_config holds
+        of_program = getattr(kwargs.get("job_config"), "runtime_env", None)
+    return {**kwargs, "runtime_env": with_order(of_program, order)}
 
 
 def with_order(runtime_env: Any, order: str) -> Any:
@@ -33,8 +65,12 @@ def with_order(runtime_env: Any, order: str) -> Any:
     A path list of the job's own stays behind ours. Without one, workers get this process's.
     """
     given = {} if runtime_env is None else copy.copy(runtime_env)
-    variables = dict(given.get("env_vars") or {})
+    variables = dict(_variables(given))
     paths = variables.get(_PATHS, os.environ.get(_PATHS, "")).split(os.pathsep)
     others = [path for path in paths if path and path != BOOTSTRAP]
     given["env_vars"] = variables | {ENVIRONMENT: order, _PATHS: os.pathsep.join([BOOTSTRAP, *others])}
     return given
+
+
+def _variables(runtime_env: Any) -> Mapping[str, str]:
+    return (runtime_env or {}).get("env_vars") or {}
