@@ -366,7 +366,8 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
     """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
 
     Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's. RUN is a
-    folder, or a URL such as s3://bucket/run: what is sealed is sent there while COMMAND runs.
+    folder, or a URL such as s3://bucket/run: what is sealed is sent there while COMMAND runs. On several nodes each runs
+    this with the same folder.
     """
     from .analysis import record as run
 

@@ -163,14 +163,14 @@ def record(
             raise InvalidOption(_not_started(command[0], error)) from error
         return child, Launcher(folder, trace.run_id, command, session, known, is_first=first is None)
 
-    is_url = "://" in os.fspath(output)
+    is_url, wait_s = "://" in os.fspath(output), JOIN_S
     if (number := later_node(command)) is not None:
         first = None
         if not is_url:
-            _tell(f"{number}: waiting up to {JOIN_S:g} s for the recording that another node begins")
-            first = find_recording(output, JOIN_S)
+            _tell(f"{number}: waiting up to {wait_s:g} s for the recording that another node begins")
+            first = find_recording(output, wait_s)
         if first is None:
-            return _run_unrecorded(command, output, number)
+            return _run_unrecorded(command, output, number, wait_s)
         return _finish(*start(_joined(output, first), first), compact=compact, at_end=at_end)
     sender = None
     if is_url:
@@ -231,13 +231,13 @@ def _finish(
     return recording
 
 
-def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], number: str) -> Recording:
+def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], number: str, wait_s: float) -> Recording:
     """Run the command of a further node that found no recording to join."""
     if "://" in os.fspath(output):
         reason = "object storage takes the recording of one node: name a folder that every node sees"
     else:
         reason = (
-            f"none was found there in {JOIN_S:g} s: start every node with the same folder, one that all of them see"
+            f"none was found there in {wait_s:g} s: start every node with the same folder, one that all of them see"
         )
     name, _, value = number.partition("=")
     by_itself = f"; unset {name} where this command records by itself" if value else ""

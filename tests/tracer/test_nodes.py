@@ -9,13 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-from builders import PROGRAMS, free_port, make_batch, tim_trace
+from builders import PROGRAMS, free_port, make_batch, run, tim_trace
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.errors import TraceExists
 from tim_trace.schemas.manifest import Manifest
+from tim_trace.schemas.writer_state import WriterState, command_exit_code
 from tim_trace.tracer import create, lock
 from tim_trace.tracer.create import new_trace
+from tim_trace.tracer.hooks.session import BOOTSTRAP
 from tim_trace.tracer.nodes import has_several_nodes, is_same, later_node
 from tim_trace.tracer.store import Store
 
@@ -205,6 +207,36 @@ def test_a_recording_that_was_killed_on_another_host_is_not_joined(tmp_path):
     (alone,) = ended(node(0, output, sys.executable, "-c", "print('ran')", env={"SLURM_PROCID": "3"}, wait_s=2))
     assert alone[:2] == (0, "ran\n")
     assert "NOT RECORDED on this node" in alone[2]
+
+
+def test_the_exit_code_of_several_nodes_is_that_of_the_one_that_failed():
+    def launcher(name, session, opened_at, exit_code):
+        return WriterState(writer=name, attempt_key=session, opened_at=opened_at, exit_code=exit_code)
+
+    before, first, second = (
+        launcher("record", "a", "1", 5),
+        launcher("record-2", "b", "2", 0),
+        launcher("record-x", "b", "3", 0),
+    )
+    assert command_exit_code([before, first, second]) == 0
+    second.exit_code = None  # it runs
+    assert command_exit_code([second, before, first]) is None
+    first.exit_code = 3
+    assert command_exit_code([before, first, second]) == 3
+    assert command_exit_code([before, launcher("record-2", None, "2", 0)]) == 0  # of a release without sessions
+    assert command_exit_code([WriterState(writer="r0-p1-a")]) is None
+
+
+def test_a_process_that_got_our_path_without_the_order_says_so(tmp_path):
+    """As DeepSpeed starts them on other nodes: it passes PYTHON* on."""
+    said = run(
+        sys.executable,
+        "-c",
+        "print('ran')",
+        env={"PYTHONPATH": os.pathsep.join([BOOTSTRAP, os.environ.get("PYTHONPATH", "")])},
+    )
+    assert (said.code, said.stdout) == (0, "ran\n")
+    assert "this process is not recorded" in said.stderr
 
 
 @pytest.mark.parametrize(("command", "setting"), [
