@@ -1536,15 +1536,10 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _recorded(output: str, recording: Any, pair: str | None) -> str:
-    if recording.why_not is not None:
-        return f"NOT RECORDED on this node: {recording.why_not}"
+    if recording.note is not None:
+        return str(recording.note)
     if not recording.is_there:
         return f"{output} was removed while the command ran: nothing of the recording is left"
-    if recording.still_on:
-        return (
-            f"recorded {recording.num_sequences:,} sequences so far; {', '.join(recording.still_on)} still records, and the last "
-            "node to end finishes the trace"
-        )
     if not recording.num_sequences and not recording.num_eval_sequences:
         return _nothing_recorded(output, recording)
     waited = sum(writer.waited_s for writer in recording.writers)

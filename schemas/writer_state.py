@@ -13,8 +13,7 @@ OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
 """What the names of writers begin with that merged other writers' files."""
 LAUNCHER = "record"
-"""Writer name of `tim-trace record` itself, with a number where it was resumed and with an id on further nodes; it notes how the
-command ended."""
+"""Writer name of `tim-trace record` itself, with an id behind it where one was there before; it notes how the command ended."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,10 +6,10 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TimTraceError, TraceExists, option
+from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TraceExists, option
 from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, is_own
 from ..schemas.manifest import Manifest
 from .liveness import liveness
@@ -48,31 +48,21 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
         with _explained(path):
             _check_free(folder, path, force=force)
             aside = move_aside(folder)
+            try:
+                is_first = write_once(folder / MANIFEST, manifest.to_json().encode())
+            except OSError:
+                put_back(folder)
+                raise
+            if not is_first:  # where the file system has no locks
+                raise TraceExists(f"{path}: another process began a trace there just now; name another folder")
         try:
-            with _explained(path):
-                _begin(folder, path, manifest)
             yield folder
         except BaseException:
-            if not _is_of_another(folder, manifest):
-                remove_own(folder)
-                put_back(folder)
+            remove_own(folder)
+            put_back(folder)
             raise
         if aside is not None:
             remove_replaced(aside)
-
-
-def _begin(folder: Path, path: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Write the manifest of a new trace. Raises TraceExists when another process was faster."""
-    write_once(folder / MANIFEST, manifest.to_json().encode())
-    if _is_of_another(folder, manifest):
-        raise TraceExists(f"{path}: another process began a trace there just now; name another folder")
-
-
-def _is_of_another(folder: Path, manifest: Manifest) -> bool:
-    """Whether another process made the trace that lies here, as can be where the file system has no locks."""
-    with suppress(TimTraceError):
-        return Store(folder).manifest().run_id != manifest.run_id
-    return False
 
 
 @contextmanager

@@ -6,9 +6,9 @@ import contextlib
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import __version__
@@ -18,23 +18,13 @@ from ..schemas.errors import InvalidOption, TimTraceError, TraceExists, option
 from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.manifest import Manifest
 from ..schemas.size import parse_size
-from ..schemas.writer_state import CLOSED, LAUNCHER, WriterState
+from ..schemas.writer_state import CLOSED, LAUNCHER, OPEN, WriterState
 from .child import Child
 from .create import claimed, join_trace, local_folder, new_trace, refuse_live
 from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import this_process
 from .lock import alone
-from .nodes import (
-    JOIN_S,
-    SIGN_S,
-    SIGNED_S,
-    find_recording,
-    going_on,
-    has_several_nodes,
-    is_same,
-    later_node,
-    others_recording,
-)  # fmt: skip
+from .nodes import JOIN_S, SIGN_S, SIGNED_S, has_several_nodes, is_same, later_node, launchers, running_launchers
 from .progress import no_progress
 from .sender import Sender
 from .store import Store
@@ -56,10 +46,8 @@ class Recording:
 
     is_there: bool = True
     """Whether the folder is; false when it was removed while the command ran."""
-    why_not: str | None = None
-    """Why this node recorded nothing, though the command ran here; None where it did."""
-    still_on: tuple[str, ...] = ()
-    """Hosts on which the same recording goes on: the last node to end finishes the trace."""
+    note: str | None = None
+    """Why this node recorded nothing, or where the recording goes on; None where it is finished here."""
 
     @property
     def num_sequences(self) -> int:
@@ -107,10 +95,8 @@ def record(
     `compact` merges the files of all writers at the end, as the verb of that name does.
     `at_end` is called with the recording when the command has ended, before the last of it is sent.
 
-    Of a job on several nodes each node runs this with the same `output`, a folder that all of them see. A node or process whose
-    number is above 0 (in the command's arguments or in the environment, see `nodes.NUMBERS`), or one whose command says that
-    there are several nodes, joins the trace that another one began: it waits a minute for it, and then runs its command without
-    recording. The last one to end finishes the trace.
+    On several nodes each runs this with the same `output`: further ones (`nodes.later_node`) join the recording that another
+    began, wait a minute for it, and run their command unrecorded where there is none. The last one to end finishes the trace.
 
     Returns when the command has ended; its exit code is passed on, and a process that died leaves what it had
     recorded. Raises TraceExists, StorageError or InvalidOption before the command is started, and leaves what was there.
@@ -141,15 +127,14 @@ def record(
         weights_from=None if weights_from is None else os.path.abspath(weights_from),
     )
 
-    def start(folder: Path, first: WriterState | None = None) -> tuple[Child, Launcher]:
-        """Start the command, to record to a trace; `first` is the recording that it is a further node of."""
+    def start(folder: Path, first: WriterState | None = None) -> tuple[Child, Launcher, set[str]]:
+        """Start the command, as a further node of a recording where it has a `first`; return earlier recordings' writers, too."""
         store = Store(folder)
-        trace = store.manifest()
-        session = manifest.run_id if first is None else str(first.attempt_key)
-        known = [state for state in store.writers()[0] if first is None or state.opened_at < first.opened_at]
+        trace, states = store.manifest(), store.writers()[0]
+        known = [state for state in states if first is None or state.opened_at < first.opened_at]
         order = Order(
             run=str(folder),
-            session=session,
+            session=manifest.run_id if first is None else str(first.attempt_key),
             capture=trace.capture,
             capture_fraction=trace.capture_fraction,
             weights="none" if weights_from is not None and weights == "auto" else weights,
@@ -157,23 +142,19 @@ def record(
             routing=routing,
             engine_weights=engine_weights,
         )
-        try:
-            child = Child.start(command, _environment(order))
-        except OSError as error:
-            raise InvalidOption(_not_started(command[0], error)) from error
-        return child, Launcher(folder, trace.run_id, command, session, known, is_first=first is None)
+        child = _started(command, _environment(order))
+        is_alone = not any(state.is_launcher for state in states)
+        launcher = Launcher(folder, trace.run_id, command, order.session, is_alone=is_alone)
+        return child, launcher, {state.writer for state in known}
 
-    is_url, wait_s = "://" in os.fspath(output), JOIN_S
+    is_url, first, sender, wait_s = "://" in os.fspath(output), None, None, JOIN_S
     if (number := later_node(command)) is not None:
-        first = None
         if not is_url:
             _tell(f"{number}: waiting up to {wait_s:g} s for the recording that another node begins")
-            first = find_recording(output, wait_s)
+            first = next(iter(running_launchers(output, wait_s)), None)
         if first is None:
             return _run_unrecorded(command, output, number, wait_s)
-        return _finish(*start(_joined(output, first), first), compact=compact, at_end=at_end)
-    sender = None
-    if is_url:
+    elif is_url:
         if resume or force:
             raise InvalidOption(
                 f"{output}: nothing on object storage is replaced or added to; name another URL",
@@ -181,47 +162,33 @@ def record(
             )
         sender = Sender(os.fspath(output))
         output = sender.folder
-    adds = resume and (Path(output) / MANIFEST).exists()
-    try:
-        with _resumed(output, manifest) if adds else new_trace(output, manifest, force=force) as folder:
-            child, launcher = start(folder)
-    except TraceExists:
-        first = None
-        if has_several_nodes(command) and not is_url:
-            first = find_recording(output, SIGNED_S, lambda state: is_same(state.program, command))
-        if first is None:
-            raise
-        child, launcher = start(_joined(output, first), first)
-    return _finish(child, launcher, compact=compact, at_end=at_end, sender=sender)
-
-
-def _joined(output: str | os.PathLike[str], first: WriterState) -> Path:
-    """The folder of a recording that this node takes part in."""
-    _tell(f"joining the recording that began on {first.host} at {first.opened_at}")
-    return local_folder(output)
-
-
-def _finish(
-    child: Child,
-    launcher: Launcher,
-    *,
-    compact: bool,
-    at_end: Callable[[Recording], None] | None,
-    sender: Sender | None = None,
-) -> Recording:
-    """Wait for the command; where no other node records on, finish the trace."""
-    folder = launcher.folder
+    if first is None:
+        adds = resume and (Path(output) / MANIFEST).exists()
+        try:
+            with _resumed(output, manifest) if adds else new_trace(output, manifest, force=force) as folder:
+                child, launcher, known = start(folder)
+        except TraceExists:
+            if has_several_nodes(command) and not is_url:
+                running = running_launchers(output, SIGNED_S)
+                first = next((state for state in running if is_same(state.program, command)), None)
+            if first is None:
+                raise
+    if first is not None:
+        _tell(f"joining the recording that began on {first.host} at {first.opened_at}")
+        folder = local_folder(output)
+        child, launcher, known = start(folder, first)
     with contextlib.nullcontext() if sender is None else sender.sending():
         exit_code = child.wait(launcher.give_sign, SIGN_S)
     if not _is_there(folder, launcher.run_id):
         return Recording(folder=folder, exit_code=exit_code, writers=(), is_there=False)
-    still_on = launcher.close(exit_code)
+    hosts = launcher.close(exit_code)
     _adopt(folder)
     found = Store(folder).writers()[0]
-    writers = tuple(writer for writer in found if writer.writer not in launcher.known and not writer.is_launcher)
-    recording = Recording(folder=folder, exit_code=exit_code, writers=writers, still_on=tuple(still_on))
-    if still_on:
-        return recording
+    writers = tuple(writer for writer in found if writer.writer not in known and not writer.is_launcher)
+    recording = Recording(folder=folder, exit_code=exit_code, writers=writers)
+    if hosts:
+        so_far = f"recorded {recording.num_sequences:,} sequences so far"
+        return replace(recording, note=f"{so_far}; {hosts} still records, and the last node to end finishes the trace")
     if compact:
         _merge(folder)
     if at_end is not None:
@@ -233,21 +200,21 @@ def _finish(
 
 def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], number: str, wait_s: float) -> Recording:
     """Run the command of a further node that found no recording to join."""
-    if "://" in os.fspath(output):
-        reason = "object storage takes the recording of one node: name a folder that every node sees"
-    else:
-        reason = (
-            f"none was found there in {wait_s:g} s: start every node with the same folder, one that all of them see"
-        )
-    name, _, value = number.partition("=")
-    by_itself = f"; unset {name} where this command records by itself" if value else ""
-    why = f"{number} says that another node begins the recording to {output}, and {reason}{by_itself}"
+    way = "object storage takes the recording of one node: name a folder that every node sees"
+    if "://" not in os.fspath(output):
+        way = f"none was found there in {wait_s:g} s: start every node with the same folder, one that all of them see"
+    by_itself = f"; unset {number.partition('=')[0]} where this command records by itself" if number[0] != "-" else ""
+    why = f"{number} says that another node begins the recording to {output}, and {way}{by_itself}"
     _tell(f"NOT RECORDED on this node, where the command starts now: {why}")
+    exit_code = _started(command, os.environ).wait(lambda: None, SIGN_S)
+    return Recording(folder=Path(output), exit_code=exit_code, writers=(), note=f"NOT RECORDED on this node: {why}")
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str]) -> Child:
     try:
-        child = Child.start(command, os.environ)
+        return Child.start(command, environment)
     except OSError as error:
         raise InvalidOption(_not_started(command[0], error)) from error
-    return Recording(folder=Path(output), exit_code=child.wait(lambda: None, SIGN_S), writers=(), why_not=why)
 
 
 def _tell(sentence: str) -> None:
@@ -257,23 +224,10 @@ def _tell(sentence: str) -> None:
 class Launcher:
     """`tim-trace record` itself as a writer of the trace: it says that the command runs, and how it ended."""
 
-    def __init__(
-        self,
-        folder: Path,
-        run_id: str,
-        command: Sequence[str],
-        session: str,
-        known: Sequence[WriterState],
-        *,
-        is_first: bool,
-    ):
-        """`known` are the trace's writers of earlier recordings."""
+    def __init__(self, folder: Path, run_id: str, command: Sequence[str], session: str, *, is_alone: bool):
         self.folder, self.run_id = folder, run_id
-        self.known = {state.writer for state in known}
-        number = sum(state.is_launcher for state in known) + 1
-        again = f"{LAUNCHER}-{number}" if number > 1 else LAUNCHER
         self.state = WriterState(
-            writer=again if is_first else f"{LAUNCHER}-{uuid.uuid4().hex[:8]}",
+            writer=LAUNCHER if is_alone else f"{LAUNCHER}-{uuid.uuid4().hex[:8]}",
             run_id=run_id,
             **this_process(),
             attempt_key=session,
@@ -288,15 +242,16 @@ class Launcher:
         with contextlib.suppress(OSError):
             os.utime(self._path)
 
-    def close(self, exit_code: int) -> list[str]:
+    def close(self, exit_code: int) -> str:
         """Note how the command ended, and return the hosts on which the recording goes on: one of them finishes the trace."""
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
-        beside: dict[str, str] = {}
+        beside: set[str] = set()
         # Of two that end at once the second sees that the first has ended.
         with contextlib.suppress(OSError), alone(self.folder):
             self._save()
-            beside = others_recording(self.folder, self.state)
-        return going_on(self.folder, beside)
+            same = [state for state in launchers(self.folder) if state.attempt_key == self.state.attempt_key]
+            beside = {state.writer for state in same if state.state == OPEN}
+        return ", ".join(sorted({state.host for state in running_launchers(self.folder, SIGNED_S, beside)}))
 
     @property
     def _path(self) -> Path:

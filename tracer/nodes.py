@@ -6,12 +6,11 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
 from ..schemas.errors import TimTraceError
 from ..schemas.layout import WRITERS
-from ..schemas.writer_state import CLOSED, LAUNCHER, OPEN, WriterState
+from ..schemas.writer_state import CLOSED, LAUNCHER, WriterState
 from .liveness import AGE, PROCESS, liveness
 from .store import Store
 
@@ -27,8 +26,8 @@ SIGNED_S = 2 * SIGN_S
 """How long one that shows nothing is looked at before it counts as ended."""
 _LOOK_S = 0.2
 
-_NUMBER = re.compile(r"--(?:node|machine)[-_]rank(?:=(\d+))?")
-_COUNT = re.compile(r"--(?:nnodes|num[-_]machines|num[-_]nodes)(?:=([\d:]+))?")
+_NUMBER = re.compile(r"--(?:node|machine)[-_]rank[ =](\d+)")
+_COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0*(?:[2-9]|\d{2,})")
 
 
 def later_node(command: Sequence[str]) -> str | None:
@@ -36,100 +35,52 @@ def later_node(command: Sequence[str]) -> str | None:
 
     What the command's arguments say counts before the environment.
     """
-    if numbers := _values(command, _NUMBER):
-        return next((f"{name} {number}" for name, number in numbers if number.strip("0")), None)
-    settings = ((name, os.environ.get(name, "")) for name in NUMBERS)
-    return next((f"{name}={number}" for name, number in settings if number.isdecimal() and int(number)), None)
+    told = list(_NUMBER.finditer(" ".join(command)))
+    if not told:
+        told = [match for name in NUMBERS if (match := re.fullmatch(r".*=(\d+)", f"{name}={os.environ.get(name)}"))]
+    return next((match[0] for match in told if int(match[1])), None)
 
 
 def has_several_nodes(command: Sequence[str]) -> bool:
     """Whether a command is one of those that start a job on several nodes, as its arguments or torchrun's variable say."""
-    counts = [count for _, count in _values(command, _COUNT)] or [os.environ.get("PET_NNODES", "")]
-    return any(number.isdecimal() and int(number) > 1 for count in counts for number in count.split(":"))
+    return bool(_COUNT.search(" ".join([f"PET_NNODES={os.environ.get('PET_NNODES')}", *command])))
 
 
 def is_same(one: Sequence[str], other: Sequence[str]) -> bool:
     """Whether two commands differ in the number of their nodes alone."""
-    return _without_number(one) == _without_number(other)
+    return _NUMBER.sub("", " ".join(one)) == _NUMBER.sub("", " ".join(other))
 
 
-def find_recording(
-    folder: str | os.PathLike[str], wait_s: float, is_wanted: Callable[[WriterState], bool] = lambda state: True
-) -> WriterState | None:
-    """Wait for a `tim-trace record` that runs and records to a folder, and return its state; None when there is none in time.
-
-    One that was killed on another machine looks like one that runs, so that a sign is waited for.
-    """
-    running = _running(Store(folder), wait_s, lambda state: state.attempt_key is not None and is_wanted(state))
-    return min(running, key=lambda state: state.opened_at, default=None)
-
-
-def others_recording(folder: Path, own: WriterState) -> dict[str, str]:
-    """Launchers of the same recording that have not ended, or have been killed: writer -> host."""
-    return {
-        state.writer: state.host
-        for state in _launchers(Store(folder))
-        if state.attempt_key == own.attempt_key and state.writer != own.writer and state.state == OPEN
-    }
-
-
-def going_on(folder: Path, beside: Mapping[str, str]) -> list[str]:
-    """Hosts of those of `others_recording` that were not killed: they run, or have ended since."""
-    if not beside:
-        return []
-    store = Store(folder)
-    running = {
-        state.writer for state in _running(store, SIGNED_S, lambda state: state.writer in beside, is_patient=False)
-    }
-    closed = {state.writer for state in _launchers(store) if state.state == CLOSED}
-    return sorted({host for writer, host in beside.items() if writer in running | closed})
-
-
-def _running(
-    store: Store, wait_s: float, is_wanted: Callable[[WriterState], bool], *, is_patient: bool = True
-) -> list[WriterState]:
-    """Open launchers that certainly run, looked for until there are some, the time is over or, unless `is_patient`, none may be.
-
-    It is certain by their process where that can be seen from here, else by a sign that was not there at the first look.
-    """
-    end = time.monotonic() + wait_s
-    first: dict[str, float | None] | None = None
-    while True:
-        states = [state for state in _launchers(store) if state.state == OPEN and is_wanted(state)]
-        signs = {state.writer: store.seen_at(f"{WRITERS}/{state.writer}.json") for state in states}
-        judged = {state.writer: liveness(state, store) for state in states}
-        first = signs if first is None else first
-        has_signed = {writer for writer, sign in signs.items() if writer not in first or sign != first[writer]}
-        running = [
-            state for state in states
-            if (judged[state.writer].how == PROCESS and judged[state.writer].is_alive)
-            or (judged[state.writer].how == AGE and state.writer in has_signed)
-        ]  # fmt: skip
-        may_be = is_patient or any(found.how == AGE for found in judged.values())
-        if running or not may_be or time.monotonic() >= end:
-            return running
-        time.sleep(_LOOK_S)
-
-
-def _launchers(store: Store) -> list[WriterState]:
+def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
+    """What every `tim-trace record` that recorded to a folder says of itself, the first one first; none where there is no trace."""
     with contextlib.suppress(TimTraceError, OSError):
-        return [state for state in store.writers_named(LAUNCHER) if state.is_launcher]
+        found = [state for state in Store(folder).writers_named(LAUNCHER) if state.is_launcher]
+        return sorted(found, key=lambda state: state.opened_at)
     return []
 
 
-def _values(command: Sequence[str], option: re.Pattern[str]) -> list[tuple[str, str]]:
-    """An option's name and value, wherever a command gives it, as `--option VALUE` or `--option=VALUE`."""
-    found = []
-    for place, word in enumerate(command):
-        if match := option.fullmatch(word):
-            value = match[1] or (command[place + 1] if place + 1 < len(command) else "")
-            found.append((word.partition("=")[0], value))
-    return found
+def running_launchers(
+    folder: str | os.PathLike[str], wait_s: float, beside: Collection[str] | None = None
+) -> list[WriterState]:
+    """Wait for a `tim-trace record` that records to a folder, for at most `wait_s`; return those that are found to run.
 
-
-def _without_number(command: Sequence[str]) -> list[str]:
-    words = list(command)
-    for place, word in enumerate(words):
-        if match := _NUMBER.fullmatch(word):
-            words[place : place + (1 if match[1] else 2)] = [""] * (1 if match[1] else 2)
-    return [word for word in words if word]
+    It runs if its process can be seen from here, or if it gave a sign after the first look: one that was killed on another
+    machine looks like one that runs. With `beside` only these are looked at, as long as one may run; ending well counts, too.
+    """
+    store, end, first = Store(folder), time.monotonic() + wait_s, None
+    while True:
+        states = [
+            state for state in launchers(folder) if (state.attempt_key if beside is None else state.writer in beside)
+        ]
+        signs = {state.writer: store.seen_at(f"{WRITERS}/{state.writer}.json") for state in states}
+        first = signs if first is None else first
+        judged = [(state, liveness(state, store)) for state in states]
+        signed = {writer for writer, sign in signs.items() if sign != first.get(writer)}
+        running = [
+            state for state, found in judged
+            if (found.is_alive and (found.how == PROCESS or state.writer in signed)) or (beside and state.state == CLOSED)
+        ]  # fmt: skip
+        may_run = beside is None or any(found.how == AGE and found.is_alive for _, found in judged)
+        if running or not may_run or time.monotonic() >= end:
+            return running
+        time.sleep(_LOOK_S)

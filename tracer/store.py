@@ -357,17 +357,14 @@ class Store:
 
         No other writer's file is touched: every rank asks this when it starts, on a file system that all of them share.
         """
-        manifest = self.manifest()
-        try:
-            names = sorted(os.listdir(self.path(WRITERS)))
-        except FileNotFoundError:
-            return []
-        states = []
-        for name, content in self._read_local(
-            WRITERS, [name for name in names if name.startswith(prefixes) and name.endswith(".json")]
-        ):
-            with suppress(DamagedTrace):
-                states.append(self.writer(name.removesuffix(".json"), manifest, content))
+        manifest, states = self.manifest(), []
+        with suppress(FileNotFoundError):
+            names = [
+                name for name in os.listdir(self.path(WRITERS)) if name.startswith(prefixes) and name.endswith(".json")
+            ]
+            for name, content in self._read_local(WRITERS, sorted(names)):
+                with suppress(DamagedTrace):
+                    states.append(self.writer(name.removesuffix(".json"), manifest, content))
         return states
 
     def _read_many(self, folder: str, names: Collection[str]) -> dict[str, bytes]:

@@ -30,18 +30,19 @@ def write_part(folder: Path, relative: str, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def write_once(path: Path, content: bytes) -> None:
-    """Give `path` this content unless another process was first."""
+def write_once(path: Path, content: bytes) -> bool:
+    """Give `path` this content unless another process was first; return whether it was not."""
     temporary = _beside(path)
     temporary.write_bytes(content)
     try:
         os.link(temporary, path)
     except FileExistsError:
-        pass
+        return False
     except OSError:  # a file system without hard links: the last of several equal writers wins
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    return True
 
 
 @contextmanager

@@ -241,7 +241,7 @@ def test_a_process_that_got_our_path_without_the_order_says_so(tmp_path):
 
 @pytest.mark.parametrize(("command", "setting"), [
     (["torchrun", "--nnodes", "2", "--node-rank", "1", "train.py"], "--node-rank 1"),
-    (["torchrun", "--nnodes=2", "--node_rank=1", "train.py"], "--node_rank 1"),
+    (["torchrun", "--nnodes=2", "--node_rank=1", "train.py"], "--node_rank=1"),
     (["accelerate", "launch", "--num_machines", "2", "--machine_rank", "1", "train.py"], "--machine_rank 1"),
     (["torchrun", "--nnodes", "2", "--node-rank", "0", "train.py"], None),
     (["torchrun", "--nnodes", "2", "--node-rank"], None),
