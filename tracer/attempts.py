@@ -50,8 +50,19 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
 
 def _attempting(store: Store, *ranks: int | None) -> list[WriterState]:
     """The writers of some ranks that belong to an attempt."""
-    states = store.writers_named(*map(environment.writer_prefix, ranks))
-    return [state for state in states if state.attempt is not None and state.attempt_key is not None]
+    return [
+        state for state in states_of_rank(store, *ranks) if state.attempt is not None and state.attempt_key is not None
+    ]
+
+
+def states_of_rank(store: Store, *ranks: int | None) -> list[WriterState]:
+    """The writers of some ranks; of the others none is read."""
+    return store.writers_named(*map(writer_prefix, ranks))
+
+
+def writer_prefix(rank: int | None) -> str:
+    """What the names of a rank's writers begin with."""
+    return "p" if rank is None else f"r{rank}-p"
 
 
 def _newest(states: Iterable[WriterState]) -> int:

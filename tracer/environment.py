@@ -72,11 +72,6 @@ def rank() -> int | None:
     return int(value) if value.isdecimal() else None
 
 
-def writer_prefix(rank: int | None) -> str:
-    """Return what the names of all writers of a rank begin with."""
-    return "p" if rank is None else f"r{rank}-p"
-
-
 def torch_settings() -> dict[str, Any]:
     """Torch's switches that change a number: precision, determinism, threads, attention kernels. Needs torch."""
     import torch

@@ -29,7 +29,7 @@ from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
 from ..schemas.writer_state import CLOSED
 from . import environment
-from .attempts import is_of_this_start, next_attempt
+from .attempts import is_of_this_start, next_attempt, states_of_rank
 from .batch import Batch
 from .create import join_trace, new_trace
 from .dense import Distribution, bits, check_num_rows
@@ -726,8 +726,7 @@ def _open_writer(folder: Path, queue_bytes: int, *, resumes: bool) -> TraceWrite
 def _refuse_finished(folder: Any, path: Any) -> None:
     """Raise TraceExists when this rank's writer has ended well; one that torchrun or Slurm restarts goes on."""
     rank = environment.rank()
-    own = Store(folder).writers_named(environment.writer_prefix(rank))
-    finished = [state for state in own if state.state == CLOSED]
+    finished = [state for state in states_of_rank(Store(folder), rank) if state.state == CLOSED]
     if any(is_of_this_start(state, ATTEMPT_SESSION) for state in finished):
         raise TraceExists(
             f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, replace it with "

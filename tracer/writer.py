@@ -21,7 +21,7 @@ from ..schemas.errors import InvalidRecord
 from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
 from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
-from .attempts import Attempt
+from .attempts import Attempt, writer_prefix
 from .liveness import HEARTBEAT_S, this_process
 from .segments import SegmentWriter
 from .store import Store
@@ -62,7 +62,7 @@ class TraceWriter:
         """
         self.folder = folder
         rank = environment.rank()
-        self.name = f"{environment.writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.state = WriterState(
             writer=self.name,
             run_id=Store(folder).manifest().run_id,
