@@ -39,7 +39,8 @@ class StoredTensor:
     whole_shape: tuple[int, ...] | None = None
     """Shape of the whole tensor, where several writers hold parts of it."""
     offsets: tuple[int, ...] | None = None
-    """Where this part begins in the whole, one a dimension."""
+    """Where this part begins in the whole, one per dimension. One number for a whole of another number of dimensions: the part
+    is a run of its elements in row-major order (FSDP1), and this is the first."""
 
     @property
     def numel(self) -> int:

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from ..routing import facts
+from ..weights.layout import model_parameters, num_elements
 
 
 def numerics(model: Any) -> dict[str, Any]:
@@ -24,8 +25,8 @@ def numerics(model: Any) -> dict[str, Any]:
 
 
 def class_path(model: Any) -> str:
-    """The module and the name of a model's class: below FSDP2, which makes one of its own out of it."""
-    kind = type(model)
+    """The module and the name of a model's class: below FSDP1, and FSDP2, which makes one of its own out of it."""
+    kind = type(getattr(model, "_modules", {}).get("_fsdp_wrapped_module", model))
     if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__bases__):
         kind = kind.__bases__[-1]
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -34,8 +35,8 @@ def class_path(model: Any) -> str:
 def dtypes(model: Any) -> dict[str, int]:
     """Dtype -> parameters that have it."""
     counts: Counter[str] = Counter()
-    for parameter in model.parameters():
-        counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    for parameter in model_parameters(model):
+        counts[str(parameter.dtype).removeprefix("torch.")] += num_elements(parameter)
     return dict(sorted(counts.items()))
 
 

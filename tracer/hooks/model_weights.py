@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..weights.layout import is_sharded
+from ..weights.layout import flat_problem, is_sharded, model_parameters, model_tensors, num_elements
 from .session import Session
 
 _REMEDY = "replaying needs them; record with --weights delta, or name the run's checkpoints with --weights-from DIR"
@@ -19,7 +19,7 @@ def keeps_weights(session: Session, model: Any) -> bool:
     if problem:
         session.note(f"weights are not recorded: {problem}")
         return False
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(model).values())
+    num_bytes = sum(num_elements(parameter) * parameter.element_size() for parameter in model_parameters(model))
     if order.weights == "auto" and num_bytes > order.weights_below:
         session.note(
             f"weights are not recorded: the model has {num_bytes / 1e9:.2f} GB, more than --weights-below "
@@ -31,16 +31,15 @@ def keeps_weights(session: Session, model: Any) -> bool:
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
     """The tensors that this process keeps: its parts of sharded ones, and whole ones in the first process alone."""
-    return {name: tensor for name, tensor in _tensors(model).items() if is_first or is_sharded(tensor)}
+    return {name: tensor for name, tensor in model_tensors(model).items() if is_first or _is_part(tensor)}
 
 
-def _tensors(model: Any) -> dict[str, Any]:
-    return dict(model.state_dict(keep_vars=True))
+def _is_part(tensor: Any) -> bool:
+    return is_sharded(tensor) and not getattr(tensor, "is_replicated", False)
 
 
 def _problem(model: Any) -> str | None:
     if any(getattr(parameter, "ds_id", None) is not None for parameter in model.parameters()):
         return f"DeepSpeed ZeRO-3 holds them in pieces that cannot be read from here; {_REMEDY}"
-    if any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters()):
-        return f"FSDP1 flattens them; use FSDP2 (TRL: fsdp_version: 2; verl: strategy=fsdp2), or: {_REMEDY}"
-    return None
+    problem = flat_problem(model)
+    return problem and f"{problem}; use FSDP2 (TRL: fsdp_version: 2; verl: strategy=fsdp2), or: {_REMEDY}"

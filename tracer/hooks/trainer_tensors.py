@@ -7,17 +7,23 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from ..weights.layout import is_sharded
+from ..weights.layout import is_sharded, model_parameters
 
 _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def trained_model(trainer: Any) -> Any:
-    """The model that a trainer trains, without what accelerate wraps around it; it is asked once, as it searches for packages."""
+    """The model that a trainer trains, without what accelerate wraps around it but FSDP1, which holds its root's parameters.
+
+    Accelerate is asked once, as it searches for packages.
+    """
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
     if model is None:
         model = trainer.accelerator.unwrap_model(trainer.model)
+        if model is not trainer.model and hasattr(trainer.model, "modules"):
+            wrappers = (m for m in trainer.model.modules() if m._modules.get("_fsdp_wrapped_module") is model)
+            model = next(wrappers, model)
         _unwrapped[trainer.model] = weakref.ref(model)
     return model
 
@@ -25,10 +31,7 @@ def trained_model(trainer: Any) -> Any:
 def is_whole(model: Any) -> bool:
     """Whether every tensor of a model is whole in this process, so that it can be read from here."""
     return not any(
-        is_sharded(parameter)
-        or getattr(parameter, "ds_id", None) is not None
-        or type(parameter).__name__ == "FlatParameter"
-        for parameter in model.parameters()
+        is_sharded(parameter) or getattr(parameter, "ds_id", None) is not None for parameter in model_parameters(model)
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ...schemas.contract import PREFIX_TREE, Contract
 from .. import environment
+from ..weights.layout import model_parameters, num_elements
 from .model_contract import as_json, class_path, dtypes, numerics
 from .trainer_tensors import trained_model
 
@@ -127,12 +128,12 @@ def model_identity(trainer: Any) -> dict[str, Any]:
     identity = {
         "name": getattr(below, "name_or_path", None),
         "class": class_path(below),
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_parameters": sum(dtypes(model).values()),
         "dtypes": dtypes(model),
         "config": below.config.to_dict(),
     }
     if configs:
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        trained = sum(num_elements(p) for p in model_parameters(model) if p.requires_grad)
         identity |= {
             "adapters": configs,
             "active_adapter": str(model.active_adapter),

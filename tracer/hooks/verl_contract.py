@@ -106,7 +106,7 @@ def model_identity(engine: Any) -> dict[str, Any]:
     return {
         "name": getattr(engine.model_config, "path", None),
         "class": class_path(model),
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_parameters": sum(dtypes(model).values()),
         "dtypes": dtypes(model),
         "config": getattr(config, "to_dict", dict)(),
     }

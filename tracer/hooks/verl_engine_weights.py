@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..weights.digests import digest
+from ..weights.layout import model_parameters, model_tensors
 from .engine_parameters import held_tensors
 from .engine_weights import NONE, EngineWeights, read_digests
 from .session import Session
@@ -184,7 +185,7 @@ def _inner(engine: Any) -> Any:
 
 def _has_one_rank(model: Any) -> bool:
     """Whether a sharded model's one shard is the whole of it."""
-    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in model_parameters(model)]
     return all(mesh is not None and mesh.size() == 1 for mesh in meshes)
 
 
@@ -193,7 +194,7 @@ def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-    own = convert_weight_keys(engine.module.state_dict(), _inner(engine))
+    own = convert_weight_keys(model_tensors(engine.module), _inner(engine))
     whole = ((name, tensor.to_local() if hasattr(tensor, "to_local") else tensor) for name, tensor in own.items())
     for name, tensor in unfuse_moe_params(whole, engine.model_config.hf_config.model_type):
         yield name, tensor, None

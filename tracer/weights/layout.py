@@ -2,11 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...schemas.errors import InvalidRecord
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout
+
+_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Modules that FSDP1 and activation checkpointing put into a tensor's path, and a state_dict leaves out."""
+_FLAT = "_flat_param"
+"""The parameter that FSDP1 registers in place of a module's own, without use_orig_params."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatPart:
+    """This process's part of a parameter that FSDP1 has flattened: a run of its elements in row-major order."""
+
+    values: Any
+    """1-D tensor."""
+    start: int
+    """First element of the run."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    requires_grad: bool
+    is_replicated: bool
+    """Whether every process holds all of it."""
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+    def numel(self) -> int:
+        """Elements of the whole parameter, as a DTensor counts them."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return int(self.values.element_size())
+
+    def detach(self) -> FlatPart:
+        return self
+
+
+def model_tensors(model: Any) -> dict[str, Any]:
+    """What a model's state_dict names, as this process holds it: whole tensors, DTensors and FlatParts.
+
+    The state_dict itself is never asked for: its hooks gather under FSDP1 and reshard under FSDP2, and a process that runs
+    them alone leaves the others waiting at the next collective.
+    """
+    sharded = _sharded(model)
+    tensors: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        named: dict[str, Any] = {}
+        module._save_to_state_dict(named, "", True)
+        prefix = "".join(f"{part}." for part in path.split(".") if part and part not in _WRAPPERS)
+        for name, tensor in _held(named, sharded.get(module, {})):
+            if hasattr(tensor, "detach"):
+                tensors[prefix + name] = tensor
+    return tensors
+
+
+def model_parameters(model: Any) -> list[Any]:
+    """A model's parameters, each once, as this process holds them; see `model_tensors`."""
+    sharded = _sharded(model)
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        for _, tensor in _held(module._parameters, sharded.get(module, {})):
+            if tensor is not None:
+                found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def num_elements(parameter: Any) -> int:
+    """Elements of the whole parameter: DeepSpeed ZeRO-3 leaves an empty tensor in its place."""
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
+
+
+def _held(named: Mapping[str, Any], sharded: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A module's own tensors, those that FSDP shards as their shards."""
+    for name, tensor in named.items():
+        if name not in sharded and name != _FLAT:
+            yield name, tensor
+    yield from sharded.items()
+
+
+def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
+    """Module -> name -> this process's shard, of every parameter that FSDP1 or FSDP2 manages; gathered ones, too."""
+    found: dict[Any, dict[str, Any]] = {}
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for shard in (shard for group in groups if group is not None for shard in group.fsdp_params):
+                info = shard._module_info
+                found.setdefault(info.module, {})[info.param_name] = shard.sharded_param
+                for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                    found.setdefault(owner, {})[name] = shard.sharded_param
+        handle = vars(module).get("_handle")
+        flat = getattr(handle, "flat_param", None)
+        if flat is not None:
+            for info, tensor in zip(flat._param_infos, _flat_parts(handle, flat), strict=True):
+                found.setdefault(info.module, {})[info.param_name] = tensor
+            for info in flat._shared_param_infos:
+                found.setdefault(info.module, {})[info.param_name] = found[info.prim_module][info.prim_param_name]
+    return found
+
+
+def _flat_parts(handle: Any, flat: Any) -> Iterator[FlatPart]:
+    """The parts of the parameters that FSDP1 has flattened into one."""
+    # Before the first forward the shard is the parameter's own data; later that can be what was gathered.
+    shard = getattr(flat, "_local_shard", flat).detach()
+    parameters = flat._params or [flat] * len(flat._shapes)
+    for parameter, shape, own in zip(parameters, flat._shapes, flat._shard_param_infos, strict=True):
+        first, count = own.offset_in_shard or 0, own.numel_in_shard or 0
+        yield FlatPart(
+            values=shard[first : first + count],
+            start=own.intra_param_start_idx or 0,
+            shape=tuple(shape),
+            requires_grad=parameter.requires_grad,
+            is_replicated=not handle.uses_sharded_strategy,
+        )
+
+
+def flat_problem(model: Any) -> str | None:
+    """Why the shards of a model under FSDP1 cannot be read; None where they can."""
+    flats = [getattr(vars(module).get("_handle"), "flat_param", None) for module in model.modules()]
+    for flat in flats:
+        if flat is not None and (any(flat._param_extensions) or not all(flat._contiguities)):
+            return "FSDP1 holds some of them as parts of another kind of shard, or not in row-major order"
+    return None
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
@@ -37,17 +162,21 @@ def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is spread over processes (a DTensor)."""
-    return type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh")
+    """Whether a tensor is spread over processes (a DTensor, a FlatPart)."""
+    return isinstance(tensor, FlatPart) or type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh")
 
 
 def local_part(tensor: Any) -> Any:
     """What this process holds of a tensor."""
+    if isinstance(tensor, FlatPart):
+        return tensor.values
     tensor = tensor.detach()
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def _place_in_whole(tensor: Any) -> dict[str, Any]:
+    if isinstance(tensor, FlatPart):
+        return {"whole_shape": tensor.shape, "offsets": (tensor.start,)}
     if not is_sharded(tensor):
         return {}
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

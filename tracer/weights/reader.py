@@ -345,10 +345,13 @@ def _put(whole: dict[str, Tensor], tensor: StoredTensor, bits: Bits) -> int:
     """Put a writer's part into the whole tensor and return its elements."""
     if tensor.name not in whole:
         whole[tensor.name] = Tensor(tensor.dtype, np.zeros(tensor.whole_shape or (), bits_type(tensor.dtype)))
+    target = whole[tensor.name].bits
+    if len(tensor.offsets or ()) != target.ndim:
+        target = target.reshape(-1)  # a view: the part is a run of elements
     place = tuple(
         slice(start, start + length) for start, length in zip(tensor.offsets or (), tensor.shape, strict=True)
     )
-    whole[tensor.name].bits[place] = part(bits, tensor).reshape(tensor.shape)
+    target[place] = part(bits, tensor).reshape(tensor.shape)
     return tensor.numel
 
 

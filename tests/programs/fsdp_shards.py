@@ -1,0 +1,117 @@
+"""Record a sharded model from two processes while every collective inside recording raises; one recorder stops on the way.
+
+python -m torch.distributed.run --nproc-per-node 2 fsdp_shards.py TRACE RESULT KIND: KIND is fsdp2, or a strategy of FSDP1
+(full, grad_op, none) with what it differs in, joined by "-": flat (without use_orig_params), offload, a type of state_dict
+(FULL, SHARDED, LOCAL), half (gradients and forwards in bfloat16).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from collectives import refuse_in_guards
+from tim_trace.tracer.hooks.model_contract import dtypes
+from tim_trace.tracer.hooks.model_weights import keeps_weights, own_tensors
+from tim_trace.tracer.hooks.session import Order, Session
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import fully_shard
+
+STEPS = 4
+STOPS = 2
+"""The second process records no step from this one on."""
+_STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "none": ShardingStrategy.NO_SHARD,
+}
+
+
+class Tied(torch.nn.Module):
+    """A model with what state_dicts differ by: tied parameters, a buffer, one that is not kept, a parameter of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 6)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(6, 13), torch.nn.LayerNorm(13), torch.nn.Linear(13, 6)) for _ in range(2)
+        )
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor([2.0]))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden) * self.scale
+
+
+def wrapped(model: torch.nn.Module, kind: list[str]) -> torch.nn.Module:
+    if kind == ["fsdp2"]:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    options = {
+        "use_orig_params": "flat" not in kind,
+        "sharding_strategy": _STRATEGIES[kind[0]],
+        "cpu_offload": CPUOffload(offload_params=True) if "offload" in kind else None,
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16) if "half" in kind else None,
+        "device_id": torch.device("cpu"),
+    }
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FullyShardedDataParallel(block, **options)
+    model = FullyShardedDataParallel(model, **options)
+    for name in kind:
+        if name.isupper():
+            FullyShardedDataParallel.set_state_dict_type(model, StateDictType[f"{name}_STATE_DICT"])
+    return model
+
+
+def whole(model: torch.nn.Module, kind: list[str]) -> dict[str, torch.Tensor]:
+    """The state_dict as torch gathers it from all processes."""
+    if kind == ["fsdp2"]:
+        state = model.state_dict()
+        return {k: (v.full_tensor() if hasattr(v, "device_mesh") else v).detach().clone() for k, v in state.items()}
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+
+def main() -> None:
+    folder, result, kind = sys.argv[1], sys.argv[2], sys.argv[3].split("-")
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = wrapped(Tied(), kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    refuse_in_guards()
+    session = Session(Order(run=folder, weights="delta"))
+    sizes = []
+    for version in range(STEPS):
+        with torch.no_grad():
+            model(torch.arange(11))  # the trainer's own logprobs: FSDP2 leaves its root gathered
+        if rank == 0 or version < STOPS:
+            with session.guard("weights"):
+                assert keeps_weights(session, model)
+                sizes.append(sum(dtypes(model).values()))
+                session.recorder.add_weights(version, own_tensors(model, is_first=rank == 0))
+        assert session.is_recording
+        model(torch.arange(11)).square().sum().backward()
+        state = whole(model, kind)
+        if rank == 0:
+            torch.save(state, os.path.join(result, f"{version}.pt"))
+        optimizer.step()
+        optimizer.zero_grad()
+    session.close()
+    count = sum(p.numel() for p in Tied().parameters())
+    assert set(sizes) == {count}, (sizes, count)
+    dist.destroy_process_group()
+
+
+main()
