@@ -57,7 +57,7 @@ from .scalars import listed, names, per_row, step_number
 from .sequence_names import SequenceNames
 from .staging import Staged, to_numpy
 from .store import Store
-from .writer import QUEUE_BYTES, TraceWriter
+from .writer import QUEUE_BYTES, Part, TraceWriter
 
 ATTEMPT_SESSION = "recorder"
 """Session of attempts that `tim-trace record` did not start."""
@@ -465,7 +465,7 @@ class Recorder:
         Raises InvalidRecord when the step goes back.
         """
         _check_has(f"step {step}, optimizer", optimizer, "param_groups", "torch optimizer")
-        self.add_metrics(step, optimizer_statistics(optimizer))
+        self.add_metrics(step, self.writer.part(Part.OPTIMIZER, optimizer_statistics, optimizer) or {})
 
     def _add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         if not values:
@@ -476,7 +476,11 @@ class Recorder:
             given = dict(zip(keys, staged.values()["values"], strict=True))
             return metric_rows(step, given, logged_at, self.writer.state.attempt, self.writer.name)
 
-        self._submit(staged, prepare, lambda rows: self.writer.append(METRICS, rows))
+        def append(rows: Any) -> None:
+            if rows is not None:
+                self.writer.append(METRICS, rows)
+
+        self._submit(staged, lambda: self.writer.part(Part.METRICS, prepare), append)
 
     def _sequence_names(self, split: str, step: int, seq_ids: Sequence[Any] | None, rows: int) -> list[str]:
         known = self._names[split]

@@ -8,9 +8,10 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -29,12 +30,28 @@ from .weights.writer import WeightWriter
 from .whole_file import check_inside, sync, trace_file, write_part
 from .worker import Worker
 
+_T = TypeVar("_T")
+
 QUEUE_BYTES = 128 << 20
 """What may wait for the disk before the training thread does."""
 QUEUE_S = 1.0
 """How long something may wait for the disk before the training thread does, seconds."""
 RESERVE_BYTES = 64 << 10
 """Kept free for the note that the disk is full."""
+
+
+class Part(StrEnum):
+    """What is recorded beside sequences and passes. An error in one part ends that part; without the rows nothing has a meaning."""
+
+    METRICS = "metrics"
+    OPTIMIZER = "statistics of the optimizer"
+    WEIGHTS = "weights"
+    ENGINE_WEIGHTS = "the engine's weights"
+    TEXTS = "the tokenizer and hyperparameters"
+    CONTRACTS = "contracts"
+    REWARDS = "rewards"
+    DISTRIBUTIONS = "the trainer's distributions"
+    ROUTING = "router choices"
 
 
 class TraceWriter:
@@ -83,6 +100,8 @@ class TraceWriter:
         self._contracts: set[tuple[str, str]] = set()
         self._synced: set[Path] = set()
         self._invalid: InvalidRecord | None = None
+        self._ended: set[str] = set()
+        """Parts whose recording has ended."""
         if journals:
             check_inside(folder, f"{JOURNAL}/{self._reserve.name}")
             self._reserve.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +139,36 @@ class TraceWriter:
             error, self._invalid = self._invalid, None
             raise error
 
+    def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
+        """Call a function of one part of the recording; None once that part has ended. An error ends it.
+
+        Raises InvalidRecord where the function does.
+        """
+        if part in self._ended:
+            return None
+        try:
+            return function(*args, **kwargs)
+        except InvalidRecord:
+            raise
+        except Exception as error:
+            self.end(part, error)
+            return None
+
+    def end(self, part: Part, error: BaseException) -> None:
+        """End one part of the recording, and say so once."""
+        if part in self._ended:
+            return
+        self._ended.add(part)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        sentence = f"not recorded from here on: {part} ({reason}); everything else goes on"
+        print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
+        self.note(sentence)
+
+    def note(self, sentence: str) -> None:
+        """Keep in the trace that something is not recorded."""
+        self.state.not_recorded += (sentence,)
+        self.submit(self.save_state, 0)
+
     def append(self, table: str, batch: pa.RecordBatch) -> None:
         """Append rows; on the writing thread."""
         self.segments.append(table, batch)
@@ -139,13 +188,15 @@ class TraceWriter:
 
         Raises InvalidRecord for a dtype that cannot be kept.
         """
-        if not self.is_open:
-            return
+        if self.is_open:
+            self.part(Part.WEIGHTS, self._keep_weights, version, tensors)
+
+    def _keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         if self._weights is None:
             self._weights = WeightWriter(self.folder, self.name, self.written)
         self._weights.snapshot(version, tensors)
         if self._weights.error is not None:
-            self.stop(self._weights.error)
+            raise self._weights.error
 
     def save_tokenizer(self, tokenizer: Any) -> None:
         """Keep a transformers tokenizer, unless the trace has one."""
@@ -208,7 +259,7 @@ class TraceWriter:
         if self._weights is not None:
             self._weights.close()
             if self._weights.error is not None:
-                self.stop(self._weights.error)
+                self.end(Part.WEIGHTS, self._weights.error)
         self._worker.close()
         if self.is_open:
             self.state.state = CLOSED

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from tim_trace.tracer.hooks.session import Session

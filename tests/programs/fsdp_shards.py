@@ -1,11 +1,10 @@
 """Record a sharded model from two processes while every collective inside recording raises; one recorder stops on the way.
 
-python -m torch.distributed.run --nproc-per-node 2 fsdp_shards.py TRACE RESULT KIND: KIND is fsdp2, or a strategy of FSDP1
-(full, grad_op, none) with what it differs in, joined by "-": flat (without use_orig_params), offload, a type of state_dict
-(FULL, SHARDED, LOCAL), half (gradients and forwards in bfloat16).
+python -m torch.distributed.run --nproc-per-node 2 fsdp_shards.py FOLDER KIND...: records into FOLDER/KIND/run, which is there. A KIND is
+fsdp2, or a strategy of FSDP1 (full, grad_op, none) with what it differs in, joined by "-": flat (without use_orig_params),
+offload, a type of state_dict (FULL, SHARDED, LOCAL), half (forwards in bfloat16).
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -18,8 +17,14 @@ from tim_trace.tracer.hooks.model_contract import dtypes
 from tim_trace.tracer.hooks.model_weights import keeps_weights, own_tensors
 from tim_trace.tracer.hooks.session import Order, Session
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 
 STEPS = 4
 STOPS = 2
@@ -38,7 +43,8 @@ class Tied(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(11, 6)
         self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(6, 13), torch.nn.LayerNorm(13), torch.nn.Linear(13, 6)) for _ in range(2)
+            torch.nn.Sequential(torch.nn.Linear(6, 13), torch.nn.LayerNorm(13), torch.nn.Linear(13, 6))
+            for _ in range(2)
         )
         self.head = torch.nn.Linear(6, 11, bias=False)
         self.head.weight = self.embed.weight
@@ -83,35 +89,39 @@ def whole(model: torch.nn.Module, kind: list[str]) -> dict[str, torch.Tensor]:
         return {k: v.detach().clone() for k, v in model.state_dict().items()}
 
 
-def main() -> None:
-    folder, result, kind = sys.argv[1], sys.argv[2], sys.argv[3].split("-")
-    dist.init_process_group("gloo")
+def record(folder: Path, kind: list[str]) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = wrapped(Tied(), kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    refuse_in_guards()
-    session = Session(Order(run=folder, weights="delta"))
-    sizes = []
+    session = Session(Order(run=str(folder / "run"), weights="delta"))
+    sizes = set()
     for version in range(STEPS):
         with torch.no_grad():
             model(torch.arange(11))  # the trainer's own logprobs: FSDP2 leaves its root gathered
         if rank == 0 or version < STOPS:
             with session.guard("weights"):
                 assert keeps_weights(session, model)
-                sizes.append(sum(dtypes(model).values()))
+                sizes.add(sum(dtypes(model).values()))
                 session.recorder.add_weights(version, own_tensors(model, is_first=rank == 0))
-        assert session.is_recording
-        model(torch.arange(11)).square().sum().backward()
+        assert session.is_recording, session.recorder.writer.state.error
+        trains = "offload" not in kind  # its gradients need the streams of an accelerator
+        if trains:
+            model(torch.arange(11)).square().sum().backward()
         state = whole(model, kind)
         if rank == 0:
-            torch.save(state, os.path.join(result, f"{version}.pt"))
-        optimizer.step()
-        optimizer.zero_grad()
+            torch.save(state, folder / f"{version}.pt")
+        if trains:
+            optimizer.step()
+            optimizer.zero_grad()
     session.close()
-    count = sum(p.numel() for p in Tied().parameters())
-    assert set(sizes) == {count}, (sizes, count)
+    assert sizes == {sum(parameter.numel() for parameter in Tied().parameters())}, sizes
+
+
+if __name__ == "__main__":
+    torch.Tensor.pin_memory = lambda self: self  # an accelerator's, of parameters that are offloaded
+    dist.init_process_group("gloo")
+    refuse_in_guards()
+    for name in sys.argv[2:]:
+        record(Path(sys.argv[1], name), name.split("-"))
     dist.destroy_process_group()
-
-
-main()

@@ -8,6 +8,8 @@ import torch
 import zarr
 from builders import PROGRAMS, ROOT, run
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord, WeightsMissing
+from tim_trace.schemas.manifest import Manifest
+from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights import chunks
 from tim_trace.tracer.weights.changes import added, apply_changes, changes_of, decode_changes, write_changes
@@ -360,3 +362,35 @@ def test_each_process_keeps_its_shard_and_the_whole_comes_back(tmp_path):
     next((tmp_path / "run" / "weights").glob("r1-*.1.json")).unlink()
     with pytest.raises(WeightsMissing, match=r"version 1: .* has \d+ of \d+ elements; a writer's part is missing"):
         WeightReader(Store(tmp_path / "run")).load(1)
+
+
+KINDS = (
+    "fsdp2", "full", "full-flat", "grad_op", "grad_op-flat", "none", "full-offload", "full-flat-offload", "full-FULL",
+    "full-SHARDED", "full-flat-LOCAL", "full-half",
+)  # fmt: skip
+"""Ways of sharding of tests/programs/fsdp_shards.py."""
+MANIFEST = Manifest(
+    run_id="r", created_at="", created_by="", source="record", command=(), capture="logprobs", capture_fraction=1.0
+)
+
+
+@pytest.mark.slow
+def test_shards_of_fsdp_are_recorded_without_a_collective_and_where_one_recorder_stops_the_others_go_on(tmp_path):
+    for kind in KINDS:
+        with new_trace(tmp_path / kind / "run", MANIFEST, force=False):
+            pass
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run(*command, PROGRAMS / "fsdp_shards.py", tmp_path, *KINDS)
+    assert done.code == 0, done.stderr
+    for kind in KINDS:
+        store = Store(tmp_path / kind / "run")
+        reader = WeightReader(store, store.writers()[0])
+        assert (kind, reader.versions) == (kind, [0, 1, 2, 3])
+        for version in (1, 0):
+            whole = torch.load(tmp_path / kind / f"{version}.pt")
+            assert same(reader.load(version), {name: bits(tensor) for name, tensor in whole.items()}), kind
+        if kind != "none":  # every process holds all of it, and the first one records it
+            with pytest.raises(
+                WeightsMissing, match=r"version 3: .* has \d+ of \d+ elements; a writer's part is missing"
+            ):
+                reader.load(3)

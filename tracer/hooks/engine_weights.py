@@ -13,6 +13,7 @@ from ...schemas.tables import ENGINE_WEIGHTS_TABLE
 from ..arrow_arrays import column_array
 from ..weights.coarse import values_a_row
 from ..weights.digests import Digest, digest, resolved
+from ..writer import Part
 from .engine_parameters import held_tensors
 from .patches import Patches
 from .trainer_tensors import is_whole, trained_model, trainer_tensors
@@ -22,8 +23,6 @@ GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
 """dtypes through which a tensor may have gone on its way."""
-
-_WHAT = "the engine's weights are not accounted for from here on"
 
 
 class EngineWeights:
@@ -66,11 +65,11 @@ class EngineWeights:
         return self._level != NONE and bool(self._session.is_recording)
 
     def _guard(self) -> Any:
-        return self._session.guard(_WHAT, otherwise=self._end)
+        return self._session.guard(Part.ENGINE_WEIGHTS, otherwise=self._end)
 
     def _end(self, error: Exception) -> None:
         self._level = NONE
-        self._session.note(f"{_WHAT}: {type(error).__name__}: {error}")
+        self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
         """Hear what an engine of this process is given."""

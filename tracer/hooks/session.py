@@ -10,10 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...schemas.capture import Capture
+from ...schemas.errors import InvalidRecord
+
+if TYPE_CHECKING:
+    from ..writer import Part
+
+_T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
 """Environment variable by which `tim-trace record` tells its children what to record, and where."""
@@ -54,7 +61,8 @@ class Order:
 class Session:
     """This process's part in a recording.
 
-    Whatever goes wrong here ends the recording of this process and never reaches the program that is recorded.
+    Whatever goes wrong here never reaches the program that is recorded: an error in `record` ends that part, one in `guard` the
+    recording of this process. No collective is called inside either, since other processes may record no longer.
     """
 
     def __init__(self, order: Order):
@@ -149,15 +157,30 @@ class Session:
         try:
             yield
         except Exception as error:
-            if otherwise is None:
-                self.stop(what, error)
-            else:
-                otherwise(error)
+            try:
+                (otherwise or partial(self.stop, what))(error)
+            except Exception as second:
+                self.stop(what, second)
         finally:
             self._depth -= 1
             if not self._depth:
                 self.spent_s += time.perf_counter() - begin
                 self.cpu_s += time.thread_time() - begin_cpu
+
+    def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
+        """Call a function of one part of the recording, and return what it returns; None once that part has ended."""
+        if not self.is_recording:
+            return None
+        with self.guard(part):
+            writer = self.recorder.writer
+            writer.raise_invalid()  # of the rows that came before
+            try:
+                found: _T | None = writer.part(part, function, *args, **kwargs)
+            except InvalidRecord as error:
+                writer.end(part, error)
+            else:
+                return found
+        return None
 
     def stop(self, what: str, error: Exception) -> None:
         """End this process's recording and say why."""
@@ -173,8 +196,7 @@ class Session:
         if sentence not in self._told:
             self.tell(sentence)
             with self.guard("notes"):
-                self.recorder.writer.state.not_recorded += (sentence,)
-                self.recorder.writer.submit(self.recorder.writer.save_state, 0)
+                self.recorder.writer.note(sentence)
 
     def tell(self, sentence: str) -> None:
         """Print a sentence on stderr, once."""

@@ -19,12 +19,12 @@ from ...schemas.loss import Loss
 from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ..batch import Batch
 from ..rows import Forward
+from ..writer import Part
 from .packed_rows import PackedRow, PackedSample, of_bytes, to_bytes
 from .session import Session
-from .tokenizer import tokenizer_identity
-from .trainer_class import name_of, own_loss
+from .trainer_class import name_of
 from .trl_batches import right_padded
-from .trl_contract import model_identity, packed_contract, sampling, uses_server, worker_contract
+from .trl_contract import packed_contract, sampling, uses_server, worker_contract
 from .trl_state import TrainerState
 from .trl_trainer import TrainerHooks
 
@@ -173,23 +173,17 @@ class AsyncTrainerHooks(TrainerHooks):
             )
             return original(trainer, model, inputs, *args, **kwargs)
         state = self._state(trainer)
-        with self.session.guard("weights"):
-            self._keep_weights(trainer, state)
+        self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state)
         with OutputTap(model) as tap:
             result = original(trainer, model, inputs, *args, **kwargs)
         with self.session.guard("the samples of a packed row"):
             self._record_row(trainer, state, of_bytes(packed[0]), inputs, tap)
         return result
 
-    def _describe(self, trainer: Any) -> None:
-        recorder = self.session.recorder
-        recorder.describe(model=model_identity(trainer), tokenizer=tokenizer_identity(trainer.processing_class))
-        if sentence := own_loss(type(trainer)):
-            self.session.note(sentence)
+    def _declare_rollouts(self, trainer: Any) -> None:
         if not trainer.is_world_process_zero():
             return
-        recorder.save_tokenizer(trainer.processing_class)
-        recorder.add_hyperparameters(trainer.args.to_dict())
+        recorder = self.session.recorder
         recorder.add_loss(
             Loss(
                 clip_low=trainer.epsilon_low,
@@ -217,9 +211,10 @@ class AsyncTrainerHooks(TrainerHooks):
             return
         outputs, index = tap.outputs[0], inputs["token_index"][0, :terms]
         logprobs, entropy = (values.detach().flatten()[index] for values in (outputs.log_probs, outputs.entropy))
-        contract = state.contract(TRAIN, lambda: packed_contract(trainer))
+        contract = self.session.record(Part.CONTRACTS, state.contract, TRAIN, partial(packed_contract, trainer))
         for pass_name in (CURRENT, TRAIN):
-            self.session.recorder.add_contract(pass_name, contract)
+            if contract is not None:
+                self.session.recorder.add_contract(pass_name, contract)
             self._add_terms(
                 state, pass_name, batch, row, logprobs=logprobs, entropy=entropy, version=int(trainer.state.global_step)
             )

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...schemas.passes import REFERENCE, TRAIN
-from ..routing import Routing
 from .calls import arguments
 from .engine_call import EngineCall
-from .trl_distributions import HeadTap
 from .trl_state import Generation, Loss, Recorded, Scoring
 
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
@@ -42,18 +40,13 @@ def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict
     return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
 
 
-def scoring_of(
-    trainer: Any, call: dict[str, Any], result: Any, tap: HeadTap | None, routing: Routing | None
-) -> Scoring:
+def scoring_of(trainer: Any, call: dict[str, Any], result: Any) -> Scoring:
     logprobs, entropy = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
     return Scoring(
         logprobs=logprobs,
         entropy=entropy,
         is_reference=call["model"] is getattr(trainer, "ref_model", None),
         rows_a_forward=call.get("batch_size") or len(call["input_ids"]),
-        distribution=tap.distribution() if tap else None,
-        captured_rows=tap.rows.tolist() if tap else [],
-        routing=routing,
     )
 
 

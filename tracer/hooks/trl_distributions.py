@@ -5,13 +5,16 @@ Shapes: B rows, T padded width, H hidden width.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...schemas.capture import Capture
 from ..dense import Distribution
 from ..projection import Projection
+from ..weights.layout import is_sharded, model_parameters
+from ..writer import Part
+from .session import Session
 
 
 class HeadTap:
@@ -20,10 +23,10 @@ class HeadTap:
     It adds a forward hook that only reads; the trainer's own numbers are left as they are.
     """
 
-    def __init__(self, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray, capture: Capture):
+    def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
         self.rows = rows
+        self._session = session
         self._trainer = trainer
-        self._capture = capture
         self._lengths = lengths
         self._model = _language_model(trainer, call["model"])
         self._prompt_width = call["input_ids"].shape[1] - call["logits_to_keep"]
@@ -36,12 +39,15 @@ class HeadTap:
     def problem(trainer: Any, model: Any) -> str | None:
         """Why this model's head cannot be read from here, or None."""
         weight = _language_model(trainer, model).get_output_embeddings().weight
-        if type(weight).__name__ == "DTensor" or weight.ndim != 2 or getattr(weight, "ds_id", None) is not None:
+        # What FSDP has gathered for a forward looks whole, and is gone after it.
+        is_whole = not any(map(is_sharded, model_parameters(model)))
+        if not is_whole or weight.ndim != 2 or getattr(weight, "ds_id", None) is not None:
             return "trainer distributions are not captured: the model's head is sharded over processes (FSDP, ZeRO-3)"
         return None
 
     def __enter__(self) -> HeadTap:
-        self._handle = self._model.base_model.register_forward_hook(self._keep)
+        keep = partial(self._session.record, Part.DISTRIBUTIONS, self._keep)
+        self._handle = self._model.base_model.register_forward_hook(keep)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,7 +70,7 @@ class HeadTap:
             return None
         projection = Projection(model=self._model, dtype=self._dtype())
         hidden = [self._hidden[int(row)] for row in self.rows]
-        return projection.distribution(hidden, self._capture, self._trainer.temperature)
+        return projection.distribution(hidden, self._session.capture, self._trainer.temperature)
 
     def _dtype(self) -> Any:
         """The trainer's fused head's compute dtype; None for that of the hidden states."""

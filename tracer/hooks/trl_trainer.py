@@ -8,14 +8,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...schemas.layout import EVAL_SPLIT, TRAIN_SPLIT
-from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
+from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ..batch import Batch
 from ..optimizer import optimizer_statistics, underlying
+from ..weights.layout import is_sharded, replicated
+from ..writer import Part
 from .calls import arguments
 from .engine_call import EngineCall
 from .model_weights import keeps_weights, own_tensors
@@ -81,9 +84,8 @@ class TrainerHooks:
             return original(trainer, inputs, *args, **kwargs)
         state = self._state(trainer)
         split = TRAIN_SPLIT if trainer.model.training else EVAL_SPLIT
-        if split == TRAIN_SPLIT and not has_adapters(trainer):
-            with self.session.guard("weights"):
-                self._keep_weights(trainer, state)
+        if split == TRAIN_SPLIT:
+            self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=False)
         with self.session.guard("the generation batch"):
             state.generation = self._begin(trainer, split, len(inputs))
             self.session.generation = state.generation
@@ -107,10 +109,8 @@ class TrainerHooks:
         if generation is not None and generation.split == TRAIN_SPLIT:
             if _sends_weights(trainer):
                 self.session.engine_weights.tell(generation.step)
-            if has_adapters(trainer):
-                # An adapter is merged in place for the engine and taken out again, which rounds the weights below it: they score so.
-                with self.session.guard("weights"):
-                    self._keep_weights(trainer, state)
+            # An adapter is merged in place for the engine and taken out again, which rounds the weights below it: they score so.
+            self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=True)
         if generation is not None:
             with self.session.guard("the lengths of prompts and responses"):
                 prompt_ids, response_ids = result[0], result[1]
@@ -124,7 +124,7 @@ class TrainerHooks:
         generation = self._state(trainer).generation
         if generation is not None:
             # The trainer may write into its tensor later; this is what the functions gave.
-            generation.rewards_per_func = rewards_per_func.detach().clone()
+            generation.rewards_per_func = self.session.record(Part.REWARDS, lambda: rewards_per_func.detach().clone())
         return rewards_per_func
 
     def score(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,12 +137,18 @@ class TrainerHooks:
         with self.session.guard("a pass"):
             call = scoring_call(original, trainer, *args, **kwargs)
             rows = self._train_rows(trainer, state, call)
-            tap = self._tap(trainer, rows, call)
-            routers = routing_tap(self.session, trainer, rows, call)
+            tap = self.session.record(Part.DISTRIBUTIONS, self._tap, trainer, rows, call)
+            routers = self.session.record(Part.ROUTING, routing_tap, self.session, trainer, rows, call)
         with tap or nullcontext(), routers or nullcontext():
             result = original(trainer, *args, **kwargs)
         with self.session.guard("a pass"):
-            phase.scorings.append(scoring_of(trainer, call, result, tap, routers.routing() if routers else None))
+            scoring = scoring_of(trainer, call, result)
+            if tap is not None:
+                scoring.distribution = self.session.record(Part.DISTRIBUTIONS, tap.distribution)
+                scoring.captured_rows = tap.rows.tolist()
+            if routers is not None:
+                scoring.routing = self.session.record(Part.ROUTING, routers.routing)
+            phase.scorings.append(scoring)
         return result
 
     def compute_loss(
@@ -151,8 +157,7 @@ class TrainerHooks:
         state = self._state(trainer)
         if self.session.is_recording:
             if trainer.model.training:
-                with self.session.guard("weights"):
-                    self._keep_weights(trainer, state)
+                self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state)
             with self.session.guard("the loss"):
                 state.loss = loss_of(state.recorded, inputs)
         try:
@@ -167,23 +172,19 @@ class TrainerHooks:
 
     def step_end(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if trainer.state.global_step > 0 and trainer.is_world_process_zero() and self.session.is_recording:
-            with self.session.guard("learning rate and grad norm"):
-                call = arguments(original, trainer, *args, **kwargs)
-                rate = call.get("learning_rate")
-                rate = trainer._get_learning_rate() if rate is None else rate
-                values = {"learning_rate": rate, "grad_norm": call.get("grad_norm")}
-                self._add_metrics(trainer, values | self._optimizer_statistics(trainer), only_new=True)
+            values = self.session.record(Part.METRICS, self._at_step_end, original, trainer, *args, **kwargs) or {}
+            values |= self.session.record(Part.OPTIMIZER, self._optimizer_statistics, trainer) or {}
+            self.session.record(Part.METRICS, self._add_metrics, trainer, values, only_new=True)
         return original(trainer, *args, **kwargs)
 
     def log(self, original: Callable[..., Any], trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         result = original(trainer, logs, *args, **kwargs)
         if trainer.is_world_process_zero() and self.session.is_recording:
-            with self.session.guard("logged metrics"):
-                # Callbacks take entries out of `logs`; the history keeps what was logged.
-                history = trainer.state.log_history
-                values = dict(history[-1]) if history else dict(logs)
-                values.pop("step", None)
-                self._add_metrics(trainer, values)
+            # Callbacks take entries out of `logs`; the history keeps what was logged.
+            history = trainer.state.log_history
+            values = dict(history[-1] if history else logs)
+            values.pop("step", None)
+            self.session.record(Part.METRICS, self._add_metrics, trainer, values)
         return result
 
     def _tell_of_scorings(self, trainer: Any, loss: Loss) -> None:
@@ -193,6 +194,15 @@ class TrainerHooks:
                 f"{lost} logprobs of {name_of(type(trainer))} are not recorded: its loss has them of another function than "
                 "_get_per_token_logps_and_entropies"
             )
+
+    def _at_step_end(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        call = arguments(original, trainer, *args, **kwargs)
+        rate, norm = call.get("learning_rate"), call.get("grad_norm")
+        if is_sharded(norm) and (norm := replicated(norm)) is None:
+            self.session.note(
+                "grad_norm is recorded of the steps that the trainer logs: of the others each process has a part of it alone (FSDP2)"
+            )
+        return {"learning_rate": trainer._get_learning_rate() if rate is None else rate, "grad_norm": norm}
 
     def _optimizer_statistics(self, trainer: Any) -> dict[str, Any]:
         """The size of the update, now and then."""
@@ -223,10 +233,13 @@ class TrainerHooks:
             state = self._states[trainer] = TrainerState()
         return state
 
-    def _keep_weights(self, trainer: Any, state: TrainerState) -> None:
-        """Keep the weights of this policy version, when they sample or score for the first time."""
+    def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
+        """Keep the weights of this policy version, when they sample or score for the first time.
+
+        `adapted` restricts it to models with or without adapters.
+        """
         version = int(trainer.state.global_step)
-        if state.kept_version == version:
+        if state.kept_version == version or adapted not in (None, has_adapters(trainer)):
             return
         state.kept_version = version
         model = trained_model(trainer)
@@ -261,15 +274,25 @@ class TrainerHooks:
         )
 
     def _describe(self, trainer: Any) -> None:
-        recorder = self.session.recorder
-        tokenizer = trainer.processing_class
-        recorder.describe(model=model_identity(trainer), tokenizer=tokenizer_identity(tokenizer))
-        tell_of_routing(self.session, trainer)
+        self.session.record(Part.CONTRACTS, self._identify, trainer)
+        self.session.record(Part.ROUTING, tell_of_routing, self.session, trainer)
+        self.session.record(Part.TEXTS, self._save_texts, trainer)
+        self.session.record(Part.CONTRACTS, self._declare_rollouts, trainer)
+
+    def _identify(self, trainer: Any) -> None:
+        self.session.recorder.describe(
+            model=model_identity(trainer), tokenizer=tokenizer_identity(trainer.processing_class)
+        )
         if sentence := own_loss(type(trainer)):
             self.session.note(sentence)
+
+    def _save_texts(self, trainer: Any) -> None:
         if trainer.is_world_process_zero():
-            recorder.save_tokenizer(tokenizer)
-            recorder.add_hyperparameters(trainer.args.to_dict())
+            self.session.recorder.save_tokenizer(trainer.processing_class)
+            self.session.recorder.add_hyperparameters(trainer.args.to_dict())
+
+    def _declare_rollouts(self, trainer: Any) -> None:
+        recorder = self.session.recorder
         if not getattr(trainer, "use_vllm", False):
             recorder.add_contract(ROLLOUT, generation_contract(trainer))
         elif trainer.vllm_mode == "server" and trainer.is_world_process_zero():
@@ -308,7 +331,7 @@ class TrainerHooks:
         if problem:
             self.session.note(problem)
             return None
-        return HeadTap(trainer, call, np.flatnonzero(rows.captured), rows.response_lengths, self.session.capture)
+        return HeadTap(self.session, trainer, call, np.flatnonzero(rows.captured), rows.response_lengths)
 
     def _record_generation(
         self, trainer: Any, state: TrainerState, generation: Generation, output: dict[str, Any]
@@ -389,9 +412,10 @@ class TrainerHooks:
         for pass_name, scoring in named_passes(generation.scorings, output):
             if pass_name == TRAIN:
                 recorded.train_scored[:] = True
-                contract = state.contract(TRAIN, lambda: scoring_contract(trainer, source="recomputed", grad=False))
+                read = partial(scoring_contract, trainer, source="recomputed", grad=False)
             else:
-                contract = state.contract(REFERENCE, lambda: reference_contract(trainer))
+                read = partial(reference_contract, trainer)
+            contract = self.session.record(Part.CONTRACTS, state.contract, pass_name, read)
             self._add_scores(
                 state, recorded, pass_name, contract, scoring,
                 rows=np.arange(len(recorded.batch)),
@@ -401,7 +425,8 @@ class TrainerHooks:
 
     def _record_loss(self, trainer: Any, state: TrainerState, loss: Loss) -> None:
         for scoring in loss.scorings[:1]:
-            contract = state.contract(CURRENT, lambda: scoring_contract(trainer, source="loss", grad=True))
+            read = partial(scoring_contract, trainer, source="loss", grad=True)
+            contract = self.session.record(Part.CONTRACTS, state.contract, CURRENT, read)
             version = int(trainer.state.global_step)
             # Without a forward of its own before the loss, the trainer's logprobs are those that the loss used first.
             has_train = loss.recorded.train_scored[loss.rows].any()
@@ -418,7 +443,7 @@ class TrainerHooks:
         state: TrainerState,
         recorded: Recorded,
         pass_name: str,
-        contract: dict[str, Any],
+        contract: dict[str, Any] | None,
         scoring: Scoring,
         *,
         rows: np.ndarray,
@@ -427,7 +452,7 @@ class TrainerHooks:
     ) -> None:
         recorder = self.session.recorder
         split = recorded.batch.split
-        if split == TRAIN_SPLIT:
+        if split == TRAIN_SPLIT and contract is not None:
             recorder.add_contract(pass_name, contract)
         first = state.next_forwards(split, pass_name, -(-len(rows) // scoring.rows_a_forward))
         forward = recorded.forward(rows, scoring.rows_a_forward, first)

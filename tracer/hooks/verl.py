@@ -12,6 +12,7 @@ import numpy as np
 
 from ...schemas.contract import Contract
 from ...schemas.passes import REFERENCE, ROLLOUT, TRAIN
+from ..writer import Part
 from .calls import arguments
 from .declared import declared_contract
 from .patches import Patches
@@ -167,14 +168,17 @@ class TrainerHooks:
     def log(self, original: Callable[..., Any], tracking: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(tracking, *args, **kwargs)
         if self._is_fitting and self.session.is_recording:
-            with self.session.guard("logged metrics"):
-                call = arguments(original, tracking, *args, **kwargs)
-                self.session.recorder.add_metrics(int(call["step"]), flat(call["data"]))
-                if self._flushes:
+            self.session.record(Part.METRICS, self._add_metrics, original, tracking, *args, **kwargs)
+            if self._flushes:
+                with self.session.guard("what was recorded so far"):
                     self.session.recorder.flush()
             if self._is_last:
                 self.session.seal()
         return result
+
+    def _add_metrics(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        call = arguments(original, *args, **kwargs)
+        self.session.recorder.add_metrics(int(call["step"]), flat(call["data"]))
 
     def _describe(self, trainer: Any) -> None:
         from omegaconf import OmegaConf

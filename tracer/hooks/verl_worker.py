@@ -16,6 +16,7 @@ import numpy as np
 from ...schemas.contract import Contract
 from ...schemas.passes import CURRENT, REFERENCE, TRAIN
 from ..batch import Batch
+from ..writer import Part
 from .calls import arguments
 from .model_weights import keeps_weights, own_tensors
 from .patches import Patches
@@ -122,8 +123,7 @@ class WorkerHooks:
                     self._update = self._begin_padded(data, told)
         update = self._update
         if update is not None:
-            with self.session.guard("weights"):
-                self._keep_weights(worker.engine, update.policy_version)
+            self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, update.policy_version)
             self.account.tell_of(update.batch.step, update.policy_version)
             if worker.engine.is_mp_src_rank_with_outputs():
                 update.engine = worker.engine

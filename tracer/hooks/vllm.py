@@ -13,6 +13,7 @@ from ...schemas.contract import Contract
 from ...schemas.layout import TRAIN_SPLIT
 from ...schemas.passes import ROLLOUT
 from .. import environment
+from ..writer import Part
 from .calls import arguments
 from .engine_call import EngineCall
 from .patches import Patches
@@ -159,12 +160,15 @@ class EngineHooks:
                 self.session.note(_NO_ROUTING)
         return self._contracts[key]
 
+    def _declare(self, llm: Any, call: EngineCall, lora_requests: Any) -> None:
+        conditions = Conditions.of((wish.params for wish in call.requested), lora_requests)
+        self.session.recorder.add_contract(ROLLOUT, self._contract(llm, call.requested[0].params, conditions))
+
     def _record(self, llm: Any, call: EngineCall, lora_requests: Any) -> None:
         recorder = self.session.recorder
         generation: Generation | None = self.session.generation
         if generation is None or generation.split == TRAIN_SPLIT:
-            conditions = Conditions.of((wish.params for wish in call.requested), lora_requests)
-            recorder.add_contract(ROLLOUT, self._contract(llm, call.requested[0].params, conditions))
+            self.session.record(Part.CONTRACTS, self._declare, llm, call, lora_requests)
         if generation is not None:
             generation.engine_calls.append(call)
             return
@@ -173,7 +177,8 @@ class EngineHooks:
         step = self.session.next_engine_step()
         if not self._described:
             self._described = True
-            describe_engine(self.session, llm.llm_engine.vllm_config.model_config, llm.get_tokenizer)
+            config = llm.llm_engine.vllm_config.model_config
+            self.session.record(Part.TEXTS, describe_engine, self.session, config, llm.get_tokenizer)
         names = [str(prompt) for prompt in range(len(call.outputs))]
         call.record(recorder, step=step, names=names)
 

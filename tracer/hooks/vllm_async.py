@@ -14,6 +14,7 @@ from typing import Any
 
 from ...schemas.contract import Contract
 from ...schemas.passes import ROLLOUT
+from ..writer import Part
 from .async_request import ABORT, ERROR, AsyncRequest
 from .calls import arguments
 from .patches import Patches
@@ -178,15 +179,19 @@ class AsyncEngineHooks:
             return
         if not self._described:
             self._described = True
-            describe_engine(self.session, engine.vllm_config.model_config, engine.get_tokenizer)
+            config = engine.vllm_config.model_config
+            self.session.record(Part.TEXTS, describe_engine, self.session, config, engine.get_tokenizer)
         recorder = self.session.recorder
-        contract, is_new = self._contract(engine, request.requested.params, request.conditions)
-        for sentence in request.conditions.sentences if is_new else ():
-            self.session.note(sentence)
-        recorder.add_contract(ROLLOUT, contract)
+        self.session.record(Part.CONTRACTS, self._add_contract, engine, request)
         if self.session.is_sampled_for_trainer:
             return
         request.call(self.session.capture).record(recorder, step=request.step, names=[request.name])
+
+    def _add_contract(self, engine: Any, request: AsyncRequest) -> None:
+        contract, is_new = self._contract(engine, request.requested.params, request.conditions)
+        for sentence in request.conditions.sentences if is_new else ():
+            self.session.note(sentence)
+        self.session.recorder.add_contract(ROLLOUT, contract)
 
     def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:
         """The engine's contract, the same object for as long as nothing in it changes, and whether it is new."""

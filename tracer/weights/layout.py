@@ -166,6 +166,11 @@ def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, FlatPart) or type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh")
 
 
+def replicated(tensor: Any) -> Any:
+    """A DTensor's value where every process has the whole of it; None elsewhere: reading one is a collective."""
+    return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
+
+
 def local_part(tensor: Any) -> Any:
     """What this process holds of a tensor."""
     if isinstance(tensor, FlatPart):
