@@ -86,7 +86,8 @@ def torch_settings() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
         "cuda": torch.version.cuda,
-        "cudnn": cudnn.version() if torch.cuda.is_available() else None,
+        # Asking for a device starts CUDA, and a process that has started it cannot fork engines any more.
+        "cudnn": cudnn.version() if torch.version.cuda else None,
         "cuda_matmul_allow_tf32": _setting(matmul, "allow_tf32"),
         "cudnn_allow_tf32": _setting(cudnn, "allow_tf32"),
         "cuda_bf16_reduced_precision_reduction": _setting(matmul, "allow_bf16_reduced_precision_reduction"),

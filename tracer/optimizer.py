@@ -8,8 +8,8 @@ from typing import Any
 PREFIX = "optimizer/"
 """What the names of its metrics begin with."""
 
-_CHUNK_ELEMENTS = 1 << 24
-"""Elements that are worked on at once, so that the temporary copies stay small beside the model."""
+CHUNK_BYTES = 16 << 20
+"""Bytes that are worked on at once, of float32 at least: the temporary tensors are a few times as large, whatever the model's are."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]
-"""A parameter group's settings, some of its tensors, and their states."""
+"""A parameter group's settings, some of its tensors or parts of them, and their states."""
 
 
 def _chunks(optimizer: Any) -> Iterator[Chunk]:
@@ -77,12 +77,33 @@ def _chunks(optimizer: Any) -> Iterator[Chunk]:
             if not state or not (("exp_avg_sq" in state and "exp_avg" in state) or _buffer(state) is not None):
                 continue
             key = (parameter.device, parameter.dtype, tuple(state), _known_step(state))
-            _, tensors, states = alike.setdefault(key, (group, [], []))
-            tensors.append(_local(parameter))
-            states.append(state)
-            if sum(tensor.numel() for tensor in tensors) >= _CHUNK_ELEMENTS:
-                yield alike.pop(key)
+            most = CHUNK_BYTES // max(4, parameter.element_size())
+            for piece, its_state in _pieces(_local(parameter), state, most):
+                _, tensors, states = alike.setdefault(key, (group, [], []))
+                if sum(tensor.numel() for tensor in tensors) + piece.numel() > most and tensors:
+                    yield alike.pop(key)
+                    _, tensors, states = alike.setdefault(key, (group, [], []))
+                tensors.append(piece)
+                states.append(its_state)
         yield from alike.values()
+
+
+def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """A tensor and its state, divided alike into pieces of at most `most` elements."""
+    if weight.numel() <= most:
+        yield weight, state
+        return
+    whole = {name: _local(value) for name, value in state.items()}
+    beside = {name: value for name, value in whole.items() if getattr(value, "shape", None) == weight.shape}
+    tensors = [weight, *beside.values()]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        divided = [tensor.view(-1).split(most) for tensor in tensors]
+    else:
+        longest = max(range(weight.ndim), key=lambda dim: weight.shape[dim])
+        length = max(1, most * weight.shape[longest] // weight.numel())
+        divided = [tensor.split(length, dim=longest) for tensor in tensors]
+    for piece, *others in zip(*divided, strict=True):
+        yield piece, whole | dict(zip(beside, others, strict=True))
 
 
 def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Sequence[Any]) -> tuple[list[Any], Any]:

@@ -100,6 +100,20 @@ def break_recorder():
     Recorder.add_sequences = broken
 
 
+def break_parts():
+    """Have every part of a recording but sequences and passes run out of memory."""
+    from tim_trace.tracer.hooks import trl_trainer
+    from tim_trace.tracer.projection import Projection
+    from tim_trace.tracer.recorder import Recorder
+    from tim_trace.tracer.weights import writer
+
+    def broken(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.90 GiB.\nSee the documentation")
+
+    Recorder.add_metrics = Recorder.save_tokenizer = Projection.distribution = broken
+    trl_trainer.optimizer_statistics = trl_trainer.scoring_contract = writer._copy = broken
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--trainer", choices=["grpo", "rloo", "derived", "copied", "other"], default="grpo")
@@ -118,6 +132,8 @@ def main():
     parser.add_argument("--pretend", metavar="VERSION")
     parser.add_argument("--without", metavar="FUNCTION")
     parser.add_argument("--break-recorder", action="store_true")
+    parser.add_argument("--break-parts", action="store_true")
+    parser.add_argument("--refuse-collectives", action="store_true", help="have collectives inside recording raise")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--trainings", type=int, default=1, help="how often train() is called")
     parser.add_argument("--die-after", type=int, metavar="STEP", help="kill -9 some seconds after this step")
@@ -133,6 +149,10 @@ def main():
         os.execv(torchrun, [torchrun, *options, __file__, *rest])
     if arguments.break_recorder:
         break_recorder()
+    if arguments.break_parts:
+        break_parts()
+    if arguments.refuse_collectives:
+        importlib.import_module("collectives").refuse_in_guards()
     if arguments.pretend:
         pretend(arguments.pretend, arguments.without)
     with ExitStack() as stack:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import train
+from temporaries import MOST_BYTES, most_beside
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.verify import verify
@@ -22,6 +23,11 @@ from tim_trace.tracer.weights.digests import _sum, digest, resolved
 LORA = json.dumps({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]})
 SKIPPED = "model.layers.1.mlp.down_proj.weight"
 NUM_TENSORS = 24
+
+
+def summed(tensor):
+    """The digest that an accelerator gives."""
+    return _sum(tensor, tensor.dtype, tensor.device)
 
 
 def trained(*arguments, options=()):
@@ -181,25 +187,77 @@ def test_the_sum_of_an_accelerator_tells_every_change_of_a_bit_and_of_a_place(dt
             other[place] ^= 1 << bit
             changed.append(other.view(dtype))
     changed += [values.roll(1), values[:-1], torch.cat([values, values[:1]])]
-    found = resolved([_sum(each) for each in (values, *changed)])
+    found = resolved([summed(each) for each in (values, *changed)])
     assert len(set(found)) == len(found)
-    assert resolved([_sum(values.clone())]) == found[:1]
+    assert resolved([summed(values.clone())]) == found[:1]
     assert all(0 <= value < 2**64 for value in found)
 
 
 def test_the_sum_goes_on_over_chunks():
-    lanes = torch.ones((1 << 22) + 5, dtype=torch.int32)
+    lanes = torch.ones(digests._CHUNK_LANES + 5, dtype=torch.int32)
     moved = lanes.clone()
-    moved[3], moved[(1 << 22) + 3] = 2, 0
-    assert resolved([_sum(lanes)]) != resolved([_sum(moved)])
+    moved[3], moved[digests._CHUNK_LANES + 3] = 2, 0
+    assert resolved([summed(lanes)]) != resolved([summed(moved)])
+
+
+@pytest.mark.parametrize("kind", [digest, summed])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+def test_a_tensor_has_the_digest_of_its_values_however_it_lies(kind, dtype, monkeypatch):
+    monkeypatch.setattr(digests, "_CHUNK_LANES", 13)
+    monkeypatch.setattr(digests, "_CAST_ELEMENTS", 7)
+    values = torch.randn(5 * 9 * 11).to(dtype)
+    for first in range(4):
+        placed = torch.cat([torch.zeros(first).to(dtype), values, values])
+        assert resolved([kind(placed[first : first + 495])]) == resolved([kind(values)])
+    cube = values.view(5, 9, 11)
+    for turned in (cube.transpose(1, 2), cube.transpose(0, 2), cube[:, 1:8, ::2], cube[1]):
+        assert resolved([kind(turned)]) == resolved([kind(turned.contiguous())])
+
+
+@pytest.mark.parametrize("through", [None, torch.float8_e4m3fn])
+def test_a_digest_rounds_as_a_cast_of_the_whole_does(through, monkeypatch):
+    monkeypatch.setattr(digests, "_CHUNK_LANES", 13)
+    wide = torch.randn(40, 30)
+    cast = (wide if through is None else wide.to(through).float()).to(torch.bfloat16)
+    assert digest(wide, torch.bfloat16, through=through) == digest(cast)
+    assert resolved([_sum(wide, torch.bfloat16, wide.device, through)]) == resolved([summed(cast)])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_digest_takes_little_beside_a_large_tensor(turned):
+    large = torch.zeros(4096, 9216)
+    tensor = large.t() if turned else large
+    assert most_beside(_sum, tensor, torch.bfloat16, tensor.device) <= MOST_BYTES
+    assert most_beside(digest, tensor, torch.bfloat16) <= MOST_BYTES
+
+
+def test_quantised_layers_are_left_out_of_the_account_and_named(session, capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.LayerNorm(4))
+    model[0].weight = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    account = EngineWeights(session)
+    account.hold(Trainer(model))
+    account.tell(1)
+    assert [row[1] for row in rows_of(session)] == ["1.bias", "1.weight"]
+    assert "not compared for 1 quantised tensors, whose numbers the trainer holds packed (0.weight" in capsys.readouterr().err
+
+
+def test_it_is_said_why_the_account_of_a_sharded_trainer_has_nothing_of_its_own(session, monkeypatch, capsys):
+    monkeypatch.setattr("tim_trace.tracer.hooks.engine_weights.is_whole", lambda model: False)
+    account = EngineWeights(session)
+    model = Fused()
+    account.watch(Engine(model))
+    account.hold(Trainer(model.norm))
+    model.load_weights([("norm.weight", torch.full((4,), 2.0))])
+    account.tell(1)
+    assert "the engine's weights are not compared with the trainer's: it holds them in pieces" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_device_gives_the_same_sum():
     values = torch.randn(5_000_001).to(torch.bfloat16)
-    assert resolved([digest(values.cuda())]) == resolved([_sum(values)])
-    assert resolved([digest(values, device=torch.device("cuda"))]) == resolved([_sum(values)])
+    assert resolved([digest(values.cuda())]) == resolved([summed(values)])
+    assert resolved([digest(values, device=torch.device("cuda"))]) == resolved([summed(values)])
 
 
 class Fused(torch.nn.Module):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from temporaries import MOST_BYTES, most_beside
 from tim_trace.analysis.query import sql
 from tim_trace.tracer.optimizer import optimizer_statistics, underlying
 from tim_trace.tracer.recorder import Recorder
@@ -106,3 +107,43 @@ def test_the_settings_of_several_groups_are_the_largest():
     settings = {"lr": 0.5, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.02}
     assert {name: found[f"optimizer/{name}"] for name in settings} == settings
     assert "optimizer/momentum" not in found
+
+
+def made_steps(shape, turned=False, dtype=torch.float32):
+    """An AdamW of one parameter, as a step would leave it."""
+    weight = torch.nn.Parameter(torch.ones(shape, dtype=dtype).t() if turned else torch.ones(shape, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], amsgrad=turned)
+    optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": torch.rand_like(weight)}
+    optimizer.state[weight] |= {name: torch.rand_like(weight) for name in ("exp_avg_sq", "max_exp_avg_sq")[: 1 + turned]}
+    return optimizer
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_statistics_of_pieces_are_those_of_the_whole(monkeypatch, turned):
+    optimizer = made_steps((37, 23), turned, torch.float64)
+    whole = optimizer_statistics(optimizer)
+    monkeypatch.setattr("tim_trace.tracer.optimizer.CHUNK_BYTES", 8 * 50)
+    found = optimizer_statistics(optimizer)
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+        {name: float(value) for name, value in whole.items()}, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_statistics_take_little_beside_a_large_tensor(turned):
+    optimizer = made_steps((4096, 6144), turned)
+    assert most_beside(optimizer_statistics, optimizer) <= MOST_BYTES
+
+
+def test_statistics_that_run_out_of_memory_end_alone(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("tim_trace.tracer.recorder.optimizer_statistics", full)
+    with Recorder(tmp_path / "run") as recorder:
+        for step in (1, 2):
+            recorder.add_optimizer(step, made_steps((2, 3)))
+            recorder.add_metrics(step, {"loss": 0.5})
+    said = "not recorded from here on: statistics of the optimizer (OutOfMemoryError: CUDA out of memory)"
+    assert capsys.readouterr().err.count(said) == 1
+    assert sql(tmp_path / "run", "SELECT step, name FROM metrics ORDER BY ALL").rows == [(1, "loss"), (2, "loss")]

@@ -578,6 +578,36 @@ def test_an_error_of_recording_never_takes_training_down():
     assert run.result["weights"] == train().result["weights"]
 
 
+@pytest.mark.slow
+def test_a_part_that_fails_ends_alone_and_is_named_once():
+    run = train("--break-parts", capture="topk:3")
+    parts = (
+        "metrics", "statistics of the optimizer", "weights", "the tokenizer and hyperparameters", "contracts",
+        "the trainer's distributions",
+    )  # fmt: skip
+    reason = "(OutOfMemoryError: CUDA out of memory. Tried to allocate 2.90 GiB.); everything else goes on"
+    said = [f"not recorded from here on: {part} {reason}" for part in parts]
+    assert sorted(line for line in run.done.stderr.splitlines() if "not recorded from here on" in line) == sorted(
+        f"tim-trace: {sentence}" for sentence in said
+    )
+    found = info(str(run.trace))
+    assert (found.state, found.exit_code) == ("finished", 0)
+    assert set(said) <= set(found.missing)
+    whole = train(capture="topk:3")
+    for table in ("sequences", "scores"):
+        query = f"SELECT count(*) FROM {table}"
+        assert rows(run, query) == rows(whole, query)
+    assert run.result["weights"] == train().result["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--trainer", "rloo", "--ranks", "2")])
+def test_no_collective_is_called_inside_recording(more):
+    run = train(*more, "--refuse-collectives", capture="topk:3", options=("--weights", "delta"))
+    assert info(str(run.trace)).state == "finished"
+    assert run.result["weights"] == train(*more).result["weights"]
+
+
 def test_a_scoring_function_that_hands_its_arguments_on_is_read_by_their_places():
     """As in TRL 1.14."""
 

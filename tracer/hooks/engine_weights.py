@@ -16,13 +16,22 @@ from ..weights.digests import Digest, digest, resolved
 from ..writer import Part
 from .engine_parameters import held_tensors
 from .patches import Patches
-from .trainer_tensors import is_whole, trained_model, trainer_tensors
+from .trainer_tensors import is_quantised, is_whole, trained_model, trainer_tensors
 from .vllm_contract import model_runner
 
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
 """dtypes through which a tensor may have gone on its way."""
+
+
+_PACKED = (
+    "the engine's weights are not compared for {} quantised tensors, whose numbers the trainer holds packed ({}, ...)"
+)
+_NO_OWN = (
+    "the engine's weights are not compared with the trainer's: it holds them in pieces (FSDP, ZeRO-3), and this release of TRL does "
+    "not let them be heard as it gathers them (VLLMGeneration._iter_named_params)"
+)
 
 
 class EngineWeights:
@@ -128,6 +137,9 @@ class EngineWeights:
             model = trained_model(trainer)
             if self._trainer is None or self._trainer() is not trainer:
                 self._is_whole = is_whole(model)
+                packed = [name for name, parameter in model.named_parameters() if is_quantised(parameter)]
+                if packed:
+                    self._session.note(_PACKED.format(len(packed), packed[0]))
             self._version, self._trainer = version, weakref.ref(trainer)
             self._own, self._unmerged = {}, {}
             if self._is_whole:
@@ -151,6 +163,8 @@ class EngineWeights:
         own, unmerged = read_digests(self._own), read_digests(self._unmerged)
         given, self._given = read_digests(self._given), {}
         self._last |= given
+        if given and not own and not self._is_whole:
+            self._session.note(_NO_OWN)
         for name, value in own.items():
             self._known.setdefault(name, set()).add(value)
         held = self._held(own)
@@ -199,12 +213,12 @@ class EngineWeights:
         for name, tensor, _ in self._trainer_tensors():
             if name in wrong and tensor.is_floating_point():
                 for cast in CASTS:
-                    through = tensor.to(getattr(torch, cast)).to(tensor.dtype)
-                    if resolved([digest(through, self._dtype, self._device)])[0] == wrong[name]:
+                    rounded = digest(tensor, self._dtype, self._device, through=getattr(torch, cast))
+                    if resolved([rounded])[0] == wrong[name]:
                         found[name] = cast
                         break
                 else:
-                    count = None if name not in held else values_a_row(tensor.to(held[name]), held[name])
+                    count = None if name not in held else values_a_row(tensor, held[name])
                     if count is not None:
                         found[name] = f"{count} values"
         return found

@@ -45,8 +45,13 @@ def transfer_name(name: str, adapter_prefix: str | None) -> str | None:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
+def is_quantised(parameter: Any) -> bool:
+    """Whether a parameter holds packed numbers: what an engine is given in its place are others."""
+    return not parameter.is_floating_point() or type(parameter).__module__.startswith("bitsandbytes.")
+
+
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, tensor, and the tensor without its adapter, or None where no adapter changes it.
+    """Name, tensor, and the tensor without its adapter, or None where no adapter changes it; quantised ones are left out.
 
     An adapter is merged by PEFT itself, in a copy of its layer that lives as long as the layer's turn.
     """
@@ -54,7 +59,7 @@ def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
     merged = _adapted(model) if prefix is not None else {}
     for name, parameter in model.named_parameters():
         given = transfer_name(name, prefix)
-        if given is None:
+        if given is None or is_quantised(parameter):
             continue
         layer, _, inner = name.rpartition(".base_layer.")
         if layer in merged:

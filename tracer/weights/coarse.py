@@ -20,7 +20,8 @@ def values_a_row(own: Any, coarse: Any) -> int | None:
     """The most different values that a row of `coarse` has where its rows are those of `own`, rounded to few; else None."""
     if own.numel() < 2:
         return None
-    own_RC, coarse_RC = (_some_rows(tensor) for tensor in (own, coarse))
+    coarse_RC = _some_rows(coarse)
+    own_RC, coarse_RC = _some_rows(own).to(coarse_RC).float(), coarse_RC.float()
     count = max(len(row.unique()) for row in coarse_RC)
     if not 2 <= count <= MAX_VALUES or min(len(row.unique()) for row in own_RC) < MIN_TIMES_MORE * count:
         return None
@@ -31,4 +32,4 @@ def values_a_row(own: Any, coarse: Any) -> int | None:
 
 def _some_rows(tensor: Any) -> Any:
     rows = tensor.reshape(-1, tensor.shape[-1])
-    return rows[:: -(-len(rows) // NUM_ROWS)].float()
+    return rows[:: -(-len(rows) // NUM_ROWS)]

@@ -5,13 +5,13 @@ Shapes: N 32-bit lanes of a tensor, C lanes of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import xxhash
 
 _MASK = (1 << 64) - 1
-_CHUNK_LANES = 1 << 22
+_CHUNK_LANES = 1 << 20
 _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 """Bytes of an element -> integers of torch that NumPy has, too."""
@@ -22,21 +22,23 @@ Digest = Any
 _coefficients: dict[Any, Any] = {}
 
 
-def digest(tensor: Any, dtype: Any = None, device: Any = None) -> Digest:
+def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
     """The digest of a tensor of torch, rounded to a floating `dtype` and moved to a device before, where these are given.
 
     On a CPU it is XXH3-64 of the bytes. Elsewhere it is a sum over the bytes as 32-bit lanes, each times an odd number of
-    its place, modulo 2^64: nothing but the sum leaves the device. Only digests of one kind of device compare.
+    its place, modulo 2^64: nothing but the sum leaves the device. Only digests of one kind of device compare. A tensor is
+    cast and moved piece by piece. `through` is a dtype that it is rounded to first.
     """
     tensor = tensor.detach()
-    if device is not None and tensor.device.type != device.type:
-        tensor = tensor.to(device)
+    if device is None or tensor.device.type == device.type:
+        device = tensor.device
     if dtype is None or not tensor.is_floating_point():
         dtype = tensor.dtype
-    if tensor.device.type == "cpu" and tensor.numel() <= _CAST_ELEMENTS and dtype.itemsize in _LANES:
-        return _of_few(tensor, dtype)
-    flat = tensor.contiguous().view(-1)
-    return _of_bytes(flat, dtype) if flat.device.type == "cpu" else _sum(flat.to(dtype))
+    if device.type != "cpu":
+        return _sum(tensor, dtype, device, through)
+    if tensor.numel() <= _CAST_ELEMENTS and dtype.itemsize in _LANES and through is None:
+        return _of_few(tensor.to(device), dtype)
+    return _of_bytes(tensor, dtype, through)
 
 
 def resolved(digests: Sequence[Digest]) -> list[int]:
@@ -60,32 +62,67 @@ def _of_few(tensor: Any, dtype: Any) -> int:
     return xxhash.xxh3_64_intdigest(cast.view(getattr(torch, _LANES[dtype.itemsize])).numpy())
 
 
-def _of_bytes(flat: Any, dtype: Any) -> int:
+def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
     """The digest of a cast that is never there as a whole: a piece stays in the processor's cache."""
     import torch
 
     found = xxhash.xxh3_64()
-    for piece in flat.split(_CAST_ELEMENTS):
-        found.update(piece.to(dtype).view(torch.uint8).numpy())
+    for piece in _runs(tensor, _CAST_ELEMENTS):
+        found.update(_cast(piece, dtype, through).cpu().view(torch.uint8).numpy())
     return found.intdigest()
 
 
-def _sum(flat: Any) -> Any:
+def _sum(tensor: Any, dtype: Any, device: Any, through: Any = None) -> Any:
     """The sum over lanes, wrapping as int64 does."""
     import torch
 
-    bytes_ = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
-    if bytes_.numel() % 4:
-        bytes_ = torch.nn.functional.pad(bytes_, (0, -bytes_.numel() % 4))
-    lanes_N = bytes_.view(torch.int32)
-    if flat.device not in _coefficients:
-        _coefficients[flat.device] = _odd_numbers(flat.device)
-    coefficients_C = _coefficients[flat.device]
-    total = torch.full((), flat.numel() + 1, dtype=torch.int64, device=flat.device)
-    for start in range(0, lanes_N.numel(), _CHUNK_LANES):
-        lanes_C = lanes_N[start : start + _CHUNK_LANES]
+    if device not in _coefficients:
+        _coefficients[device] = _odd_numbers(device)
+    coefficients_C = _coefficients[device]
+    total = torch.full((), tensor.numel() * dtype.itemsize + 1, dtype=torch.int64, device=device)
+    for piece in _pieces(tensor, _CHUNK_LANES * 4 // dtype.itemsize):
+        bytes_ = _cast(piece.to(device), dtype, through).view(torch.uint8)
+        if bytes_.numel() % 4:
+            bytes_ = torch.nn.functional.pad(bytes_, (0, -bytes_.numel() % 4))
+        elif bytes_.storage_offset() % 4:
+            bytes_ = bytes_.clone()  # lanes begin at multiples of their size
+        lanes_C = bytes_.view(torch.int32)
         total = total * _signed(_PRIME) + (lanes_C * coefficients_C[: lanes_C.numel()]).sum()
     return total
+
+
+def _cast(piece: Any, dtype: Any, through: Any) -> Any:
+    return (piece if through is None else piece.to(through).to(piece.dtype)).to(dtype)
+
+
+def _runs(tensor: Any, most: int) -> Iterator[Any]:
+    """A tensor's elements in row-major order, at most `most` at a time."""
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(most)
+    elif tensor[0].numel() > most:
+        for part in tensor:
+            yield from _runs(part, most)
+    else:
+        for rows in tensor.split(max(1, most // tensor[0].numel())):
+            yield rows.reshape(-1).contiguous()
+
+
+def _pieces(tensor: Any, most: int) -> Iterator[Any]:
+    """The same with `most` elements in every piece but the last; none of an empty tensor."""
+    import torch
+
+    held: list[Any] = []
+    room = most
+    for run in _runs(tensor, most):
+        while len(run):
+            held.append(run[:room])
+            run = run[room:]
+            room -= len(held[-1])
+            if not room:
+                yield held[0] if len(held) == 1 else torch.cat(held)
+                held, room = [], most
+    if held:
+        yield held[0] if len(held) == 1 else torch.cat(held)
 
 
 def _odd_numbers(device: Any) -> Any:

@@ -47,6 +47,10 @@ MOST_ON_THE_WAY = 0.36
 """Share of the elements that the rows from a keyframe to a version may change together: applying these takes about as long as
 reading the keyframe."""
 
+PINNED_BYTES = 512 << 20
+"""Bytes of a version up to which its copies are in pinned memory, so that the caller need not wait for them. Locked memory is taken from
+everyone on the machine, and torch rounds it up to a power of two."""
+
 ENCODERS = 2
 """Threads that compress."""
 
@@ -121,8 +125,8 @@ class WeightWriter:
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Keep a version, once: names of a state_dict -> tensors, on any device, whole or sharded (DTensor).
 
-        Returns when the tensors may change again; for CUDA tensors the current stream waits for the copy, not the
-        caller. Raises InvalidRecord for a dtype that cannot be kept.
+        Returns when the tensors may change again; for CUDA tensors the current stream waits for the copy, and of up to
+        PINNED_BYTES not the caller. Raises InvalidRecord for a dtype that cannot be kept.
         """
         if version == self._version:
             return
@@ -274,13 +278,14 @@ def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tupl
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
     on_cuda = any(local_part(tensor).device.type == "cuda" for tensor in tensors.values())
+    is_pinned = on_cuda and layout.num_bytes <= PINNED_BYTES
     bits: Bits = {}
     hosts: dict[str, Any] = {}
     for dtype, count in layout.num_elements.items():
         if dtype in spare:
             hosts[dtype] = torch.from_numpy(spare[dtype])
         else:
-            hosts[dtype] = torch.empty(count, dtype=kinds[ITEM_BYTES[dtype]], pin_memory=on_cuda)
+            hosts[dtype] = torch.empty(count, dtype=kinds[ITEM_BYTES[dtype]], pin_memory=is_pinned)
         bits[dtype] = hosts[dtype].numpy()
     for tensor in layout.tensors:
         source = local_part(tensors[tensor.name])
