@@ -1,13 +1,16 @@
 """Recording a script that calls vLLM by itself."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from runs import program
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 from tim_trace.tracer.dense import read_dense
+from tim_trace.tracer.hooks.vllm_contract import Conditions, async_contract
 from tim_trace.tracer.store import Store
 
 pytestmark = pytest.mark.engine
@@ -123,3 +126,21 @@ def test_the_whole_vocabulary_sums_to_one():
         values = read_dense(store, group, start, tokens)["logprobs"]
         assert values.shape == (tokens, 15)
         np.testing.assert_allclose(np.exp(values.astype(np.float64)).sum(axis=1), 1.0, atol=1e-5)
+
+
+def test_a_contract_names_the_gpu_without_starting_cuda(monkeypatch):
+    def start(*_):
+        raise AssertionError("CUDA was started")
+
+    class NvmlCudaPlatform:
+        """As vLLM's, which imports on a GPU alone."""
+
+        def get_device_name(self, device_id=0):
+            return f"NVIDIA H200 {device_id}"
+
+    monkeypatch.setattr("vllm.platforms.current_platform", NvmlCudaPlatform())
+    for name in ("_lazy_init", "is_available", "device_count", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, start)
+    config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cuda", 1)))
+    contract = async_contract(SimpleNamespace(vllm_config=config), SimpleNamespace(), [], Conditions())
+    assert contract["device"] == "cuda NVIDIA H200 1"

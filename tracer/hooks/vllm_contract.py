@@ -189,15 +189,15 @@ def _model_class(llm: Any) -> str | None:
 
 
 def _device(config: Any) -> str | None:
-    """The engine's device, by vLLM's word: to ask torch would start CUDA in a process that has only engines below it."""
+    """The engine's device, a GPU by vLLM's word: torch would start CUDA to name it, and a process that has started CUDA cannot fork
+    engines any more."""
     import torch
-    from vllm.platforms import current_platform
 
     device = getattr(getattr(config, "device_config", None), "device", None)
-    if device is None:
-        return None
-    kind = torch.device(device).type
-    # Without NVML (Jetson) vLLM itself asks torch.
-    if kind == "cpu" or type(current_platform).__name__.startswith("NonNvml"):
-        return kind if kind != "cpu" else environment.device_name(device)
-    return f"{kind} {current_platform.get_device_name(torch.device(device).index or 0)}"
+    if device is None or torch.device(device).type != "cuda":
+        return None if device is None else environment.device_name(device)
+    from vllm.platforms import current_platform
+
+    if type(current_platform).__name__.startswith("NonNvml"):  # Jetson: vLLM itself asks torch
+        return "cuda"
+    return f"cuda {current_platform.get_device_name(torch.device(device).index or 0)}"
