@@ -160,9 +160,9 @@ class TraceWriter:
             return
         self._ended.add(part)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        sentence = f"not recorded from here on: {part} ({reason}); everything else goes on"
-        print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
-        self.note(sentence)
+        sentence = f"tim-trace: not recorded from here on: {part} ({reason}); everything else goes on"
+        print(sentence, file=sys.stderr, flush=True)
+        self.note(f"{part} after an error ({reason})")
 
     def note(self, sentence: str) -> None:
         """Keep in the trace that something is not recorded."""

@@ -585,14 +585,13 @@ def test_a_part_that_fails_ends_alone_and_is_named_once():
         "metrics", "statistics of the optimizer", "weights", "the tokenizer and hyperparameters", "contracts",
         "the trainer's distributions",
     )  # fmt: skip
-    reason = "(OutOfMemoryError: CUDA out of memory. Tried to allocate 2.90 GiB.); everything else goes on"
-    said = [f"not recorded from here on: {part} {reason}" for part in parts]
+    reason = "(OutOfMemoryError: CUDA out of memory. Tried to allocate 2.90 GiB.)"
     assert sorted(line for line in run.done.stderr.splitlines() if "not recorded from here on" in line) == sorted(
-        f"tim-trace: {sentence}" for sentence in said
+        f"tim-trace: not recorded from here on: {part} {reason}; everything else goes on" for part in parts
     )
     found = info(str(run.trace))
     assert (found.state, found.exit_code) == ("finished", 0)
-    assert set(said) <= set(found.missing)
+    assert {f"not recorded: {part} after an error {reason}" for part in parts} <= set(found.missing)
     whole = train(capture="topk:3")
     for table in ("sequences", "scores"):
         query = f"SELECT count(*) FROM {table}"
