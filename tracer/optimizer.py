@@ -95,14 +95,9 @@ def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[
         return
     whole = {name: _local(value) for name, value in state.items()}
     beside = {name: value for name, value in whole.items() if getattr(value, "shape", None) == weight.shape}
-    tensors = [weight, *beside.values()]
-    if all(tensor.is_contiguous() for tensor in tensors):
-        divided = [tensor.view(-1).split(most) for tensor in tensors]
-    else:
-        longest = max(range(weight.ndim), key=lambda dim: weight.shape[dim])
-        length = max(1, most * weight.shape[longest] // weight.numel())
-        divided = [tensor.split(length, dim=longest) for tensor in tensors]
-    for piece, *others in zip(*divided, strict=True):
+    longest = max(range(weight.ndim), key=lambda dim: weight.shape[dim])
+    length = max(1, most * weight.shape[longest] // weight.numel())
+    for piece, *others in zip(*(t.split(length, dim=longest) for t in (weight, *beside.values())), strict=True):
         yield piece, whole | dict(zip(beside, others, strict=True))
 
 

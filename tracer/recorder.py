@@ -476,11 +476,7 @@ class Recorder:
             given = dict(zip(keys, staged.values()["values"], strict=True))
             return metric_rows(step, given, logged_at, self.writer.state.attempt, self.writer.name)
 
-        def append(rows: Any) -> None:
-            if rows is not None:
-                self.writer.append(METRICS, rows)
-
-        self._submit(staged, lambda: self.writer.part(Part.METRICS, prepare), append)
+        self._submit(staged, prepare, lambda rows: self.writer.append(METRICS, rows))
 
     def _sequence_names(self, split: str, step: int, seq_ids: Sequence[Any] | None, rows: int) -> list[str]:
         known = self._names[split]

@@ -2,20 +2,23 @@
 
 python -m torch.distributed.run --nproc-per-node 2 fsdp_shards.py FOLDER KIND...: records into FOLDER/KIND/run, which is there. A KIND is
 fsdp2, or a strategy of FSDP1 (full, grad_op, none) with what it differs in, joined by "-": flat (without use_orig_params),
-offload, a type of state_dict (FULL, SHARDED, LOCAL), half (forwards in bfloat16).
+offload, a type of state_dict (FULL, SHARDED, LOCAL), half (forwards in bfloat16), verl (offloaded as verl does it).
 """
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import extract_model_from_parallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from collectives import refuse_in_guards
-from tim_trace.tracer.hooks.model_contract import dtypes
+from tim_trace.tracer.hooks.model_contract import class_path, dtypes
 from tim_trace.tracer.hooks.model_weights import keeps_weights, own_tensors
 from tim_trace.tracer.hooks.session import Order, Session
+from tim_trace.tracer.hooks.trainer_tensors import is_whole, trained_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -94,16 +97,25 @@ def record(folder: Path, kind: list[str]) -> None:
     torch.manual_seed(0)
     model = wrapped(Tied(), kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # What accelerate prepares and takes apart again, as TRL's trainers have it; with FSDP it does not start on a CPU.
+    trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=extract_model_from_parallel))
     session = Session(Order(run=str(folder / "run"), weights="delta"))
     sizes = set()
     for version in range(STEPS):
         with torch.no_grad():
             model(torch.arange(11))  # the trainer's own logprobs: FSDP2 leaves its root gathered
+        if "verl" in kind:
+            for handle in model._all_handles:  # as verl.utils.fsdp_utils.offload_fsdp_model_to_cpu
+                handle.flat_param_to(torch.device("cpu"), non_blocking=True)
+                handle.flat_param._local_shard = handle.flat_param.data
         if rank == 0 or version < STOPS:
             with session.guard("weights"):
-                assert keeps_weights(session, model)
-                sizes.add(sum(dtypes(model).values()))
-                session.recorder.add_weights(version, own_tensors(model, is_first=rank == 0))
+                held = trained_model(trainer)
+                assert class_path(held).endswith(".Tied")
+                assert not is_whole(held)
+                assert keeps_weights(session, held)
+                sizes.add(sum(dtypes(held).values()))
+                session.recorder.add_weights(version, own_tensors(held, is_first=rank == 0))
         assert session.is_recording, session.recorder.writer.state.error
         trains = "offload" not in kind  # its gradients need the streams of an accelerator
         if trains:

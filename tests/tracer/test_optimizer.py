@@ -114,7 +114,9 @@ def made_steps(shape, turned=False, dtype=torch.float32):
     weight = torch.nn.Parameter(torch.ones(shape, dtype=dtype).t() if turned else torch.ones(shape, dtype=dtype))
     optimizer = torch.optim.AdamW([weight], amsgrad=turned)
     optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": torch.rand_like(weight)}
-    optimizer.state[weight] |= {name: torch.rand_like(weight) for name in ("exp_avg_sq", "max_exp_avg_sq")[: 1 + turned]}
+    optimizer.state[weight] |= {
+        name: torch.rand_like(weight) for name in ("exp_avg_sq", "max_exp_avg_sq")[: 1 + turned]
+    }
     return optimizer
 
 

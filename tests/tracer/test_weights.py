@@ -7,14 +7,22 @@ import pytest
 import torch
 import zarr
 from builders import PROGRAMS, ROOT, run
+from peft import LoraConfig, get_peft_model
+from tim_trace.analysis.info import info
+from tim_trace.analysis.query import sql
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord, WeightsMissing
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
+from tim_trace.tracer.hooks.model_contract import dtypes
+from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights import chunks
 from tim_trace.tracer.weights.changes import added, apply_changes, changes_of, decode_changes, write_changes
+from tim_trace.tracer.weights.layout import model_parameters, model_tensors
 from tim_trace.tracer.weights.reader import WeightReader
 from tim_trace.tracer.weights.writer import WeightWriter
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def make_model(seed=0):
@@ -366,7 +374,7 @@ def test_each_process_keeps_its_shard_and_the_whole_comes_back(tmp_path):
 
 KINDS = (
     "fsdp2", "full", "full-flat", "grad_op", "grad_op-flat", "none", "full-offload", "full-flat-offload", "full-FULL",
-    "full-SHARDED", "full-flat-LOCAL", "full-half",
+    "full-SHARDED", "full-flat-LOCAL", "full-half", "full-verl", "full-flat-verl",
 )  # fmt: skip
 """Ways of sharding of tests/programs/fsdp_shards.py."""
 MANIFEST = Manifest(
@@ -394,3 +402,46 @@ def test_shards_of_fsdp_are_recorded_without_a_collective_and_where_one_recorder
                 WeightsMissing, match=r"version 3: .* has \d+ of \d+ elements; a writer's part is missing"
             ):
                 reader.load(3)
+
+
+@pytest.mark.parametrize("fault", ["_copy", "WeightWriter._write"])
+def test_weights_that_run_out_of_memory_end_alone(tmp_path, monkeypatch, capsys, fault):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(f"tim_trace.tracer.weights.writer.{fault}", full)
+    with Recorder(tmp_path / "run") as recorder:
+        for version in range(3):
+            recorder.add_weights(version, make_model())
+            recorder.add_metrics(version, {"loss": 0.5})
+    assert (
+        capsys.readouterr().err.count("not recorded from here on: weights (OutOfMemoryError: CUDA out of memory)") == 1
+    )
+    found = info(str(tmp_path / "run"))
+    assert found.state == "finished"
+    assert "not recorded: weights after an error (OutOfMemoryError: CUDA out of memory)" in found.missing
+    assert sql(tmp_path / "run", "SELECT count(*) FROM metrics").rows == [(3,)]
+
+
+def test_a_model_s_tensors_are_those_of_its_state_dict():
+    torch.manual_seed(0)
+    for tied in (False, True):
+        config = LlamaConfig(
+            vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, tie_word_embeddings=tied,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+        if tied:
+            model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]))
+        model = checkpoint_wrapper(model) if not tied else model
+        wanted, found = model.state_dict(keep_vars=True), model_tensors(model)
+        assert list(found) == list(wanted)
+        assert all(found[name] is wanted[name] for name in wanted)
+        assert [id(p) for p in model_parameters(model)] == [id(p) for p in model.parameters()]
+
+
+def test_parameters_of_zero_3_count_with_their_whole_size():
+    layer = torch.nn.Linear(2, 3)
+    for parameter, count in ((layer.weight, 6), (layer.bias, 3)):
+        parameter.data, parameter.ds_id, parameter.ds_numel = torch.empty(0), 1, count
+    assert dtypes(layer) == {"float32": 9}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..weights.layout import flat_problem, is_sharded, model_parameters, model_tensors, num_elements
+from ..weights.layout import flat_parameter, is_sharded, model_parameters, model_tensors, num_elements
 from .session import Session
 
 _REMEDY = "replaying needs them; record with --weights delta, or name the run's checkpoints with --weights-from DIR"
@@ -41,5 +41,7 @@ def _is_part(tensor: Any) -> bool:
 def _problem(model: Any) -> str | None:
     if any(getattr(parameter, "ds_id", None) is not None for parameter in model.parameters()):
         return f"DeepSpeed ZeRO-3 holds them in pieces that cannot be read from here; {_REMEDY}"
-    problem = flat_problem(model)
-    return problem and f"{problem}; use FSDP2 (TRL: fsdp_version: 2; verl: strategy=fsdp2), or: {_REMEDY}"
+    flats = [flat for module in model.modules() if (flat := flat_parameter(module)) is not None]
+    if any(any(flat._param_extensions) or not all(flat._contiguities) for flat in flats):
+        return f"FSDP1 has flattened some that are sharded otherwise, too; use FSDP2, or: {_REMEDY}"
+    return None

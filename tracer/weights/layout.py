@@ -12,8 +12,6 @@ from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Modules that FSDP1 and activation checkpointing put into a tensor's path, and a state_dict leaves out."""
-_FLAT = "_flat_param"
-"""The parameter that FSDP1 registers in place of a module's own, without use_orig_params."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,35 +54,24 @@ def model_tensors(model: Any) -> dict[str, Any]:
     for path, module in model.named_modules(remove_duplicate=False):
         named: dict[str, Any] = {}
         module._save_to_state_dict(named, "", True)
+        named.pop("_flat_param", None)  # FSDP1's own, in place of the module's
         prefix = "".join(f"{part}." for part in path.split(".") if part and part not in _WRAPPERS)
-        for name, tensor in _held(named, sharded.get(module, {})):
-            if hasattr(tensor, "detach"):
-                tensors[prefix + name] = tensor
+        named |= sharded.get(module, {})
+        tensors |= {prefix + name: tensor for name, tensor in named.items() if hasattr(tensor, "detach")}
     return tensors
 
 
 def model_parameters(model: Any) -> list[Any]:
     """A model's parameters, each once, as this process holds them; see `model_tensors`."""
-    sharded = _sharded(model)
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        for _, tensor in _held(module._parameters, sharded.get(module, {})):
-            if tensor is not None:
-                found[id(tensor)] = tensor
-    return list(found.values())
+    import torch
+
+    kinds = (torch.nn.Parameter, FlatPart)
+    return list({id(tensor): tensor for tensor in model_tensors(model).values() if isinstance(tensor, kinds)}.values())
 
 
 def num_elements(parameter: Any) -> int:
     """Elements of the whole parameter: DeepSpeed ZeRO-3 leaves an empty tensor in its place."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
-
-
-def _held(named: Mapping[str, Any], sharded: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A module's own tensors, those that FSDP shards as their shards."""
-    for name, tensor in named.items():
-        if name not in sharded and name != _FLAT:
-            yield name, tensor
-    yield from sharded.items()
 
 
 def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
@@ -96,20 +83,28 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for shard in (shard for group in groups if group is not None for shard in group.fsdp_params):
                 info = shard._module_info
-                found.setdefault(info.module, {})[info.param_name] = shard.sharded_param
-                for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                    found.setdefault(owner, {})[name] = shard.sharded_param
-        handle = vars(module).get("_handle")
-        flat = getattr(handle, "flat_param", None)
-        if flat is not None:
-            for info, tensor in zip(flat._param_infos, _flat_parts(handle, flat), strict=True):
+                # Until the first forward a module may have been given another shard than FSDP2 knows.
+                current = info.module._parameters.get(info.param_name)
+                tensor = current if is_sharded(current) else shard.sharded_param
+                for owner, name in zip(
+                    (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True
+                ):
+                    found.setdefault(owner, {})[name] = tensor
+        if (flat := flat_parameter(module)) is not None:
+            parts = _flat_parts(flat, is_replicated=not module._handle.uses_sharded_strategy)
+            for info, tensor in zip(flat._param_infos, parts, strict=True):
                 found.setdefault(info.module, {})[info.param_name] = tensor
             for info in flat._shared_param_infos:
                 found.setdefault(info.module, {})[info.param_name] = found[info.prim_module][info.prim_param_name]
     return found
 
 
-def _flat_parts(handle: Any, flat: Any) -> Iterator[FlatPart]:
+def flat_parameter(module: Any) -> Any:
+    """What FSDP1 has flattened a module's parameters into; None for a module that it does not manage."""
+    return getattr(vars(module).get("_handle"), "flat_param", None)
+
+
+def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
     """The parts of the parameters that FSDP1 has flattened into one."""
     # Before the first forward the shard is the parameter's own data; later that can be what was gathered.
     shard = getattr(flat, "_local_shard", flat).detach()
@@ -121,17 +116,8 @@ def _flat_parts(handle: Any, flat: Any) -> Iterator[FlatPart]:
             start=own.intra_param_start_idx or 0,
             shape=tuple(shape),
             requires_grad=parameter.requires_grad,
-            is_replicated=not handle.uses_sharded_strategy,
+            is_replicated=is_replicated,
         )
-
-
-def flat_problem(model: Any) -> str | None:
-    """Why the shards of a model under FSDP1 cannot be read; None where they can."""
-    flats = [getattr(vars(module).get("_handle"), "flat_param", None) for module in model.modules()]
-    for flat in flats:
-        if flat is not None and (any(flat._param_extensions) or not all(flat._contiguities)):
-            return "FSDP1 holds some of them as parts of another kind of shard, or not in row-major order"
-    return None
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
