@@ -19,6 +19,7 @@ from tim_trace.tracer.hooks.model_contract import class_path, dtypes
 from tim_trace.tracer.hooks.model_weights import keeps_weights, own_tensors
 from tim_trace.tracer.hooks.session import Order, Session
 from tim_trace.tracer.hooks.trainer_tensors import is_whole, trained_model
+from tim_trace.tracer.hooks.trl_trainer import TrainerHooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Partial
 
 STEPS = 4
 STOPS = 2
@@ -92,6 +94,10 @@ def whole(model: torch.nn.Module, kind: list[str]) -> dict[str, torch.Tensor]:
         return {k: v.detach().clone() for k, v in model.state_dict().items()}
 
 
+def step_end(self: object, grad_norm: torch.Tensor, learning_rate: float) -> None:
+    """As a trainer's _maybe_log_save_evaluate."""
+
+
 def record(folder: Path, kind: list[str]) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -100,7 +106,7 @@ def record(folder: Path, kind: list[str]) -> None:
     # What accelerate prepares and takes apart again, as TRL's trainers have it; with FSDP it does not start on a CPU.
     trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=extract_model_from_parallel))
     session = Session(Order(run=str(folder / "run"), weights="delta"))
-    sizes = set()
+    hooks, sizes = TrainerHooks(session), set()
     for version in range(STEPS):
         with torch.no_grad():
             model(torch.arange(11))  # the trainer's own logprobs: FSDP2 leaves its root gathered
@@ -124,7 +130,18 @@ def record(folder: Path, kind: list[str]) -> None:
         if rank == 0:
             torch.save(state, folder / f"{version}.pt")
         if trains:
+            norms = [torch.tensor(0.5)]
+            if kind == ["fsdp2"]:  # the norm is a DTensor: in some releases of torch each process has a part of it
+                norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)]
+                norms.append(DTensor.from_local(torch.tensor(1.0), norms[0].device_mesh, [Partial()]))
             optimizer.step()
+            if rank == 0:
+                with session.guard("what the first process records alone"):
+                    for norm in norms:
+                        found = hooks._at_step_end(step_end, trainer, norm, 0.1)
+                        session.recorder.add_metrics(version, found)
+                    assert (found["grad_norm"] is None) == (len(norms) > 1)
+                    session.recorder.add_optimizer(version, optimizer)
             optimizer.zero_grad()
     session.close()
     assert sizes == {sum(parameter.numel() for parameter in Tied().parameters())}, sizes

@@ -78,7 +78,7 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
     """Module -> name -> this process's shard, of every parameter that FSDP1 or FSDP2 manages; gathered ones, too."""
     found: dict[Any, dict[str, Any]] = {}
     for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
+        if hasattr(type(module), "_get_fsdp_state"):
             state = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for shard in (shard for group in groups if group is not None for shard in group.fsdp_params):
