@@ -25,6 +25,7 @@ from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import this_process
 from .lock import alone
 from .nodes import JOIN_S, SIGN_S, SIGNED_S, has_several_nodes, is_same, later_node, launchers, running_launchers
+from .patience import MAX_WAIT_S, Patience
 from .progress import no_progress
 from .sender import Sender
 from .store import Store
@@ -76,6 +77,7 @@ def record(
     resume: bool = False,
     force: bool = False,
     compact: bool = False,
+    max_wait: float = MAX_WAIT_S,
     at_end: Callable[[Recording], None] | None = None,
 ) -> Recording:
     """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
@@ -92,7 +94,8 @@ def record(
 
     Where `output` is a URL, such as s3://bucket/run, the trace is written to a folder of the user's cache first, and what is
     sealed is sent from there, about once a minute and at the end. That folder is removed when everything has arrived.
-    `compact` merges the files of all writers at the end, as the verb of that name does.
+    `compact` merges the files of all writers at the end, as the verb of that name does. A process to which the file system
+    does not answer for `max_wait` seconds stops recording and goes on, and as long does the end wait for object storage.
     `at_end` is called with the recording when the command has ended, before the last of it is sent.
 
     On several nodes each runs this with the same `output`: further ones (`nodes.later_node`) join the recording that another
@@ -116,6 +119,7 @@ def record(
     if engine_weights not in ENGINE_WEIGHTS_CHOICES:
         raise InvalidOption(f"got {engine_weights!r}; use {', '.join(ENGINE_WEIGHTS_CHOICES)}", option="engine_weights")
     limit = parse_size(weights_below, option="weights_below")
+    max_wait = Patience(output, max_wait).max_wait_s
     manifest = Manifest(
         run_id=str(uuid.uuid4()),
         created_at=now(),
@@ -141,6 +145,7 @@ def record(
             weights_below=limit,
             routing=routing,
             engine_weights=engine_weights,
+            max_wait=max_wait,
         )
         child = _started(command, _environment(order))
         is_alone = not any(state.is_launcher for state in states)
@@ -160,7 +165,7 @@ def record(
                 f"{output}: nothing on object storage is replaced or added to; name another URL",
                 option="resume" if resume else "force",
             )
-        sender = Sender(os.fspath(output))
+        sender = Sender(os.fspath(output), max_wait=max_wait)
         output = sender.folder
     if first is None:
         adds = resume and (Path(output) / MANIFEST).exists()

@@ -171,7 +171,7 @@ class TrainerHooks:
                 call = arguments(original, tracking, *args, **kwargs)
                 self.session.recorder.add_metrics(int(call["step"]), flat(call["data"]))
                 if self._flushes:
-                    self.session.recorder.flush()
+                    self.session.recorder.flush(weights=False)
             if self._is_last:
                 self.session.seal()
         return result
