@@ -360,6 +360,10 @@ def main() -> None:
     "--resume", is_flag=True, default=False, help="Add to a trace that lies there: the run goes on from a checkpoint."
 )
 @click.option("--compact", is_flag=True, default=False, help="Merge the files of all writers at the end.")
+@click.option(
+    "--max-wait", default=60.0, show_default=True, type=float, metavar="SECONDS",
+    help="Longest wait of a process for a file system that does not answer; then it stops recording and goes on.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there, and nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
@@ -1557,7 +1561,8 @@ def _nothing_recorded(output: str, recording: Any) -> str:
             f"nothing was recorded to {output}: the command ended with exit code {recording.exit_code} before; "
             "its own error is above"
         )
-    reasons = dict.fromkeys(sentence for writer in recording.writers for sentence in writer.not_recorded)
+    said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
+    reasons = dict.fromkeys(filter(None, said))
     if reasons:
         return "\n".join([f"nothing was recorded to {output}:", *reasons])
     return (

@@ -97,6 +97,10 @@ class StorageError(TimTraceError, OSError):
     """The trace's folder cannot be written."""
 
 
+class StorageStalled(StorageError, TimeoutError):
+    """The file system of a trace did not answer in time."""
+
+
 class InvalidRecord(TimTraceError, ValueError):
     """What was handed to the recorder contradicts itself or what was recorded before."""
 

@@ -93,10 +93,11 @@ def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:
     """Whether a writer without a rank, or one of this process, records beside the one that is opened now."""
     if state.state != OPEN:
         return False
-    if _is_this_process(state):
+    if is_this_process(state):
         return not resumes
     return state.rank is None and liveness(state, store).is_alive
 
 
-def _is_this_process(state: WriterState) -> bool:
+def is_this_process(state: WriterState) -> bool:
+    """Whether a writer is, or was, one of this process."""
     return (state.boot_id, state.pid, state.process_start) == (boot_id(), os.getpid(), process_start(os.getpid()))

@@ -224,7 +224,8 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
             f"{path}: is written to by `tim-trace record` and `tim-trace compact` alone; record to a local folder, and send it "
             f"with: tim-trace compact FOLDER -o {path}"
         )
-    return Path(os.path.realpath(os.path.expanduser(path)))
+    with _explained(path):  # a relative path has no place where the working directory was removed
+        return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 @contextmanager

@@ -134,15 +134,17 @@ def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch])
     """
     import zarr
 
-    from .dense_store import account
+    from .dense_store import write_files
 
-    root = zarr.open_group(path, mode="w", zarr_format=3)
+    # Zarr writes to memory: the end of Python waits for its threads, also for one that the file system holds.
+    made: dict[str, Any] = {}
+    root = zarr.open_group(zarr.storage.MemoryStore(made), mode="w", zarr_format=3)
     by_array: dict[tuple[str, str], list[Block]] = {}
     for block in blocks_of(batches, segment):
         by_array.setdefault((block.group, block.array), []).append(block)
     for (group, name), blocks in by_array.items():
         _write_array(root, f"{group.partition('/')[2]}/{name}", blocks)
-    return account(path)
+    return write_files(path, {name: content.to_bytes() for name, content in made.items()})
 
 
 def _write_array(root: Any, name: str, blocks: list[Block]) -> None:

@@ -38,17 +38,19 @@ _CRC_BYTES = 4
 MAX_DOCUMENT_BYTES = 16 << 20
 
 
-def account(folder: Path) -> SealedFile:
-    """Note every file of a group's folder in its root, and return what to say of the root."""
+def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
+    """Write a group's files, path below it -> content, noting each in its root; return what to say of the root."""
     files = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != DOCUMENT:
+    for name, content in sorted(contents.items()):
+        if name != DOCUMENT:
             digests = BlockDigests()
-            digests.add(path.read_bytes())
+            digests.add(content)
             files[name] = {"num_bytes": digests.num_bytes, "blocks": base64.b64encode(digests.blocks).decode()}
-    root = json.loads((folder / DOCUMENT).read_bytes())
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+    root = json.loads(contents[DOCUMENT])
     content_of_root = json.dumps(root | {"attributes": {FILES: files}}, indent=1).encode()
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / DOCUMENT).write_bytes(content_of_root)
     return sealed(content_of_root)
 

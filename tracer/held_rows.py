@@ -8,6 +8,8 @@ import pyarrow as pa
 class HeldRows:
     """Takes record batches as a journal's stream does, and keeps them: for a trace of which a killed process leaves nothing."""
 
+    is_synced = False
+
     def __init__(self) -> None:
         self.batches: list[pa.RecordBatch] = []
         self.num_bytes = 0

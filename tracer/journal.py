@@ -21,7 +21,7 @@ import xxhash
 
 from ..schemas.layout import JOURNAL, TABLES, Segment
 from .store import Store, first_line
-from .whole_file import check_inside, check_there
+from .whole_file import check_inside, check_there, sync
 
 DENSE_TABLE = "dense"
 JOURNALED = (*TABLES, DENSE_TABLE)
@@ -66,19 +66,27 @@ class JournalStream:
         self.path = folder / relative
         self.path.parent.mkdir(exist_ok=True)
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  (open for as long as the segment)
+        # Some file systems in user space have no number of links to tell.
+        self._has_links = os.fstat(self._file.fileno()).st_nlink > 0
         self.num_bytes = 0
+        self.is_synced = False
+        """Whether its rows are to survive a loss of power, as those were told to that are in it."""
         self._checksum = _FIRST
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Append rows. Raises FileNotFoundError when the file was removed, since nobody would find them."""
-        if not os.fstat(self._file.fileno()).st_nlink:
+        if self._has_links and not os.fstat(self._file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "the journal was removed while it was written", str(self.path))
         self._append_message(batch.serialize())
 
     def sync(self) -> None:
-        """Have everything appended survive a loss of power."""
-        os.fsync(self._file.fileno())
+        """Have everything appended survive a loss of power; also once it is closed, as long as the file is there."""
+        if self._file.closed:
+            sync(self.path)
+        else:
+            os.fsync(self._file.fileno())
+        self.is_synced = True
 
     def close(self) -> None:
         """Mark the end of the stream."""

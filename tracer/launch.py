@@ -24,7 +24,8 @@ from .create import claimed, join_trace, local_folder, new_trace, refuse_live
 from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import this_process
 from .lock import alone
-from .nodes import JOIN_S, SIGN_S, SIGNED_S, has_several_nodes, is_same, later_node, launchers, running_launchers
+from .nodes import SIGN_S, SIGNED_S, has_several_nodes, is_same, later_node, launchers, running_launchers
+from .patience import MAX_WAIT_S, Patience
 from .progress import no_progress
 from .sender import Sender
 from .store import Store
@@ -76,6 +77,7 @@ def record(
     resume: bool = False,
     force: bool = False,
     compact: bool = False,
+    max_wait: float = MAX_WAIT_S,
     at_end: Callable[[Recording], None] | None = None,
 ) -> Recording:
     """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
@@ -92,11 +94,12 @@ def record(
 
     Where `output` is a URL, such as s3://bucket/run, the trace is written to a folder of the user's cache first, and what is
     sealed is sent from there, about once a minute and at the end. That folder is removed when everything has arrived.
-    `compact` merges the files of all writers at the end, as the verb of that name does.
+    `compact` merges the files of all writers at the end, as the verb of that name does. A process to which the file system
+    does not answer for `max_wait` seconds stops recording and goes on, and as long does the end wait for object storage.
     `at_end` is called with the recording when the command has ended, before the last of it is sent.
 
     On several nodes each runs this with the same `output`: further ones (`nodes.later_node`) join the recording that another
-    began, wait a minute for it, and run their command unrecorded where there is none. The last one to end finishes the trace.
+    began, wait `max_wait` seconds for it, and run their command unrecorded where there is none. The last one to end finishes the trace.
 
     Returns when the command has ended; its exit code is passed on, and a process that died leaves what it had
     recorded. Raises TraceExists, StorageError or InvalidOption before the command is started, and leaves what was there.
@@ -116,6 +119,7 @@ def record(
     if engine_weights not in ENGINE_WEIGHTS_CHOICES:
         raise InvalidOption(f"got {engine_weights!r}; use {', '.join(ENGINE_WEIGHTS_CHOICES)}", option="engine_weights")
     limit = parse_size(weights_below, option="weights_below")
+    max_wait = Patience(output, max_wait).max_wait_s
     manifest = Manifest(
         run_id=str(uuid.uuid4()),
         created_at=now(),
@@ -141,26 +145,27 @@ def record(
             weights_below=limit,
             routing=routing,
             engine_weights=engine_weights,
+            max_wait=max_wait,
         )
         child = _started(command, _environment(order))
         is_alone = not any(state.is_launcher for state in states)
         launcher = Launcher(folder, trace.run_id, command, order.session, is_alone=is_alone)
         return child, launcher, {state.writer for state in known}
 
-    is_url, first, sender, wait_s = "://" in os.fspath(output), None, None, JOIN_S
+    is_url, first, sender = "://" in os.fspath(output), None, None
     if (number := later_node(command)) is not None:
         if not is_url:
-            _tell(f"{number}: waiting up to {wait_s:g} s for the recording that another node begins")
-            first = next(iter(running_launchers(output, wait_s)), None)
+            _tell(f"{number}: waiting up to {max_wait:g} s for the recording that another node begins")
+            first = next(iter(running_launchers(output, max_wait)), None)
         if first is None:
-            return _run_unrecorded(command, output, number, wait_s)
+            return _run_unrecorded(command, output, number, max_wait)
     elif is_url:
         if resume or force:
             raise InvalidOption(
                 f"{output}: nothing on object storage is replaced or added to; name another URL",
                 option="resume" if resume else "force",
             )
-        sender = Sender(os.fspath(output))
+        sender = Sender(os.fspath(output), max_wait=max_wait)
         output = sender.folder
     if first is None:
         adds = resume and (Path(output) / MANIFEST).exists()

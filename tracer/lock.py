@@ -2,45 +2,78 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..schemas.errors import TimTraceWarning
+from ..schemas.layout import BUILT_PREFIX
+
+LOCK = f"{BUILT_PREFIX}{'0' * 32}"
+"""File in the folder that is locked where the file system locks no folder, as NFS; named as what is no part of a trace."""
+
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Wait until no other process is in here with this folder; at once where the file system has no locks.
+    """Wait until no other process is in here with this folder; where the file system has no locks, warn and go on.
 
     Gives whether the folder is still the one that lies there: who had it before may have removed it. Raises
     FileNotFoundError when there is none.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    file = None
     try:
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            file = _locked_file(folder)
         yield _is_there(folder, descriptor)
     finally:
+        if file is not None:
+            (folder / LOCK).unlink(missing_ok=True)
+            os.close(file)
         os.close(descriptor)
 
 
 def is_held(folder: Path) -> bool:
     """Whether a process is in `alone` with a folder just now; false where the file system has no locks."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
+    for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, os.O_RDWR)):
+        try:
+            descriptor = os.open(path, flags)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # the folder cannot be locked, and a file in it may
+            continue
+        finally:
+            os.close(descriptor)
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
     return False
+
+
+def _locked_file(folder: Path) -> int | None:
+    """Wait for the lock of a file in the folder, and return its descriptor; None, with a warning, where there are no locks."""
+    while True:
+        file = None
+        try:
+            file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_there(folder / LOCK, file):  # else who had it before has removed it
+                return file
+        except OSError as error:
+            if file is not None:
+                (folder / LOCK).unlink(missing_ok=True)
+                os.close(file)
+            advice = "see that no two commands write there at once"
+            warnings.warn(f"{folder}: gives no locks ({error.strerror}); {advice}", TimTraceWarning, stacklevel=3)
+            return None
+        os.close(file)
 
 
 def _is_there(folder: Path, descriptor: int) -> bool:

@@ -18,8 +18,6 @@ NUMBERS = (
     "NODE_RANK", "PET_NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "SLURM_PROCID", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK",
 )  # fmt: skip
 """Environment variables in which launchers number nodes and processes from 0; PET_ is torchrun's."""
-JOIN_S = 60.0
-"""How long a node waits for the trace that another one begins, seconds."""
 SIGN_S = 5.0
 """How often `tim-trace record` shows that it runs, seconds."""
 SIGNED_S = 2 * SIGN_S

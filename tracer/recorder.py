@@ -6,6 +6,7 @@ K kept tokens, V vocabulary, L layers with a router, S experts of a token.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 import warnings
@@ -29,13 +30,16 @@ from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
 from ..schemas.writer_state import CLOSED
 from . import environment
-from .attempts import is_of_this_start, next_attempt, states_of_rank
+from .attempts import is_of_this_start, is_this_process, next_attempt, states_of_rank
 from .batch import Batch
 from .create import join_trace, new_trace
 from .dense import Distribution, bits, check_num_rows
+from .liveness import PROCESS, liveness
+from .lock import alone
 from .masks import padding_of
 from .metrics import check_metrics, metric_rows
 from .optimizer import optimizer_statistics
+from .patience import MAX_WAIT_S, Patience
 from .ragged import Padding, Ragged, flatten, is_padded, num_rows, shown
 from .routing import Routing, check_routing
 from .rows import (
@@ -55,8 +59,9 @@ from .rows import (
 )
 from .scalars import listed, names, per_row, step_number
 from .sequence_names import SequenceNames
-from .staging import Staged, to_numpy
+from .staging import Staged, local_part, to_numpy
 from .store import Store
+from .worker import run_within
 from .writer import QUEUE_BYTES, Part, TraceWriter
 
 ATTEMPT_SESSION = "recorder"
@@ -71,8 +76,8 @@ class Recorder:
 
     Use it as a context manager; leaving it seals the trace. Methods return at once: a thread writes, and only when it
     falls behind by `queue_bytes` does the caller wait (the wait is counted, nothing is dropped). Device tensors are
-    copied on a stream of their own. Values that contradict each other raise InvalidRecord, for device tensors at the
-    next call. A full disk ends the recording and never the training.
+    copied at once, and on a stream of their own to the host. Values that contradict each other raise InvalidRecord, for device tensors at the
+    next call. A full disk, and one that does not answer for `max_wait` seconds, end the recording and never the training.
 
     >>> import tempfile
     >>> with Recorder(tempfile.mkdtemp()) as recorder:
@@ -93,6 +98,7 @@ class Recorder:
         join: bool | None = None,
         resume: bool = False,
         queue_bytes: int = QUEUE_BYTES,
+        max_wait: float = MAX_WAIT_S,
     ):
         """Open a trace for recording.
 
@@ -101,9 +107,11 @@ class Recorder:
         it with the same path, and the first makes it; the default is to join when torchrun or its kin started several
         processes. `resume` adds to a trace that lies there, finished or not: this run goes on from a checkpoint of that one.
         Rows of a process that joins after one in its place died, or resumes, say that they are of another attempt; views
-        show the newest attempt at each step.
+        show the newest attempt at each step. `max_wait` bounds, in seconds, how long a call waits for a file system that does
+        not answer: after it recording stops and the training goes on.
 
-        Raises TraceExists when something lies there that this run did not begin, and there is neither `force` nor `resume`.
+        Raises TraceExists when something lies there that this run did not begin, and there is neither `force` nor `resume`, and
+        when another process records this rank; StorageStalled when the file system does not answer.
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(
@@ -117,14 +125,20 @@ class Recorder:
         )
         if join is None:
             join = int(os.environ.get("WORLD_SIZE") or 1) > 1
-        if resume or (join and not force):
-            folder = join_trace(path, manifest)
-            if not resume:
-                _refuse_finished(folder, path)
-            self._start(_open_writer(folder, queue_bytes, resumes=resume))
-        else:
-            with new_trace(path, manifest, force=force) as folder:
-                self._start(_open_writer(folder, queue_bytes, resumes=False))
+
+        def open_writer() -> TraceWriter:
+            with contextlib.ExitStack() as stack:
+                if resume or (join and not force):
+                    folder = join_trace(path, manifest)
+                    stack.enter_context(alone(folder))
+                    if not resume:
+                        _refuse_taken(folder, path)
+                else:
+                    folder = stack.enter_context(new_trace(path, manifest, force=force))
+                attempt = next_attempt(Store(folder), ATTEMPT_SESSION, resumes=resume)
+                return TraceWriter(folder, queue_bytes=queue_bytes, attempt=attempt, max_wait_s=max_wait)
+
+        self._start(run_within(Patience(path, max_wait), open_writer, late=TraceWriter.close))
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
@@ -158,24 +172,33 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that calls have waited for the disk so far, one that waits now included."""
+        return self.writer.patience.waited_s
+
     @checked
-    def flush(self, *, sync: bool = False) -> None:
+    def flush(self, *, sync: bool = False, weights: bool = True) -> bool:
         """Return once everything that was added before survives `kill -9`; with `sync`, a loss of power, too.
 
         Without it, what `add_*` returned for is with the operating system about a second later: the queue holds nothing for
         longer, and a caller who comes while something is older waits. `sync` has the disk confirm every file, which takes
-        milliseconds to seconds. Raises InvalidRecord for device tensors that were found wrong.
+        milliseconds to seconds. Without `weights`, versions of the weights may still be on their way.
+
+        Returns False after recording has stopped, and says so on stderr: what was added since is lost. Raises InvalidRecord
+        for device tensors that were found wrong.
         """
-        self.writer.flush(sync=sync)
+        return self.writer.flush(sync=sync, weights=weights)
 
     @checked
-    def close(self, *, at_exit: bool = False) -> None:
+    def close(self, *, at_exit: bool = False) -> bool:
         """Write and seal what is queued. Raises InvalidRecord for device tensors that were found wrong at last.
 
-        `at_exit` says that the interpreter is ending.
+        `at_exit` says that the interpreter is ending. Returns False, as `flush` does, after recording has stopped.
         """
-        self.writer.close(at_exit=at_exit)
+        is_whole = self.writer.close(at_exit=at_exit)
         self.writer.raise_invalid()
+        return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
         """Which sequences' distributions are to be kept: [B] bool, the same in every process and every run."""
@@ -253,6 +276,7 @@ class Recorder:
         step = step_number(step)
         if not isinstance(split, str) or split not in SPLITS:
             raise InvalidRecord(f"step {step}, split: got {shown(split)}; give {' or '.join(map(repr, SPLITS))}")
+        response_ids = local_part(response_ids, f"step {step}, response_ids")
         rows = num_rows(response_ids, f"step {step}, response_ids")
         if not rows:
             raise InvalidRecord(
@@ -263,15 +287,9 @@ class Recorder:
                 f"step {step}, rewards: got {shown(rewards)}; give a dict of a reward function's name -> its values [B], "
                 "or their sum as reward="
             )
-        named = self._names[split]
-        before = replace(named)
-        given = None if seq_ids is None else names(seq_ids, f"step {step}, seq_ids")
-        named.refuse_repeated(step, given or [])
-        seq_ids = self._sequence_names(split, step, given, rows)
-        known = named.add(step, seq_ids, ordered=self._ordered)
-        batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt, split=split)
         per_token_advantage = advantage is not None and is_per_token(advantage)
         staged = Staged(
+            f"step {step}",
             response_ids=response_ids,
             prompt_ids=prompt_ids,
             response_attention_mask=response_attention_mask,
@@ -291,6 +309,13 @@ class Recorder:
             max_tokens=max_tokens,
             finish_reason=finish_reason,
         )
+        named = self._names[split]
+        before = replace(named)
+        given = None if seq_ids is None else names(seq_ids, f"step {step}, seq_ids")
+        named.refuse_repeated(step, given or [])
+        seq_ids = self._sequence_names(split, step, given, rows)
+        known = named.add(step, seq_ids, ordered=self._ordered)
+        batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt, split=split)
         reward_names = names(list(rewards or {}), f"step {step}, rewards")
 
         def refused(error: Exception) -> None:
@@ -352,7 +377,7 @@ class Recorder:
         _check_types(
             what, forward=(forward, Forward), distribution=(distribution, Distribution), routing=(routing, Routing)
         )
-        chosen = batch.rows(rows)
+        chosen, logprobs = batch.rows(rows), local_part(logprobs, f"{what}, logprobs")
         found = num_rows(logprobs, f"{what}, logprobs")
         if found != len(chosen):
             raise InvalidRecord(
@@ -362,9 +387,9 @@ class Recorder:
         if forward is not None:
             forward.check(len(chosen), f"{what}, forward")
         captured = batch.captured_rows(captured_rows, chosen) if distribution is not None else np.empty(0, np.int64)
-        iteration = batch.next_iteration(pass_name, chosen)
         version = policy_version if policy_version is not None else of_rows(batch.policy_version, chosen, len(batch))
         staged = Staged(
+            what,
             logprobs=logprobs,
             entropy=entropy,
             top2_gap=top2_gap,
@@ -374,6 +399,7 @@ class Recorder:
             distribution=None if distribution is None else list(distribution.arrays.values()),
             routing=None if routing is None else list(routing.arrays.values()),
         )
+        iteration = batch.next_iteration(pass_name, chosen)
         staged.wait |= not batch.is_resolved
         # A contract is that of training; in evaluation the model has no dropout, and the engine its own settings.
         has_contract = pass_name in self._contracts and batch.split == TRAIN_SPLIT
@@ -470,7 +496,8 @@ class Recorder:
     def _add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         if not values:
             return
-        keys, staged, logged_at = list(values), Staged(values=list(values.values())), datetime.now(UTC)
+        staged = Staged(f"metrics of step {step}", values=list(values.values()))
+        keys, logged_at = list(values), datetime.now(UTC)
 
         def prepare() -> Any:
             given = dict(zip(keys, staged.values()["values"], strict=True))
@@ -653,7 +680,7 @@ class Recorder:
             self._raise_earlier()
             if staged.wait:
                 staged.start()
-                self.writer.submit(lambda: append(checked()), staged.num_bytes)
+                self.writer.submit(lambda: append(checked()), staged.num_bytes, ready=staged.wait_for_device)
             else:
                 prepared = prepare()
                 self.writer.submit(lambda: append(prepared), staged.num_bytes)
@@ -718,17 +745,24 @@ def _type_names(type: Any) -> list[str]:
     return [part.__name__ for part in getattr(type, "__args__", (type,))]
 
 
-def _open_writer(folder: Path, queue_bytes: int, *, resumes: bool) -> TraceWriter:
-    attempt = next_attempt(Store(folder), ATTEMPT_SESSION, resumes=resumes)
-    return TraceWriter(folder, queue_bytes=queue_bytes, attempt=attempt)
+def _refuse_taken(folder: Path, path: Any) -> None:
+    """Raise TraceExists when this rank's writer has ended well, or records in another process.
 
-
-def _refuse_finished(folder: Any, path: Any) -> None:
-    """Raise TraceExists when this rank's writer has ended well; one that torchrun or Slurm restarts goes on."""
-    rank = environment.rank()
-    finished = [state for state in states_of_rank(Store(folder), rank) if state.state == CLOSED]
-    if any(is_of_this_start(state, ATTEMPT_SESSION) for state in finished):
+    A rank that torchrun or Slurm restarts goes on, and so does one whose process died.
+    """
+    store, rank = Store(folder), environment.rank()
+    of_rank = [state for state in states_of_rank(store, rank) if is_of_this_start(state, ATTEMPT_SESSION)]
+    if any(state.state == CLOSED for state in of_rank):
         raise TraceExists(
             f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, replace it with "
             "force=True, or go on with it with resume=True"
         )
+    for state in of_rank:
+        found = liveness(state, store)
+        if rank is None or is_this_process(state) or not found.is_alive:
+            continue
+        who = f"{path}: process {state.pid} on {state.host} records rank {rank} of this trace"
+        if found.how == PROCESS:
+            raise TraceExists(f"{who}; give each process a RANK of its own, name another folder, or end that process")
+        sentence = f"{who}, or did {found.silent_s or 0.0:.0f} s ago; what this one records counts as another attempt"
+        warnings.warn(sentence, TimTraceWarning, stacklevel=2)

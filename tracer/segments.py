@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -30,8 +31,11 @@ class Account(Protocol):
     def opened(self, journal: str) -> None:
         """A journal was begun."""
 
-    def sealed(self, journal: str, files: dict[str, SealedFile]) -> None:
-        """Rows were sealed into these files, none where there was no row; the journal, where there is one, is removed next."""
+    def sealed(self, journal: str, files: dict[str, SealedFile], *, sync: bool) -> None:
+        """Rows were sealed into these files, none where there was no row; the journal, where there is one, is removed next.
+
+        With `sync` that journal was to survive a loss of power, and so are the files.
+        """
 
 
 class SegmentWriter:
@@ -53,6 +57,10 @@ class SegmentWriter:
         self._streams: dict[str, _Stream] = {}
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
+        self._sealing: dict[str, _Stream] = {}
+        """What is being sealed, by its journal. A journal gives way to its files under `_handover`, so that whoever holds that
+        finds every row in one or the other."""
+        self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
     def append(self, table: str, batch: pa.RecordBatch) -> None:
@@ -73,6 +81,11 @@ class SegmentWriter:
     def cpu_s(self) -> float:
         """CPU time of the threads that seal, so far, seconds."""
         return sum(sealer.cpu_s for sealer in self._sealers.values())
+
+    @property
+    def signs(self) -> list[Any]:
+        """What differs as long as the threads that seal get on."""
+        return [sealer.signs for sealer in self._sealers.values()]
 
     @property
     def is_behind(self) -> bool:
@@ -102,6 +115,8 @@ class SegmentWriter:
             self._close_streams()
             if not distributions:
                 streams = {table: stream for table, stream in streams.items() if table != DENSE_TABLE}
+            with self._handover:
+                self._sealing |= {segment.journal(table): stream for table, stream in streams.items()}
             for is_scores, sealer in self._sealers.items():
                 mine = {table: stream for table, stream in streams.items() if (table == SCORES) == is_scores}
                 sealer.submit(partial(self._seal_tables, segment, mine), 1)
@@ -143,9 +158,12 @@ class SegmentWriter:
         return self._streams[table]
 
     def sync(self) -> None:
-        """Have everything appended survive a loss of power."""
+        """Have everything appended survive a loss of power, what is being sealed included."""
         for stream in self._streams.values():
             stream.sync()
+        with self._handover:
+            for stream in self._sealing.values():
+                stream.sync()
 
     def _close_streams(self) -> None:
         streams, self._streams = self._streams, {}
@@ -156,7 +174,11 @@ class SegmentWriter:
         for table, stream in streams.items():
             journal = segment.journal(table)
             if isinstance(stream, HeldRows):
-                self._account.sealed(journal, seal_rows(self.folder, segment, table, stream.batches))
+                files = seal_rows(self.folder, segment, table, stream.batches)
             else:
-                self._account.sealed(journal, seal_table(self.folder, segment, table))
-                (self.folder / journal).unlink()
+                files = seal_table(self.folder, segment, table)
+            with self._handover:
+                self._account.sealed(journal, files, sync=stream.is_synced)
+                if not isinstance(stream, HeldRows):
+                    (self.folder / journal).unlink()
+                del self._sealing[journal]

@@ -15,9 +15,8 @@ from threading import Event, Thread
 from ..schemas.checksums import short_hash
 from ..schemas.errors import StorageError, TraceExists
 from .liveness import HEARTBEAT_S
+from .patience import MAX_WAIT_S
 
-MAX_WAIT_S = 60.0
-"""Seconds for which the end of a recording waits for storage to which nothing more can be sent."""
 _QUIET_S = 5.0
 """Seconds of waiting at the end before it says what it waits for."""
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
+
+from ..schemas.errors import InvalidRecord
 
 _FLOATS_TO_WIDEN = ("torch.bfloat16", "torch.float16")
 
@@ -35,11 +41,33 @@ def to_numpy(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def stage(value: Any) -> Callable[[], Any]:
-    """Start copying `value` to the host and return what waits for the copy and gives it.
+def local_part(value: Any, what: str) -> Any:
+    """Of a DTensor the part that this process holds, where that is whole rows; every other value as it is.
 
-    A device tensor is copied on a stream of its own into pinned memory: the caller's stream goes on, and only the
-    thread that asks for the numbers waits. Everything else is copied at once, since the caller may change it.
+    No other process is asked. Raises InvalidRecord for a DTensor whose rows lie on several.
+    """
+    if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
+        return [local_part(item, what) for item in value]
+    if not _is_divided(type(value)):
+        return value
+    if all(placement.is_replicate() or placement.is_shard(0) for placement in value.placements):
+        return value.to_local()
+    raise InvalidRecord(
+        f"{what}: is a DTensor with placements {tuple(value.placements)}, so that no process has whole rows; give its "
+        "full_tensor(), which every process of its mesh has to call"
+    )
+
+
+def _is_divided(kind: Any) -> bool:
+    return _is_of_torch(kind) and hasattr(kind, "placements")
+
+
+def stage(value: Any) -> Callable[[], Any]:
+    """Start copying `value` to the host and return what waits for the copy and gives it: the numbers as they are now.
+
+    A device tensor is copied on the device first, in the caller's stream, and from there on a stream of its own: the
+    caller's stream goes on and may change the tensor, and only the thread that asks for the numbers waits. Everything else
+    is copied at once.
     """
     if on_device(value) and value.device.type == "cuda":
         return _stage_cuda(value.detach())
@@ -52,7 +80,10 @@ def stage(value: Any) -> Callable[[], Any]:
     if isinstance(value, np.ndarray):
         array = value.copy()
         return lambda: array
-    if isinstance(value, (list, tuple)) and any(on_device(item) for item in value):
+    if isinstance(value, (list, tuple)):
+        if not any(issubclass(kind, (list, tuple, np.ndarray)) or _is_of_torch(kind) for kind in set(map(type, value))):
+            items = list(value)
+            return lambda: items
         parts = [stage(item) for item in value]
         return lambda: [part() for part in parts]
     return lambda: value
@@ -61,41 +92,81 @@ def stage(value: Any) -> Callable[[], Any]:
 def _stage_cuda(tensor: Any) -> Callable[[], Any]:
     import torch
 
-    side = _side_stream(tensor.device)
-    ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(side):
-        side.wait_event(ready)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        # The allocator may hand the tensor's memory out again only after this copy.
-        tensor.record_stream(side)
-        done = torch.cuda.Event()
-        done.record(side)
+    try:
+        given = tensor.clone(memory_format=torch.contiguous_format)
+    except torch.cuda.OutOfMemoryError:
+        on_host = tensor.cpu()  # waits for the device, and needs none of its memory
+        return lambda: on_host
+    side, pinned = _copies_of(given.device)
+    ready, done = torch.cuda.Event(), torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(given.device))
+    room = pinned.take(given.numel() * given.element_size())
+
+    def copy() -> Any:
+        with torch.cuda.stream(side):
+            side.wait_event(ready)
+            if room is None:
+                return given.cpu()
+            room.view(given.dtype).view(given.shape).copy_(given, non_blocking=True)
+            # The allocator may hand the copy's memory out again only after this.
+            given.record_stream(side)
+            done.record(side)
+        return room.view(given.dtype).view(given.shape)
+
+    if room is None:
+        return copy
+    host = copy()
 
     def wait() -> Any:
         done.synchronize()
-        return host
+        return host.clone()
 
+    weakref.finalize(wait, pinned.give_back).atexit = False
     return wait
 
 
-_SIDE_STREAMS: dict[Any, Any] = {}
+class PinnedMemory:
+    """Pinned memory, made once, since making it may wait for the device: pieces follow each other until all are given back."""
+
+    def __init__(self, num_bytes: int = 64 << 20):
+        self.num_bytes = num_bytes
+        self._memory: Any = None
+        self._num_pieces = self._stop = 0
+        self._lock = threading.RLock()
+
+    def take(self, num_bytes: int) -> Any:
+        """A piece, or None where there is no room: the thread that asks for the numbers copies these."""
+        import torch
+
+        with self._lock:
+            start = -(-self._stop // 16) * 16 if self._num_pieces else 0
+            if not 0 < num_bytes <= self.num_bytes - start:
+                return None
+            if self._memory is None:
+                self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._num_pieces, self._stop = self._num_pieces + 1, start + num_bytes
+            return self._memory[start : self._stop]
+
+    def give_back(self) -> None:
+        """End the use of a piece."""
+        with self._lock:
+            self._num_pieces -= 1
 
 
-def _side_stream(device: Any) -> Any:
+@cache
+def _copies_of(device: Any) -> tuple[Any, PinnedMemory]:
+    """The stream of a device's copies, and the memory that they go to."""
     import torch
 
-    if device not in _SIDE_STREAMS:
-        _SIDE_STREAMS[device] = torch.cuda.Stream(device=device)
-    return _SIDE_STREAMS[device]
+    return torch.cuda.Stream(device=device), PinnedMemory()
 
 
 class Staged:
     """Values that are handed over to the writing thread, some of them on their way from a device."""
 
-    def __init__(self, **values: Any):
-        self._values = values
+    def __init__(self, what: str, **values: Any):
+        """`what` names the call in errors. Raises InvalidRecord for a DTensor of which no process has whole rows."""
+        self._values = values = {name: local_part(value, f"{what}, {name}") for name, value in values.items()}
         self._waiting: dict[str, Callable[[], Any]] | None = None
         self.wait = any(_any_on_device(value) for value in values.values())
         self.num_bytes = sum(_num_bytes(value) for value in values.values())
@@ -103,6 +174,11 @@ class Staged:
     def start(self) -> None:
         """Begin the copies."""
         self._waiting = {name: stage(value) for name, value in self._values.items()}
+
+    def wait_for_device(self) -> None:
+        """Return once the copies are there."""
+        with contextlib.suppress(Exception):  # `values` raises it to who can say what is not recorded
+            self._values, self._waiting = self.values(), None
 
     def values(self) -> dict[str, Any]:
         """Every value, on the host."""

@@ -9,8 +9,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..schemas.errors import StorageStalled
+from .patience import Patience
 
 Task = Callable[[], None]
+_Given = TypeVar("_Given")
 
 _TASK_BYTES = 16 << 10
 """Bytes that take as long as what every task has to do."""
@@ -31,6 +37,8 @@ class Worker:
     the pace of the last ones: a caller who comes while it is full, while its first task is older, or while `is_behind`
     says so, waits, and the wait is counted. Nothing is dropped. After a task raised, the rest are discarded and `error` holds
     the reason. `idle` is called every `idle_s` seconds in which there was nothing to do.
+
+    Methods that wait raise StorageStalled when that takes longer than `patience` has.
     """
 
     def __init__(
@@ -38,22 +46,24 @@ class Worker:
         max_bytes: int,
         *,
         max_wait_s: float = math.inf,
+        patience: Patience | None = None,
         is_behind: Callable[[], bool] | None = None,
         idle: Task | None = None,
         idle_s: float | None = None,
     ):
         self.max_bytes, self.max_wait_s = max_bytes, max_wait_s
-        self.waited_s = 0.0
-        self.cpu_s = 0.0
-        """CPU time of its thread so far."""
+        self.patience = Patience() if patience is None else patience
         self.error: BaseException | None = None
         self._is_behind = is_behind
         self._idle, self._idle_s = idle, idle_s
-        self._tasks: deque[tuple[Task, int, float]] = deque()
+        self._tasks: deque[tuple[Task, int, float, Task | None]] = deque()
         self._queued_bytes = 0
         self._pace = _Pace()
-        self._busy = False
-        self._closing = False
+        self._cpu_s, self._num_done = 0.0, 0
+        self._busy = self._awaits_device = False
+        self._device_at = 0.0
+        """When it last ended to wait for a device."""
+        self._closing = self._has_ended = self._is_abandoned = False
         self._changed = threading.Condition()
         self._running = threading.Lock()
         """Held while a task runs."""
@@ -61,18 +71,25 @@ class Worker:
         self._thread.start()
         _workers.add(self)
 
-    def submit(self, task: Task, num_bytes: int) -> None:
-        """Queue a task; wait first while the queue is full. A task larger than the queue goes in alone."""
+    def submit(self, task: Task, num_bytes: int, *, ready: Task | None = None) -> None:
+        """Queue a task; wait first while the queue is full. A task larger than the queue goes in alone.
+
+        `ready` waits for the device that the task's numbers come from, on this thread: nothing of that is the disk's time.
+        """
         with self._changed:
             if self._full(num_bytes):
-                begin = time.monotonic()
-                while self._full(num_bytes):
-                    self._changed.wait(None if self._is_behind is None else _LOOKS_EVERY_S)
-                self.waited_s += time.monotonic() - begin
-            if self.error is None:
-                self._tasks.append((task, num_bytes, time.monotonic()))
+                self._wait(
+                    lambda: self._full(num_bytes), every_s=math.inf if self._is_behind is None else _LOOKS_EVERY_S
+                )
+            if self.error is None and not self._closing:
+                self._tasks.append((task, num_bytes, time.monotonic(), ready))
                 self._queued_bytes += num_bytes
                 self._changed.notify_all()
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of its thread so far, seconds."""
+        return time.thread_time() if threading.current_thread() is self._thread else self._cpu_s
 
     @property
     def is_busy(self) -> bool:
@@ -80,27 +97,44 @@ class Worker:
         with self._changed:
             return bool(self._tasks) or self._busy
 
-    def drain(self) -> None:
-        """Wait until every queued task ran."""
+    @property
+    def signs(self) -> tuple[int, list[str]]:
+        """What differs as long as its thread gets on: tasks that ran, and CPU time as the system shows it."""
+        try:
+            text = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text(errors="replace")
+        except OSError:
+            text = ""
+        return self._num_done, text.rpartition(")")[2].split()[11:13]
+
+    def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
+        """Wait until every queued task ran, and count the wait. With `signs`, as long as they differ."""
         with self._changed:
-            while self._tasks or self._busy:
-                self._changed.wait()
+            self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
-    def wait(self) -> None:
-        """Wait until every queued task ran, and count the wait."""
-        begin = time.monotonic()
-        self.drain()
-        self.waited_s += time.monotonic() - begin
-
-    def close(self) -> None:
+    def close(self, *, signs: Callable[[], Any] | None = None) -> None:
         """Run what is queued and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+            self._wait(lambda: not (self._has_ended or self._is_abandoned), signs=signs, counts=False)
+        if not self._is_abandoned:
+            self._thread.join()
+
+    def abandon(self, last: Task | None = None) -> None:
+        """Wait no more: drop what is queued, and run `last` instead should the task at work ever end."""
+        with self._changed:
+            self._fail(StorageStalled("abandoned"))
+            self._closing = self._is_abandoned = True
+            if last is not None:
+                self._tasks.append((last, 0, 0.0, None))
+            self._changed.notify_all()
+        _workers.discard(self)
+
+    def _wait(self, is_blocked: Callable[[], bool], **options: Any) -> None:
+        self.patience.wait(self._changed, is_blocked, is_excused=lambda: self._awaits_device, **options)
 
     def _full(self, num_bytes: int) -> bool:
-        if self.error is not None:
+        if self.error is not None or self._closing:
             return False
         if self._is_behind is not None and self._is_behind():
             return True
@@ -109,10 +143,11 @@ class Worker:
 
     def _is_late(self) -> bool:
         """Whether what waits waits for too long, or is about to."""
-        if not self._tasks:
+        if not self._tasks or self._awaits_device:
             return False
         expected_s = self._pace.expected_s(len(self._tasks), self._queued_bytes)
-        return time.monotonic() - self._tasks[0][2] > self.max_wait_s or expected_s > _SHARE * self.max_wait_s
+        since = max(self._tasks[0][2], self._device_at)
+        return time.monotonic() - since > self.max_wait_s or expected_s > _SHARE * self.max_wait_s
 
     def _run(self) -> None:
         while True:
@@ -121,32 +156,68 @@ class Worker:
                 while woken and not self._tasks and not self._closing:
                     woken = self._changed.wait(self._idle_s)
                 if not self._tasks and self._closing:
+                    self._has_ended = True
+                    self._changed.notify_all()
                     return
-                task, num_bytes, _ = self._tasks.popleft() if self._tasks else (self._idle or _nothing, 0, 0.0)
-                self._busy = True
+                task, num_bytes, _, ready = (
+                    self._tasks.popleft() if self._tasks else (self._idle or _nothing, 0, 0.0, None)
+                )
+                self._busy, self._awaits_device = True, ready is not None
             begin = time.monotonic()
             try:
                 with self._running:
+                    if ready is not None:
+                        begin = self._await_device(ready)
                     task()
             except BaseException as error:  # the training thread goes on whatever happened here
                 self._fail(error)
-            del task
-            self.cpu_s = time.thread_time()
+            is_work = task is not self._idle
+            del task, ready
+            self._cpu_s = time.thread_time()
             with self._changed:
                 self._pace.note(time.monotonic() - begin, num_bytes)
                 self._queued_bytes -= num_bytes
                 self._busy = False
+                self._num_done += is_work
                 self._changed.notify_all()
+
+    def _await_device(self, ready: Task) -> float:
+        """Wait for a task's device, and return when that was over."""
+        try:
+            ready()
+        finally:
+            with self._changed:
+                self._awaits_device, self._device_at = False, time.monotonic()
+                self._changed.notify_all()
+        return self._device_at
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             if self.error is None:
                 self.error = error
-            self._queued_bytes -= sum(num_bytes for _, num_bytes, _ in self._tasks)
+            self._queued_bytes -= sum(task[1] for task in self._tasks)
             self._tasks.clear()
 
 
 def _nothing() -> None: ...
+
+
+def run_within(
+    patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
+) -> _Given:
+    """Return what a call gives, made on a thread of its own. Raises StorageStalled; `late` gets what comes after that."""
+    given: list[_Given] = []
+    worker = Worker(max_bytes=0, patience=patience)
+    worker.submit(lambda: given.append(call()), 0)
+    try:
+        worker.drain()
+    except BaseException:
+        worker.abandon(lambda: None if not given else late(given[0]))
+        raise
+    worker.close()
+    if worker.error is not None:
+        raise worker.error
+    return given[0]
 
 
 class _Pace:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -18,17 +19,18 @@ import pyarrow as pa
 from ..schemas.checksums import SealedFile, sealed
 from ..schemas.clock import now
 from ..schemas.contract import Contract, canonical_json, contract_hash
-from ..schemas.errors import InvalidRecord
+from ..schemas.errors import InvalidRecord, StorageStalled
 from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
 from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
 from .attempts import Attempt, writer_prefix
 from .liveness import HEARTBEAT_S, this_process
+from .patience import Patience
 from .segments import SegmentWriter
 from .store import Store
 from .weights.writer import WeightWriter
 from .whole_file import check_inside, sync, trace_file, write_part
-from .worker import Worker
+from .worker import Worker, run_within
 
 _T = TypeVar("_T")
 
@@ -58,7 +60,8 @@ class TraceWriter:
     """Writes to a trace from a thread of its own, and keeps account of every file that it finished.
 
     An error of the disk or of ours ends the recording and not the training: it is told on stderr, the writer's state
-    becomes `failed`, and everything that comes later is discarded.
+    becomes `failed`, and everything that comes later is discarded. A file system that does not answer for `max_wait_s` is such
+    an error: its thread is left behind then.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class TraceWriter:
         attempt: Attempt | None = None,
         journals: bool = True,
         versions: Mapping[str, str] | None = None,
+        max_wait_s: float = math.inf,
     ):
         """`attempt` is the attempt at training that it belongs to; None outside of training.
 
@@ -102,6 +106,11 @@ class TraceWriter:
         self._invalid: InvalidRecord | None = None
         self._ended: set[str] = set()
         """Parts whose recording has ended."""
+        self.patience = Patience(folder, max_wait_s, meanwhile=self._save_beside)
+        self.has_stalled = False
+        """Whether recording stopped since the file system did not answer."""
+        self._beside: threading.Thread | None = None
+        """Saves the state while the writing thread cannot."""
         if journals:
             check_inside(folder, f"{JOURNAL}/{self._reserve.name}")
             self._reserve.parent.mkdir(parents=True, exist_ok=True)
@@ -110,6 +119,7 @@ class TraceWriter:
         self._worker = Worker(
             queue_bytes,
             max_wait_s=QUEUE_S,
+            patience=self.patience,
             is_behind=lambda: self.segments.is_behind,
             idle=self._give_sign,
             idle_s=HEARTBEAT_S,
@@ -120,8 +130,9 @@ class TraceWriter:
         """Whether what is submitted is still recorded."""
         return self.state.state not in (CLOSED, FAILED)
 
-    def submit(self, task: Callable[[], None], num_bytes: int) -> None:
-        """Run a task on the writing thread; wait first when too much is queued, or for too long.
+    def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
+        """Run a task on the writing thread, after `ready`, which waits for a device; wait first when too much is queued, or
+        for too long.
 
         Raises InvalidRecord when a task before it met values that contradict each other.
         """
@@ -131,7 +142,8 @@ class TraceWriter:
             )
         self.raise_invalid()
         if self.is_open:
-            self._worker.submit(lambda: self._run(task), num_bytes)
+            with self._bounded():
+                self._worker.submit(lambda: self._run(task), num_bytes, ready=ready)
 
     def raise_invalid(self) -> None:
         """Raise what a task found wrong with its values, once."""
@@ -147,12 +159,13 @@ class TraceWriter:
         if part in self._ended:
             return None
         try:
-            return function(*args, **kwargs)
+            with self._bounded():
+                return function(*args, **kwargs)
         except InvalidRecord:
             raise
         except Exception as error:
             self.end(part, error)
-            return None
+        return None
 
     def end(self, part: Part, error: BaseException) -> None:
         """End one part of the recording, and say so once."""
@@ -193,13 +206,19 @@ class TraceWriter:
 
     def _keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         if self._weights is None:
-            self._weights = WeightWriter(self.folder, self.name, self.written)
-        self._weights.snapshot(version, tensors)
-        if self._weights.error is not None:
-            raise self._weights.error
+            self._weights = WeightWriter(self.folder, self.name, self.written, patience=self.patience)
+        with self._bounded():
+            self._weights.snapshot(version, tensors)
+        self._check_weights()
 
     def save_tokenizer(self, tokenizer: Any) -> None:
         """Keep a transformers tokenizer, unless the trace has one."""
+        if self.is_open:
+            with self._bounded():
+                run_within(self.patience, partial(self._keep_tokenizer, tokenizer))
+            self.submit(self.save_state, 0)
+
+    def _keep_tokenizer(self, tokenizer: Any) -> None:
         if (self.folder / TOKENIZER).exists():
             return
         with trace_file(self.folder, TOKENIZER) as temporary:
@@ -207,18 +226,21 @@ class TraceWriter:
             files = {path.relative_to(temporary): path for path in temporary.rglob("*") if path.is_file()}
             account = {f"{TOKENIZER}/{name.as_posix()}": sealed(path.read_bytes()) for name, path in files.items()}
         self._account(account)
-        self.submit(self.save_state, 0)
 
-    def flush(self, *, sync: bool) -> None:
+    def flush(self, *, sync: bool, weights: bool = True) -> bool:
         """Wait until everything submitted is with the operating system; with `sync`, until it is on the disk.
 
-        Raises InvalidRecord when a task met values that contradict each other.
+        Without `weights`, those may still be on their way. Returns whether all of it is; not after recording has stopped,
+        which is said again. Raises InvalidRecord when a task met values that contradict each other.
         """
-        if self._weights is not None:
-            self._weights.drain()
-        self.submit(self._sync if sync else self.save_state, 0)
-        self._worker.drain()
+        with self._bounded():
+            if weights and self._weights is not None:
+                self._weights.drain()
+                self._check_weights()
+            self.submit(partial(self._sync, weights=weights) if sync else self.save_state, 0)
+            self._worker.drain()
         self.raise_invalid()
+        return self._is_whole()
 
     def opened(self, journal: str) -> None:
         """Account for a journal that was begun."""
@@ -226,12 +248,14 @@ class TraceWriter:
             self.state.journals = (*self.state.journals, journal)
             self.save_state()
 
-    def sealed(self, journal: str, files: dict[str, SealedFile]) -> None:
-        """Account for what a journal was sealed into."""
+    def sealed(self, journal: str, files: dict[str, SealedFile], *, sync: bool) -> None:
+        """Account for what a journal was sealed into; with `sync`, have that survive a loss of power."""
         with self._saving:
             self._account(files)
             self.state.journals = tuple(name for name in self.state.journals if name != journal)
             self.save_state()
+        if sync:
+            self._sync_files(files)
 
     def written(self, relative: str, content: bytes) -> None:
         """Account for a file; the state is saved with the next journal or segment."""
@@ -239,31 +263,55 @@ class TraceWriter:
 
     def save_state(self) -> None:
         with self._saving:
+            self.state.waited_s = self.patience.waited_s
             write_part(self.folder, f"{WRITERS}/{self.name}.json", self.state.to_json().encode())
 
     def stop(self, error: BaseException) -> None:
         """End recording because of an error outside of the writing thread."""
-        self._worker.submit(lambda: self._fail(error), 0)
+        with self._bounded():
+            self._worker.submit(lambda: self._fail(error), 0)
 
-    def close(self, *, at_exit: bool = False) -> None:
+    def close(self, *, at_exit: bool = False) -> bool:
         """Write what is queued, seal it, and mark the writer closed; does nothing in a forked child.
 
         At the exit of the interpreter distributions stay in the journal: Zarr starts threads, which is too late then.
-        Readers take them from there, and `tim-trace record` seals them.
+        Readers take them from there, and `tim-trace record` seals them. What gets on is waited for, however long it takes.
+        Returns whether everything was recorded; else that is said again.
         """
         if self.state.pid != os.getpid():
-            return
-        if self.is_open:
-            close = partial(self.segments.close, distributions=not at_exit)
-            self._worker.submit(lambda: self._run(close), 0)
-        if self._weights is not None:
-            self._weights.close()
-            if self._weights.error is not None:
-                self.end(Part.WEIGHTS, self._weights.error)
-        self._worker.close()
-        if self.is_open:
-            self.state.state = CLOSED
-            self._end()
+            return True
+        with self._bounded():
+            if self.is_open:
+                close = partial(self.segments.close, distributions=not at_exit)
+                self._worker.submit(lambda: self._run(close), 0)
+            if self._weights is not None:
+                self._weights.close(signs=self._signs)
+                self._check_weights()
+            self._worker.submit(lambda: self._run(self._finish), 0)
+            self._worker.close(signs=self._signs)
+        return self._is_whole()
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Give up recording where the block waits for the file system for too long."""
+        try:
+            yield
+        except StorageStalled as error:
+            self._give_up(error)
+
+    def _signs(self) -> tuple[Any, ...]:
+        """What differs as long as any thread of this writer gets on."""
+        return self._worker.signs, self.segments.signs, self._weights and self._weights.signs
+
+    def _check_weights(self) -> None:
+        if self._weights is not None and self._weights.error is not None:
+            self.end(Part.WEIGHTS, self._weights.error)
+
+    def _is_whole(self) -> bool:
+        if self.state.state != FAILED:
+            return True
+        _say(f"process {self.state.pid} has recorded nothing since its recording stopped: {self.state.error}")
+        return False
 
     @property
     def _state_path(self) -> Path:
@@ -278,45 +326,73 @@ class TraceWriter:
         write_part(self.folder, relative, content)
         self.written(relative, content)
 
-    def _sync(self) -> None:
+    def _sync(self, *, weights: bool) -> None:
         """Have everything recorded survive a loss of power."""
         self.segments.sync()
-        self.save_state()
-        files = {path for path in (self.folder / MANIFEST, *self._written_files()) if path not in self._synced}
-        for path in (*files, self._state_path):
-            sync(path)
-        inside = {
-            above for path in (*files, self._state_path) for above in path.parents if self.folder in above.parents
-        }
+        with self._saving:
+            self.save_state()
+            names = set(self.state.files or ())
+            journals = self.state.journals
+        trees = (self.folder / WEIGHTS).glob(f"{self.name}-*") if weights else ()
+        below = [str(path.relative_to(self.folder)) for tree in trees for path in tree.rglob("*") if path.is_file()]
+        self._sync_files((MANIFEST, *names, *below), beside=journals)
+
+    def _sync_files(self, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
+        """Have files, the state, and the places of these and of others `beside` survive a loss of power."""
+        paths = {self.folder / name for name in names} - self._synced
+        groups = [path.parent for path in paths if path.parent.parent == self.folder / DENSE]
+        files = {*paths, self._state_path, *(path for group in groups for path in group.rglob("*") if path.is_file())}
+        for path in files:
+            with contextlib.suppress(FileNotFoundError):  # merged into another since
+                sync(path)
+        places = (*files, *(self.folder / name for name in beside))
+        inside = {above for path in places for above in path.parents if self.folder in above.parents}
         for above in (*inside, self.folder, self.folder.parent):
             sync(above)
-        self._synced |= files
-
-    def _written_files(self) -> list[Path]:
-        """Every file that this writer finished, and its journals."""
-        with self._saving:
-            names = [*self.state.journals, *(self.state.files or ())]
-        trees = [path for kind in (DENSE, WEIGHTS) for path in (self.folder / kind).glob(f"{self.name}-*")]
-        below = [path for tree in trees for path in tree.rglob("*") if path.is_file()]
-        return [path for path in (*(self.folder / name for name in names), *below) if path.exists()]
+        self._synced |= paths
 
     def _fail(self, error: BaseException) -> None:
         """End recording: say so, mark the trace, and discard what comes later; on the writing thread."""
         if not self.is_open:
             return
-        self.state.state = FAILED
-        self.state.error = f"{type(error).__name__}: {error}"
+        self._say_stopped(error)
         there = self._state_path.parent.exists()
         readable = f"what was recorded before is readable: tim-trace info {self.folder}"
-        print(
-            f"tim-trace: RECORDING STOPPED in process {self.state.pid}, training goes on: {self.state.error}\n"
-            f"tim-trace: {readable if there else f'{self.folder} was removed, and nothing of this process is readable'}",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(readable if there else f"{self.folder} was removed, and nothing of this process is readable")
         self.segments.abandon()
         if there:
             self._end()
+
+    def _give_up(self, error: StorageStalled) -> None:
+        """End recording from the thread that waited in vain: what is under way is left behind."""
+        if self.state.state != FAILED:
+            self.has_stalled = True
+            self._say_stopped(error)
+        self._worker.abandon(self._finish_abandoned)
+        if self._weights is not None:
+            self._weights.abandon()
+        self._save_beside()
+
+    def _finish_abandoned(self) -> None:
+        """Close what was left behind, should the file system answer after all."""
+        self.segments.abandon()
+        self._end()
+
+    def _say_stopped(self, error: BaseException) -> None:
+        self.state.state, self.state.error = FAILED, f"{type(error).__name__}: {error}"
+        _say(f"RECORDING STOPPED in process {self.state.pid}, training goes on: {self.state.error}")
+
+    def _save_beside(self) -> None:
+        """Save the state on a thread of its own, which may wait as long as it likes."""
+
+        def save() -> None:
+            with contextlib.suppress(OSError):
+                self.save_state()
+
+        if self.state.state == FAILED or self._beside is None or not self._beside.is_alive():
+            self._beside = threading.Thread(target=save, name="tim-trace", daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
+                self._beside.start()
 
     def _run(self, task: Callable[[], None]) -> None:
         if not self.is_open:
@@ -329,18 +405,26 @@ class TraceWriter:
         except BaseException as error:
             self._fail(error)
 
+    def _finish(self) -> None:
+        self.state.state = CLOSED
+        self._end()
+
     def _end(self) -> None:
-        self._reserve.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._reserve.unlink()
         self.state.closed_at = now()
         of_weights = self._weights.cpu_s if self._weights else 0.0
         self.state.cpu_s = (self.state.cpu_s or 0.0) + self._worker.cpu_s + self.segments.cpu_s + of_weights
-        self.state.waited_s = self._worker.waited_s + (self._weights.waited_s if self._weights else 0.0)
         try:
             self.save_state()
         except OSError as error:
-            print(f"tim-trace: the trace could not be marked ({error})", file=sys.stderr, flush=True)
+            _say(f"the trace could not be marked ({error})")
 
     def _give_sign(self) -> None:
         """Show that this writer lives."""
         with contextlib.suppress(OSError):
             os.utime(self._state_path)
+
+
+def _say(sentence: str) -> None:
+    print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)

@@ -1,13 +1,18 @@
 """What was acknowledged survives `kill -9`; `python tests/stress.py durability` has the long form."""
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
-from builders import ROOT
+from builders import ROOT, add_step, make_batch
 from shared import rest_slow
 from stress import durability, kill_recording
+from tim_trace.analysis.info import info
+from tim_trace.tracer import segments
+from tim_trace.tracer.recorder import Recorder
 
 
 @pytest.mark.slow
@@ -66,3 +71,69 @@ def test_a_synced_flush_asks_the_disk_for_every_file_and_its_folder(tmp_path):
     assert str(run / "passes" / "train") in inside
     folders = inside | {str(run), str(tmp_path)}
     assert folders <= synced, folders - synced
+
+
+SYNCS_WHILE_SEALING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from builders import add_step, make_batch
+from tim_trace.tracer.recorder import Recorder
+with Recorder(sys.argv[2]) as recorder:
+    recorder.writer.segments.seal_bytes = 4000
+    for step in range(1, 61):
+        add_step(recorder, step, make_batch(seed=step))
+        assert recorder.flush(sync=True), step
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_sync_while_their_segments_are_sealed_all_record_to_the_end(tmp_path):
+    """One alone seldom meets the moment in which a journal gives way to its files; several that take turns do."""
+    command = [sys.executable, "-c", SYNCS_WHILE_SEALING, ROOT / "tests"]
+    processes = [
+        subprocess.Popen([*command, tmp_path / str(number)], stderr=subprocess.PIPE, text=True) for number in range(6)
+    ]
+    for number, process in enumerate(processes):
+        said = process.communicate()[1]
+        assert process.returncode == 0, said
+        assert info(str(tmp_path / str(number))).num_sequences == 240
+
+
+def test_a_journal_that_was_synced_goes_only_when_its_files_are(tmp_path, monkeypatch):
+    """Sealing is held before the handover, while the journal is synced; what the disk was asked for comes in order."""
+    gate, order = threading.Event(), []
+    sealed, unlink, fsync = segments.seal_table, Path.unlink, os.fsync
+
+    def seal(*args):
+        files = sealed(*args)
+        gate.wait(240)
+        return files
+
+    def synced(descriptor):
+        order.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def removed(path, **options):
+        order.append(f"removed {path}")
+        unlink(path, **options)
+
+    monkeypatch.setattr(segments, "seal_table", seal)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "unlink", removed)
+    recorder = Recorder(tmp_path / "run")
+    recorder.writer.segments.seal_bytes = 3000
+    add_step(recorder, 1, make_batch(rows=8))
+    assert recorder.flush(sync=True)
+    gate.set()
+    assert recorder.close()
+    removals = [
+        (place, Path(name).name)
+        for place, name in enumerate(order)
+        if name.startswith("removed ") and name.endswith(".arrows")
+    ]
+    assert len(removals) >= 2
+    for place, name in removals:
+        segment, table, _ = name.rsplit(".", 2)
+        before = order[:place]
+        assert str(tmp_path / "run" / table / f"{segment}.parquet") in before
+        assert str(tmp_path / "run" / table) in before

@@ -6,6 +6,7 @@ import torch
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.errors import InvalidRecord
+from tim_trace.tracer import staging
 from tim_trace.tracer.dense import Logits, read_dense
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
@@ -77,21 +78,89 @@ def test_recording_returns_while_the_device_is_still_busy(tmp_path):
     assert recorded(tmp_path / "run")[-1] is not None
 
 
-def test_the_training_stream_never_waits_for_a_copy(tmp_path):
-    ids, _, logprobs = (tensor.cuda() for tensor in draw())
-    from tim_trace.tracer.staging import _side_stream
-
+def test_the_training_stream_never_waits_for_a_copy_and_may_change_what_it_gave(tmp_path):
+    ids, mask, given = draw()
+    logprobs = given.cuda()
     with Recorder(tmp_path / "run") as recorder:
-        batch = recorder.add_sequences(step=1, response_ids=ids)
-        with torch.cuda.stream(_side_stream(logprobs.device)):
+        batch = recorder.add_sequences(step=1, seq_ids=range(ROWS), response_ids=ids, response_attention_mask=mask)
+        side, _ = staging._copies_of(logprobs.device)
+        with torch.cuda.stream(side):
             torch.cuda._sleep(BUSY_CYCLES)
         recorder.add_scores("train", batch, logprobs=logprobs)
-        after = logprobs.sum()
+        logprobs.fill_(-99.0)
         done = torch.cuda.Event()
         done.record()
         done.synchronize()
-        assert not _side_stream(logprobs.device).query(), "the training stream waited for the copying one"
-        assert after.item() < 0
+        assert not side.query(), "the training stream waited for the copying one"
+    assert recorded(tmp_path / "run") == expected(mask, given)
+
+
+@pytest.mark.parametrize("change", ["in_place", "graph"])
+def test_values_that_training_changes_at_once_are_recorded_as_they_were(tmp_path, change):
+    """The side stream begins late; a CUDA graph writes its outputs to the same memory at every replay."""
+    wanted, source = [], torch.zeros(ROWS, WIDTH, device="cuda")
+    source.fill_(-1.0)
+    graph, output = torch.cuda.CUDAGraph(), None
+    with torch.cuda.graph(graph):
+        output = source * 2
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 11):
+            ids, mask, logprobs = draw(seed=step)
+            batch = recorder.add_sequences(
+                step=step, seq_ids=range(ROWS), response_ids=ids, response_attention_mask=mask
+            )
+            side, _ = staging._copies_of(output.device)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(BUSY_CYCLES // 20)
+            source.copy_(logprobs.cuda() / 2)
+            graph.replay()
+            recorder.add_scores("train", batch, logprobs=output)
+            if change == "in_place":
+                output.mul_(0)
+            else:
+                source.fill_(-7.0)
+                graph.replay()
+            wanted += expected(mask, logprobs)
+    assert recorded(tmp_path / "run") == wanted
+
+
+def test_copies_that_find_no_room_in_pinned_memory_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging.PinnedMemory, "take", lambda *_: None)
+    test_the_training_stream_never_waits_for_a_copy_and_may_change_what_it_gave(tmp_path)
+
+
+def test_pinned_memory_stays_within_its_bound(tmp_path):
+    ids, mask, logprobs = draw()
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(step=1, seq_ids=range(ROWS), response_ids=ids, response_attention_mask=mask)
+        given = logprobs.cuda()
+        pinned = staging._copies_of(given.device)[1]
+        waits = [staging.stage(given) for _ in range(2 * pinned.num_bytes // (4 * ROWS * WIDTH))]
+        assert pinned._stop <= pinned.num_bytes
+        assert all(torch.equal(wait(), logprobs) for wait in waits)
+        del waits
+        recorder.add_scores("train", batch, logprobs=given)
+    assert pinned._num_pieces == 0
+    assert recorded(tmp_path / "run") == expected(mask, logprobs)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_logprobs_of_a_dtensor_are_this_process_s_rows(tmp_path, shard):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh, (ids, mask, logprobs) = init_device_mesh("cuda", (1,)), draw()
+        placement = Shard(0) if shard else Replicate()
+        given = DTensor.from_local(logprobs.cuda(), mesh, [placement], run_check=False)
+        with Recorder(tmp_path / "run") as recorder:
+            batch = recorder.add_sequences(step=1, seq_ids=range(ROWS), response_ids=ids, response_attention_mask=mask)
+            recorder.add_scores("train", batch, logprobs=given)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert recorded(tmp_path / "run") == expected(mask, logprobs)
 
 
 def test_memory_that_is_used_again_at_once_does_not_change_what_is_recorded(tmp_path):

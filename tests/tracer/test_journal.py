@@ -1,4 +1,5 @@
 import itertools
+import os
 
 import pyarrow as pa
 import pytest
@@ -78,3 +79,11 @@ def test_foreign_bytes_are_no_records(tmp_path):
 def test_a_journal_is_readable_by_arrow_itself(tmp_path):
     path, _ = write(tmp_path, [make_batch(0), make_batch(10)])
     assert pa.ipc.open_stream(path).read_all() == pa.Table.from_batches([make_batch(0), make_batch(10)])
+
+
+def test_a_file_system_that_counts_no_links_is_recorded_to(tmp_path, monkeypatch):
+    fstat = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result([*fstat(fd)[:3], 0, *fstat(fd)[4:]]))
+    path, _ = write(tmp_path, [make_batch(0)])
+    assert os.stat(path).st_nlink == 1
+    assert read_journal(Store(tmp_path), SEGMENT, "scores").batches == (make_batch(0),)

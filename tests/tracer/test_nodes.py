@@ -23,7 +23,6 @@ from tim_trace.tracer.store import Store
 
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 RANKS = ("NODE_RANK", "PET_NODE_RANK", "PET_NNODES", "GROUP_RANK", "SLURM_NODEID", "SLURM_PROCID", "RANK")
-RECORD = "import sys; from tim_trace import cli; from tim_trace.tracer import launch; launch.JOIN_S = float(sys.argv.pop(1)); cli.main()"
 OTHER_HOST = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname node1; exec "$@"', "sh"]
 
 
@@ -38,7 +37,7 @@ def other_host():
 
 def node(number, output, *command, options=(), wait_s=60, env=None, elsewhere=True):
     """Start `tim-trace record` on a node; the second one has another host's name."""
-    words = [sys.executable, "-c", RECORD, wait_s, "record", "-o", output, *options, "--", *command]
+    words = [sys.executable, "-m", "tim_trace", "record", "-o", output, "--max-wait", wait_s, *options, "--", *command]
     clean = {name: value for name, value in os.environ.items() if name not in RANKS}
     return subprocess.Popen(
         [*(other_host() if number and elsewhere else []), *map(str, words)],
@@ -293,6 +292,7 @@ def test_a_second_command_that_is_no_node_of_the_first_is_refused(tmp_path):
     ended(running)
 
 
+@pytest.mark.filterwarnings("ignore:.*gives no locks")  # which is what it is about
 def test_of_two_processes_that_begin_a_trace_without_locks_one_does(tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(9, "Bad file descriptor")

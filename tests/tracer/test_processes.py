@@ -1,8 +1,10 @@
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from builders import PROGRAMS, make_batch, run, tim_trace
+from builders import PROGRAMS, ROOT, make_batch, run, tim_trace
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.errors import TraceExists
@@ -47,3 +49,47 @@ def test_children_of_a_recorded_process_record_with_files_of_their_own(tmp_path)
     ]  # fmt: skip
     names = connect(tmp_path / "run").execute("SELECT DISTINCT split_part(seq_id, '-', 1) FROM sequences ORDER BY 1")
     assert names.fetchall() == [("fork",), ("parent",), ("spawn",)]
+
+
+RANK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from builders import add_step, make_batch
+from tim_trace.schemas.errors import TraceExists
+from tim_trace.tracer.recorder import Recorder
+try:
+    recorder = Recorder(sys.argv[2], join=True)
+except TraceExists as error:
+    print(error)
+    raise SystemExit(0)
+add_step(recorder, 1, make_batch(), seq_ids=["a", "b", "c", "d"])
+recorder.flush()
+print("up", flush=True)
+input()
+recorder.close()
+"""
+
+
+def test_of_processes_with_one_rank_the_first_records_and_a_restart_after_a_kill_is_another_attempt(tmp_path):
+    command = [sys.executable, "-c", RANK, ROOT / "tests", tmp_path / "run"]
+
+    def started():
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"RANK": "3"}
+        )
+
+    processes = [started() for _ in range(4)]
+    said = [process.stdout.readline().strip() for process in processes]
+    assert sorted(line == "up" for line in said) == [False, False, False, True]
+    (first,) = [process for process, line in zip(processes, said, strict=True) if line == "up"]
+    (sentence,) = {line for line in said if line != "up"}
+    assert f"process {first.pid} on" in sentence
+    assert "records rank 3 of this trace; give each process a RANK of its own" in sentence
+    first.kill()
+    for process in processes:
+        process.communicate()
+    again = started()
+    assert again.stdout.readline() == "up\n"
+    again.communicate("\n")
+    rows = connect(tmp_path / "run").execute("SELECT attempt, count(*) FROM all_sequences GROUP BY 1 ORDER BY 1")
+    assert rows.fetchall() == [(1, 4), (2, 4)]

@@ -2,7 +2,10 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
+from tim_trace.schemas.errors import StorageStalled
 from tim_trace.tracer import worker as worker_module
+from tim_trace.tracer.patience import Patience
 from tim_trace.tracer.worker import Worker
 
 
@@ -36,7 +39,7 @@ def test_a_full_queue_makes_the_caller_wait_and_counts_the_time():
     gate.set()
     thread.join()
     worker.close()
-    assert worker.waited_s > 0.1
+    assert worker.patience.waited_s > 0.1
 
 
 def test_a_task_larger_than_the_queue_goes_in_alone():
@@ -89,4 +92,40 @@ def test_a_caller_waits_while_others_are_behind():
     behind.clear()
     thread.join()
     worker.close()
-    assert worker.waited_s > 0.1
+    assert worker.patience.waited_s > 0.1
+
+
+def test_a_task_that_waits_for_a_device_is_no_slow_disk(monkeypatch):
+    """A caller who comes while the device is busy neither waits nor has the wait counted, and the pace is the disk's."""
+    busy, waits = threading.Event(), threading.Event()
+    worker, done = Worker(max_bytes=1 << 30, max_wait_s=0.05), []
+
+    def ready():
+        waits.set()
+        busy.wait()
+
+    worker.submit(lambda: done.append(0), 1 << 20, ready=ready)
+    assert waits.wait(240)
+    threading.Timer(0.5, busy.set).start()
+    while not busy.is_set():  # longer than anything may be late
+        worker.submit(lambda: done.append(1), 1, ready=lambda: None)
+        time.sleep(0.01)
+    worker.drain()
+    assert worker._pace.expected_s(1, 1 << 20) < 0.4
+    worker.close()
+    assert worker.patience.waited_s < 0.4
+
+
+def test_a_device_that_is_busy_does_not_end_the_patience_with_the_disk():
+    busy, disk, done = threading.Event(), threading.Event(), []
+    worker = Worker(max_bytes=1, patience=Patience("run", 1.0))
+    threading.Timer(3.0, busy.set).start()
+    worker.submit(lambda: done.append(0), 1, ready=busy.wait)
+    worker.submit(lambda: done.append(1), 1)
+    worker.drain()
+    assert done == [0, 1]
+    worker.submit(disk.wait, 1)
+    with pytest.raises(StorageStalled, match=r"run: did not answer within 1 s"):
+        worker.drain()
+    disk.set()
+    worker.close()

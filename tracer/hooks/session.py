@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...schemas.capture import Capture
-from ...schemas.errors import InvalidRecord
+from ...schemas.errors import InvalidRecord, StorageStalled
+from ..patience import MAX_WAIT_S, Patience
 
 if TYPE_CHECKING:
     from ..writer import Part
@@ -47,6 +48,8 @@ class Order:
     engine_weights: str = "given"
     """Whose digests are kept beside the trainer's: of what the engine is `given`, of what it is found to have `held` at every
     version too, or of `none`."""
+    max_wait: float = MAX_WAIT_S
+    """How long a call waits for a file system that does not answer, seconds; recording stops then."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
@@ -82,12 +85,15 @@ class Session:
         self._told: set[str] = set()
         self._exit_registered = False
         self._depth = 0
+        self._over: Exception | None = None
+        """Why the trace could not be opened, or is left alone since its file system does not answer: nothing is tried again."""
         self.spent_s = self.cpu_s = 0.0
 
     @property
     def is_recording(self) -> bool:
         """Whether what is added still goes into the trace."""
-        return self._recorder is None or self._pid != os.getpid() or self._recorder.writer.is_open
+        is_open = self._recorder is None or self._pid != os.getpid() or self._recorder.writer.is_open
+        return is_open and self._over is None
 
     @property
     def recorder(self) -> Any:
@@ -96,8 +102,16 @@ class Session:
             from ..recorder import Recorder
             from ..writer import TraceWriter
 
-            self._pid = os.getpid()
-            writer = TraceWriter(Path(self.order.run), hooks=dict(self.hooks), attempt=self._attempt)
+            if self._over is not None:
+                raise self._over
+            self._pid, self._recorder = os.getpid(), None
+            options: dict[str, Any] = {"hooks": dict(self.hooks), "attempt": self._attempt}
+            opened = partial(TraceWriter, Path(self.order.run), max_wait_s=self.order.max_wait, **options)
+            try:
+                writer = self._within(opened, late=TraceWriter.close)
+            except Exception as error:
+                self._over = error
+                raise
             self._recorder = Recorder.of_writer(writer, self.capture)
             self._close_at_exit()
         return self._recorder
@@ -128,8 +142,10 @@ class Session:
             from ..store import Store
 
             self._seal()
-            self._attempt = next_attempt(Store(self.order.run), self.order.session, self._num_trainings)
-            self._num_trainings += 1
+            if self.is_recording:
+                begun = partial(next_attempt, Store(self.order.run), self.order.session, self._num_trainings)
+                self._attempt = self._within(begun)
+                self._num_trainings += 1
 
     def seal(self) -> None:
         """Finish what was recorded so far, for other processes to read; what comes later has another writer."""
@@ -140,7 +156,14 @@ class Session:
         if self._recorder is not None and self._pid == os.getpid():
             self._account()
             self._recorder.close()
+            if self._recorder.writer.has_stalled:
+                self._over = StorageStalled(self._recorder.writer.state.error)
             self._recorder, self.spent_s, self.cpu_s = None, 0.0, 0.0
+
+    def _within(self, call: Callable[[], Any], **options: Any) -> Any:
+        from ..worker import run_within
+
+        return run_within(Patience(self.order.run, self.order.max_wait), call, **options)
 
     def _account(self) -> None:
         """Have the writer's state say what its hooks took."""
@@ -184,6 +207,13 @@ class Session:
 
     def stop(self, what: str, error: Exception) -> None:
         """End this process's recording and say why."""
+        if isinstance(error, StorageStalled):
+            self._over = error
+        if self._over is not None:
+            self.tell(
+                f"RECORDING STOPPED in process {os.getpid()}, training goes on: {type(self._over).__name__}: {self._over}"
+            )
+            return
         try:
             error.add_note(f"while recording {what}")
             self.recorder.writer.state.not_recorded += (f"{what}: {type(error).__name__}: {error}",)

@@ -171,7 +171,7 @@ class TrainerHooks:
             self.session.record(Part.METRICS, self._add_metrics, original, tracking, *args, **kwargs)
             if self._flushes:
                 with self.session.guard("what was recorded so far"):
-                    self.session.recorder.flush()
+                    self.session.recorder.flush(weights=False)
             if self._is_last:
                 self.session.seal()
         return result

@@ -228,7 +228,7 @@ class WorkerHooks:
             self.session.seal()
         else:
             with self.session.guard("current logprobs"):
-                self.session.recorder.flush()
+                self.session.recorder.flush(weights=False)
 
     def _begin_training(self) -> None:
         """Take part in the driver's attempt at training."""

@@ -23,7 +23,7 @@ class ImportWriter(TraceWriter):
     def __init__(self, folder: Path):
         super().__init__(folder, journals=False, versions={})
 
-    def sealed(self, journal: str, files: dict[str, SealedFile]) -> None:
+    def sealed(self, journal: str, files: dict[str, SealedFile], *, sync: bool) -> None:
         """Account for what rows were sealed into."""
         self._account(files)
 
@@ -34,6 +34,9 @@ class ImportWriter(TraceWriter):
         self.failure = error
         self.state.state, self.state.error = FAILED, f"{type(error).__name__}: {error}"
         self.segments.abandon()
+
+    def _is_whole(self) -> bool:
+        return self.state.state != FAILED
 
     def check(self, where: str) -> None:
         """Raise ImportFailed when writing has ended."""

@@ -18,6 +18,7 @@ from ...schemas.checksums import whole_hash
 from ...schemas.clock import now
 from ...schemas.layout import WEIGHTS, Segment
 from ...schemas.weights import ITEM_BYTES, WeightLayout, WeightVersion, chain_hash
+from ..patience import Patience
 from ..whole_file import write_part
 from ..worker import Worker
 from .changes import Changes, added, changes_of, write_changes
@@ -83,6 +84,7 @@ class WeightWriter:
         *,
         versions_a_keyframe: int = VERSIONS_A_KEYFRAME,
         most_a_keyframe: int = MOST_A_KEYFRAME,
+        patience: Patience | None = None,
     ):
         """`account` is called with the path in the trace and the content of each document that was written."""
         self._trace, self.folder = folder, folder / WEIGHTS
@@ -97,7 +99,7 @@ class WeightWriter:
         self._on_the_way: list[int] = []
         """[rows] elements that are changed on the way from the keyframe to each row of the segment."""
         self._segment = Segment(writer, -1)
-        self._worker = Worker(max_bytes=0)
+        self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
         self._layout: WeightLayout | None = None
         self._known: tuple[tuple[str, int], ...] = ()
@@ -113,9 +115,9 @@ class WeightWriter:
         return self._worker.error
 
     @property
-    def waited_s(self) -> float:
-        """Seconds that callers waited for the disk."""
-        return self._worker.waited_s
+    def signs(self) -> list[Any]:
+        """What differs as long as its threads get on: a version of a large model may take minutes."""
+        return [worker.signs for worker in (self._worker, *self._encoders)]
 
     @property
     def cpu_s(self) -> float:
@@ -132,12 +134,12 @@ class WeightWriter:
             return
         self._version = version
         layout = self._layout_of(tensors)
-        self._worker.wait()
+        self.drain()
         if layout != self._layout:
             self._layout, self._spare, self._last = layout, {}, {}
         bits, wait = _copy(layout, tensors, self._spare)
         self._spare = {}
-        self._worker.submit(partial(self._write, version, layout, bits, wait), 1)
+        self._worker.submit(partial(self._write, version, layout, bits), 1, ready=wait)
 
     def _layout_of(self, tensors: Mapping[str, Any]) -> WeightLayout:
         """The tensors' layout, made anew only when they are others than the last time."""
@@ -149,15 +151,19 @@ class WeightWriter:
 
     def drain(self) -> None:
         """Wait until every version so far is written."""
-        self._worker.drain()
+        self._worker.drain(signs=lambda: self.signs)
 
-    def close(self) -> None:
+    def close(self, *, signs: Callable[[], Any] | None = None) -> None:
         """Wait until everything is written."""
         for worker in (self._worker, *self._encoders):
-            worker.close()
+            worker.close(signs=signs)
 
-    def _write(self, version: int, layout: WeightLayout, bits: Bits, wait: Any) -> None:
-        wait()
+    def abandon(self) -> None:
+        """Wait for nothing any more."""
+        for worker in (self._worker, *self._encoders):
+            worker.abandon()
+
+    def _write(self, version: int, layout: WeightLayout, bits: Bits) -> None:
         last, known = self._last, self._written
         # The copy before last becomes the delta, and then room for the next copy.
         delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
@@ -272,7 +278,7 @@ class WeightWriter:
         self._account(f"{WEIGHTS}/{name}", content)
 
 
-def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Any]:
+def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
     """Copy every tensor's bits to the host, into spare room where there is some; returns also what waits for it."""
     import torch
 
@@ -292,7 +298,7 @@ def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tupl
         target = hosts[tensor.dtype][tensor.start : tensor.start + tensor.numel]
         target.copy_(source.contiguous().view(target.dtype).reshape(-1), non_blocking=on_cuda)
     if not on_cuda:
-        return bits, lambda: None
+        return bits, None
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
     return bits, copied.synchronize

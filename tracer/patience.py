@@ -1,0 +1,90 @@
+"""How long a program waits for a file system, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..schemas.errors import InvalidOption, StorageStalled
+
+MAX_WAIT_S = 60.0
+"""How long one call waits for a file system that does not answer, unless the user says otherwise, seconds."""
+_TELLS_EVERY_S = 5.0
+_LOOKS_EVERY_S = 0.5
+
+
+class Patience:
+    """The waits of one writer's callers, each at most `max_wait_s` long."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "",
+        max_wait_s: float = math.inf,
+        meanwhile: Callable[[], None] = lambda: None,
+    ):
+        """`path` lies on the file system; "" tells nobody. `meanwhile` is called every few seconds. Raises InvalidOption."""
+        if not max_wait_s > 0:
+            raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
+        self.max_wait_s = max_wait_s
+        self.waited_s = 0.0
+        """Seconds that callers have waited so far; grows while they wait."""
+        self._path, self._meanwhile = os.fspath(path), meanwhile
+
+    def wait(
+        self,
+        changed: threading.Condition,
+        is_blocked: Callable[[], bool],
+        *,
+        is_excused: Callable[[], bool],
+        signs: Callable[[], Any] | None = None,
+        every_s: float = math.inf,
+        counts: bool = True,
+    ) -> None:
+        """Wait, with `changed` held, while `is_blocked`. Raises StorageStalled.
+
+        Time that begins with `is_excused` is no wait for the file system. With `signs` of work, the bound is on the time
+        in which they do not change. `counts` says whether `waited_s` grows.
+        """
+        last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
+        while is_blocked():
+            excused = is_excused()
+            most_s = min(every_s, self.max_wait_s, _LOOKS_EVERY_S if self._path else math.inf)
+            changed.wait(None if most_s == math.inf else most_s)
+            now = time.monotonic()
+            passed_s, last = now - last, now
+            if excused:
+                continue
+            self.waited_s += passed_s if counts else 0.0
+            still_s += passed_s
+            if signs is not None and (new := signs()) != seen:
+                seen, still_s, told_s = new, 0.0, 0.0
+            if still_s >= self.max_wait_s and is_blocked():
+                raise StorageStalled(f"{self._path}: did not answer within {self.max_wait_s:g} s ({self._mount()})")
+            if self._path and still_s >= told_s + _TELLS_EVERY_S:
+                told_s = still_s
+                self._tell(still_s)
+
+    def _tell(self, waited_s: float) -> None:
+        bound = (
+            "" if self.max_wait_s == math.inf else f"; after {self.max_wait_s:g} s recording stops, training goes on"
+        )
+        text = f"waiting for {self._path} ({self._mount()}) to answer, {waited_s:.0f} s so far{bound}"
+        print(f"tim-trace: {text}", file=sys.stderr, flush=True)
+        self._meanwhile()
+
+    def _mount(self) -> str:
+        """The file system that the path lies on, by what the kernel lists: it is not asked itself."""
+        try:
+            path = Path(os.path.abspath(self._path))
+            mounts = [line.split() for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines()]
+        except OSError:
+            return "file system unknown"
+        above = [mount for mount in mounts if path.is_relative_to(mount[1].replace("\\040", " "))]
+        device, place, kind = max(above, key=lambda mount: len(mount[1]), default=["nothing", "/", "unknown"])[:3]
+        return f"file system {kind} of {device} at {place}"
