@@ -149,6 +149,25 @@ def test_whenever_it_is_killed_every_answer_stays_and_the_next_call_goes_on(tmp_
     assert points > 20
 
 
+def test_merged_files_beside_those_that_they_replace_count_once(tmp_path, monkeypatch):
+    trace = make_run(tmp_path / "run", writers=2, steps=2)
+    before, unlink = rows_of(trace), os.unlink
+
+    class Killed(BaseException):
+        pass
+
+    def killed(path, *arguments, **options):
+        if str(path).endswith(".parquet"):
+            raise Killed
+        unlink(path, *arguments, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "unlink", killed)
+        compact(trace)
+    assert len(list((trace / "scores").iterdir())) == 3
+    assert rows_of(trace) == before
+
+
 @pytest.mark.slow
 def test_of_a_run_that_is_recorded_closed_steps_are_merged_and_the_rest_later(tmp_path):
     trace = tmp_path / "run"

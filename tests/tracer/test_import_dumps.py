@@ -104,6 +104,35 @@ def test_a_batch_of_verl_with_another_mask_is_refused(tmp_path):
         import_verl(tmp_path, {**tensors, "old_log_probs": tensors["old_log_probs"][:, 1:]})
 
 
+def test_the_step_of_a_batch_of_verl_is_the_folder_it_lies_in(tmp_path):
+    dumps.write_verl(tmp_path / "run" / "12", make_steps(5, 6))
+    for meta in (tmp_path / "run").rglob("meta.json"):
+        meta.unlink()
+    import_dump("verl", tmp_path / "run", output=tmp_path / "trace")
+    assert connect(tmp_path / "trace").execute("SELECT DISTINCT step FROM sequences ORDER BY 1").fetchall() == [
+        (5,),
+        (6,),
+    ]
+
+
+def test_rewards_of_verl_count_where_the_response_has_a_token(tmp_path):
+    samples = make_samples(1)
+    tensors = dumps.verl_tensors(samples)
+    scores = torch.zeros_like(tensors["token_level_scores"])
+    width = tensors["responses"].shape[1]
+    there = tensors["attention_mask"][:, -width:].bool()
+    assert not there.all()
+    scores[~there] = 100.0  # padding
+    wanted = []
+    for row, sample in enumerate(samples):
+        masked = np.flatnonzero(~sample.mask)
+        scores[row, masked] = 0.25  # tool output: it is of the response, though no loss is taken of it
+        scores[row, len(sample.response) - 1] += 1.0 + row
+        wanted.append((str(row), 1.0 + row + 0.25 * len(masked)))
+    trace = import_verl(tmp_path, {**tensors, "token_level_scores": scores}).folder
+    assert connect(trace).execute("SELECT seq_id, reward FROM sequences ORDER BY seq_id::INT").fetchall() == wanted
+
+
 def import_verl(tmp_path, tensors):
     folder = tmp_path / "other"
     shutil.rmtree(folder, ignore_errors=True)
