@@ -32,7 +32,7 @@ from . import environment
 from .attempts import is_of_this_start, next_attempt, states_of_rank
 from .batch import Batch
 from .create import join_trace, new_trace
-from .dense import Distribution, bits, check_num_rows
+from .dense import Distribution, Hidden, bits, check_num_rows
 from .masks import padding_of
 from .metrics import check_metrics, metric_rows
 from .optimizer import optimizer_statistics
@@ -363,9 +363,13 @@ class Recorder:
         if forward is not None:
             forward.check(len(chosen), f"{what}, forward")
         captured = batch.captured_rows(captured_rows, chosen) if distribution is not None else np.empty(0, np.int64)
-        iteration = batch.next_iteration(pass_name, chosen)
         if policy_version is None and pass_name == ROLLOUT:  # the weights that sampled are those that scored
             policy_version = of_rows(batch.policy_version, chosen, len(batch))
+        if isinstance(distribution, Hidden) and policy_version is None:
+            raise InvalidRecord(
+                f"{what}, distribution: the weights that scored project hidden states; give policy_version"
+            )
+        iteration = batch.next_iteration(pass_name, chosen)
         staged = Staged(
             logprobs=logprobs,
             entropy=entropy,

@@ -472,3 +472,12 @@ def test_the_exit_code_goes_by_the_value(noisy):
     assert told["verdict"] == "passed"
     assert told["low"] < told["value"] < told["high"]
     assert tim_trace("gate", noisy).code == 2
+
+
+@pytest.mark.parametrize("option", ["--junit", "--summary"])
+def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read(tmp_path, option):
+    make_trace(tmp_path / "run")
+    done = tim_trace("gate", tmp_path / "run", "--fail-on", "tim.k3>9", option, tmp_path / "missing" / "gate.xml")
+    assert done.code == 2
+    assert f"there is no folder {tmp_path / 'missing'}" in done.stderr
+    assert not (tmp_path / "missing").exists()

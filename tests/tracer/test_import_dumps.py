@@ -205,6 +205,14 @@ def test_slime_joins_rollouts_and_what_the_trainer_made_of_them(tmp_path):
     assert versions == [("reference", None), ("rollout", 4), ("train", None)]  # nothing says the trainer's version
 
 
+def test_the_newest_weights_that_sampled_a_response_of_slime_are_its_version(tmp_path, monkeypatch):
+    sample = dumps.rollout_sample
+    monkeypatch.setattr(dumps, "rollout_sample", lambda s: sample(s, weight_versions=["10", "9", "8"]))
+    dumps.write_rollouts(tmp_path / "dump", make_steps(1))
+    import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+    assert connect(tmp_path / "run").execute("SELECT DISTINCT policy_version FROM sequences").fetchall() == [(10,)]
+
+
 def test_slime_without_all_shards_is_refused(tmp_path):
     steps = make_steps(1)
     dumps.write_slime_train(tmp_path / "dump", steps)

@@ -598,20 +598,19 @@ def test_a_trace_of_one_pass_is_a_trace(tmp_path):
 
 def test_rows_with_and_without_a_mask_of_one_step_keep_their_own(tmp_path):
     rows = [
-        {**ROW, "seq_id": str(place), "response_ids": [4, 5], "rollout_logprobs": [-1.0, -2.0], "train_logprobs": [-1.0, -2.0],
-         "response_mask": mask, "policy_version": place}
-        for place, mask in enumerate(([True, False], None, [True, True], None))
+        {**ROW, "seq_id": str(place), "rollout_logprobs": [-0.5, -1.0, -1.25], "response_mask": mask, "policy_version": place}
+        for place, mask in enumerate(([True, False, True], None, [True] * 3, None))
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     import_parquet(tmp_path / "rows.parquet", output=tmp_path / "run")
     query = "SELECT seq_id, response_mask, policy_version FROM sequences ORDER BY seq_id"
     assert connect(tmp_path / "run").execute(query).fetchall() == [
-        ("0", [True, False], 0), ("1", None, 1), ("2", [True, True], 2), ("3", None, 3),
+        ("0", [True, False, True], 0), ("1", None, 1), ("2", [True] * 3, 2), ("3", None, 3),
     ]  # fmt: skip
     (num_tokens,) = (
         connect(tmp_path / "run").execute("SELECT sum(num_tokens) FROM pair_sequences('train', 'rollout')").fetchone()
     )
-    assert num_tokens == 7
+    assert num_tokens == 11
 
 
 def test_passes_that_have_some_rows_have_the_versions_of_these(tmp_path):
