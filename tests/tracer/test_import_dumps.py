@@ -129,6 +129,9 @@ def test_rewards_of_verl_count_where_the_response_has_a_token(tmp_path):
         scores[row, masked] = 0.25  # tool output: it is of the response, though no loss is taken of it
         scores[row, len(sample.response) - 1] += 1.0 + row
         wanted.append((str(row), 1.0 + row + 0.25 * len(masked)))
+    row = int((~there).sum(axis=1).argmax())
+    scores[row, there[row]] = 0.0  # nothing but what lies in the padding
+    wanted[row] = (str(row), 0.0)
     trace = import_verl(tmp_path, {**tensors, "token_level_scores": scores}).folder
     assert connect(trace).execute("SELECT seq_id, reward FROM sequences ORDER BY seq_id::INT").fetchall() == wanted
 
