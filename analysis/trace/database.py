@@ -253,13 +253,13 @@ class Database:
     def _define_table(self, spec: Table) -> None:
         """Define the view of a table over the files and journals of every trace."""
         columns = ", ".join(f'"{column.name}"' for column in spec.columns)
-        # DuckDB's own names of the types of Arrow's columns.
-        types = self.connection.raw.from_arrow(_no_rows(spec.schema)).types
         parts = []
         for index, source in enumerate(self.sources):
             part = []
             for lacking, entries in source.files_by_columns(spec.name).items():
                 urls = [self.files.add(f"{index}/{entry.relative}", entry.file) for entry in entries]
+                # DuckDB itself says what it calls the types of Arrow's columns.
+                types = self.connection.raw.from_arrow(_no_rows(spec.schema)).types if lacking else spec.columns
                 found = ", ".join(
                     f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
                     for column, type in zip(spec.columns, types, strict=True)
