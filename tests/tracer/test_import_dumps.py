@@ -122,7 +122,7 @@ def test_rewards_of_verl_count_where_the_response_has_a_token(tmp_path):
     width = tensors["responses"].shape[1]
     there = tensors["attention_mask"][:, -width:].bool()
     assert not there.all()
-    scores[~there] = 100.0  # padding
+    scores[~there[:, -1], -1] = 100.0  # one cell of padding
     wanted = []
     for row, sample in enumerate(samples):
         masked = np.flatnonzero(~sample.mask)
