@@ -27,7 +27,7 @@ from .gpus import device_here, gpus_of_actor
 from .loaded import LoadedModel
 from .meter import Meter, Told, untold
 from .plan import ArmCount, Pace, ReplayPlan, extents
-from .recorded import RecordedRow, RecordedRun
+from .recorded import RecordedRow, RecordedRun, assumed_versions
 from .results import GroupSums, ReplayedStep, ReplayedSteps
 from .sample import Sample, draw_sample, parse_sample
 from .scored import Scored
@@ -707,8 +707,4 @@ def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tup
         words.append(f"pass: {TRAIN} not recorded, now {ROLLOUT}, which an engine gave: d is the mismatch")
     if unknown:
         words.append("batch composition: not recorded, now one row a forward")
-    if not all(row.version_known for row in rows):
-        words.append(
-            f"policy version: not recorded, now {rows[0].policy_version}, the only one whose weights there are"
-        )
-    return (*words, *differences(scorer.contract, contract))
+    return (*words, *assumed_versions(rows), *differences(scorer.contract, contract))

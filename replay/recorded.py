@@ -35,6 +35,8 @@ from .backends.trusted import check_contract
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the number of experts."""
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
+_UNNEEDED = ("routing", "routing_start", "attempt")
+"""Columns of scores without which a forward can be rebuilt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,8 @@ class RecordedRow:
     pad_right: int
     iteration: int = 0
     """How often the pass had scored this sequence of this step before."""
-    version_known: bool = True
-    """Whether its policy version was recorded; if not, it is the only one whose weights there are."""
+    version_assumed: str = ""
+    """Which version this is, where the version that scored was not recorded; empty where it was."""
     composition_known: bool = True
     """Whether it was recorded which rows went through the model together; if not, each goes alone."""
     captured: bool = False
@@ -277,15 +279,16 @@ class RecordedRun:
     ) -> RecordedRow:
         values = {name: scores[name][index] for name in scores.column_names}
         given = {name: value.as_py() for name, value in values.items() if name != "logprobs"}
-        if given["seq_id"] in tokens and given["policy_version"] is None:
+        assumed = ""
+        if given["policy_version"] is None and given["seq_id"] in tokens:
             given["policy_version"] = tokens[given["seq_id"]][2]
-        version_known = given["policy_version"] is not None
-        if not version_known and len(versions := self.weights.versions) == 1:
-            given["policy_version"] = versions[0]
+            assumed = "" if pass_name == ROLLOUT else "that of the weights that sampled"
+        if given["policy_version"] is None and len(versions := self.weights.versions) == 1:
+            given["policy_version"], assumed = versions[0], "the only one whose weights there are"
         known = all(given[name] is not None for name in _COMPOSITION)
         if not known:
             given |= {"forward_id": index, "forward_row": 0, "pad_left": 0, "pad_right": 0}
-        lacking = [name for name, value in given.items() if value is None and name not in TABLES[SCORES].added]
+        lacking = [name for name, value in given.items() if value is None and name not in _UNNEEDED]
         if given["seq_id"] not in tokens:
             lacking.append("prompt_ids")
         if lacking:
@@ -301,7 +304,7 @@ class RecordedRun:
             logprobs = np.asarray(array.fill_null(0.0))
         return RecordedRow(
             prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs, scored=scored,
-            version_known=version_known, composition_known=known, **given,
+            version_assumed=assumed, composition_known=known, **given,
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
@@ -323,6 +326,12 @@ class RecordedRun:
             return rows
         newest = pa.array([self.newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
         return rows.filter(pc.fill_null(pc.equal(rows["attempt"], newest), True)).select(columns)
+
+
+def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:
+    """Name the policy versions that were assumed of rows whose pass did not say which weights scored."""
+    found = {row.version_assumed: row.policy_version for row in rows if row.version_assumed}
+    return [f"policy version: not recorded, now {version}, {assumed}" for assumed, version in found.items()]
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

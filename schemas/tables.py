@@ -28,9 +28,8 @@ class Column:
     alignment: str = "one value a row"
     """What the elements of a list stand for."""
     null: str = "not recorded"
-    """What NULL says; empty where the column is never NULL."""
-    added: bool = False
-    """Whether the column came after the format's first release: files without it are read as if it were NULL."""
+    """What NULL says; empty where the column is never NULL, and so in every file. A file may lack any other column, being
+    of a release before that: it is read as NULL."""
 
     @property
     def field(self) -> pa.Field:
@@ -50,9 +49,9 @@ class Table:
         return pa.schema([column.field for column in self.columns])
 
     @property
-    def added(self) -> dict[str, pa.DataType]:
-        """Columns that files of earlier releases lack, and their types."""
-        return {column.name: column.type for column in self.columns if column.added}
+    def optional(self) -> frozenset[str]:
+        """Columns that a file may lack."""
+        return frozenset(column.name for column in self.columns if column.null)
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
         """A batch with NULL in the columns that its writer, being of an earlier release, did not know.
@@ -60,7 +59,7 @@ class Table:
         None for a batch of another table.
         """
         schema, names = self.schema, set(batch.schema.names)
-        if not set(schema.names) - names <= set(self.added) or not names <= set(schema.names):
+        if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None
         arrays = [
             batch[field.name] if field.name in names else pa.nulls(batch.num_rows, field.type) for field in schema
@@ -85,7 +84,6 @@ _ATTEMPT = Column(
     doc="attempt at training that made the row, from 1: a run that resumes from a checkpoint makes some steps again. Views "
     "show a step's newest attempt",
     null="not recorded in training, or by a release that did not say",
-    added=True,
 )
 _WRITER = Column(name="writer", type=pa.string(), doc="the process that recorded the row: a file in writers/", null="")
 
@@ -234,7 +232,6 @@ SCORES_TABLE = Table(
             type=pa.string(),
             doc="Zarr group below dense/ that holds what the model's routers chose for this row's tokens",
             null="not recorded, or no mixture of experts",
-            added=True,
         ),
         Column(
             name="routing_start",
@@ -243,7 +240,6 @@ SCORES_TABLE = Table(
             "each other",
             unit="rows",
             null="not recorded, or no mixture of experts",
-            added=True,
         ),
         _ATTEMPT,
         _WRITER,

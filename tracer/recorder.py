@@ -27,13 +27,13 @@ from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
 from ..schemas.layout import EVAL_SPLIT, HYPERPARAMETER, METRICS, ROUTING, SPLITS, TRAIN_SPLIT
 from ..schemas.loss import Loss
 from ..schemas.manifest import Manifest
-from ..schemas.passes import check_pass, check_pass_name
+from ..schemas.passes import ROLLOUT, check_pass, check_pass_name
 from ..schemas.writer_state import CLOSED
 from . import environment
 from .attempts import is_of_this_start, is_this_process, next_attempt, states_of_rank
 from .batch import Batch
 from .create import join_trace, new_trace
-from .dense import Distribution, bits, check_num_rows
+from .dense import Distribution, Hidden, bits, check_num_rows
 from .liveness import PROCESS, liveness
 from .lock import alone
 from .masks import padding_of
@@ -356,8 +356,9 @@ class Recorder:
         `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: padded as those were,
         or with an `attention_mask` of their own, or as lists. `scored_mask`, aligned alike, is nonzero where the pass
         gave a value; the others become NULL. `rows` names the rows of the batch that these are, in their order.
-        `policy_version` is that of the scoring weights; the default is that of the sampling weights. A trainer that is
-        ahead of its engine has to give its own: else the trace declares that no weights were behind.
+        `policy_version` is that of the scoring weights: the optimizer updates that they had seen. Without it `rollout` has
+        that of the sampling weights, and every other pass none: no analysis says then how far the engine was behind, and
+        `replay` takes the sampling weights and says so.
 
         `distribution` holds the captured distributions of `captured_rows` (rows of the batch): the response tokens of
         one row after those of the other, [N, ...].
@@ -387,7 +388,12 @@ class Recorder:
         if forward is not None:
             forward.check(len(chosen), f"{what}, forward")
         captured = batch.captured_rows(captured_rows, chosen) if distribution is not None else np.empty(0, np.int64)
-        version = policy_version if policy_version is not None else of_rows(batch.policy_version, chosen, len(batch))
+        if policy_version is None and pass_name == ROLLOUT:  # the weights that sampled are those that scored
+            policy_version = of_rows(batch.policy_version, chosen, len(batch))
+        if isinstance(distribution, Hidden) and policy_version is None:
+            raise InvalidRecord(
+                f"{what}, distribution: the weights that scored project hidden states; give policy_version"
+            )
         staged = Staged(
             what,
             logprobs=logprobs,
@@ -395,7 +401,7 @@ class Recorder:
             top2_gap=top2_gap,
             attention_mask=attention_mask,
             scored_mask=scored_mask,
-            policy_version=version,
+            policy_version=policy_version,
             distribution=None if distribution is None else list(distribution.arrays.values()),
             routing=None if routing is None else list(routing.arrays.values()),
         )

@@ -31,7 +31,8 @@ def scored_passes(trace: str | os.PathLike[str]) -> list[str]:
     """The passes with logprobs, by name. Tells what of the trace is damaged, and raises DamagedTrace."""
     snapshot = take_snapshot(Store(trace))
     tell_damage(tuple(snapshot.damaged))
-    found = {name for entry in snapshot.files[SCORES] for name in _of_file(entry)}
+    entries = [entry for entry in snapshot.files[SCORES] if "logprobs" not in entry.lacking]
+    found = {name for entry in entries for name in _of_file(entry)}
     if SCORES in snapshot.journals:
         found |= _of_rows(snapshot.journals[SCORES])
     return sorted(found)

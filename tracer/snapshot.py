@@ -348,7 +348,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
     """The columns that a file has not, being of an earlier release. Raises DamagedTrace where it is no such table."""
     if len(set(found.names)) != len(found.names):
         raise DamagedTrace(f"{where}: names a column twice; {_RESTORE}")
-    lacking = tuple(name for name in spec.added if name not in found.names)
+    lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
     missing = [f.name for f in spec.schema if f.name not in (*found.names, *lacking)]
     if missing:
         raise DamagedTrace(f"{where}: lacks the columns {', '.join(missing)}; {_RESTORE}")

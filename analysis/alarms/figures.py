@@ -23,35 +23,40 @@ Figure = tuple[np.ndarray, Array]
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
 """Metrics that no series has: they are read from the tokens."""
+NOT_FINITE = "num_not_finite"
+"""Figure: tokens of a step that count and have a NaN or an infinite logprob under either pass."""
 _LARGEST = 700.0
 """|d| whose exponential a double still holds."""
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
-    """Read mean |exp(a) - exp(b)| and mean exp(|d|) by step, of the tokens that `read_series` has the mismatch of."""
+    """Read mean |exp(a) - exp(b)| and mean exp(|d|) by step, of the tokens that `read_series` has the mismatch of; and NOT_FINITE."""
     lists = ["mask"] if sequence_columns(database, run).mask else []
     query = token_query({"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, lists=lists)
     batches = list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))
-    steps_N, num_N, prob_N, exp_N = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    steps_N, num_N, lost_N, prob_N, exp_N = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    every, place_N = np.unique(steps_N, return_inverse=True)
+    lost = {NOT_FINITE: (every, np.bincount(place_N, lost_N).astype(np.float64))} if len(every) else {}
     full_N = num_N > 0
     steps, place_N = np.unique(steps_N[full_N], return_inverse=True)
     if not len(steps):
-        return {}
+        return lost
     n, prob, exp = (np.bincount(place_N, values[full_N], minlength=len(steps)) for values in (num_N, prob_N, exp_N))
-    return dict(zip(OF_TOKENS, ((steps, prob / n), (steps, exp / n)), strict=True))
+    return lost | dict(zip(OF_TOKENS, ((steps, prob / n), (steps, exp / n)), strict=True))
 
 
 def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    """[N] step, number of tokens, and the two sums of each sequence."""
+    """[N] step, number of finite tokens and of others, and the two sums of each sequence."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
+    counted_N = tokens.lengths_N
     tokens = tokens.where(np.isfinite(a_T) & np.isfinite(b_T))
     a_T, b_T = (tokens.logprobs[name].astype(np.float64) for name in ("a", "b"))
     num = len(tokens.lengths_N)
     sums = (np.abs(np.exp(a_T) - np.exp(b_T)), np.exp(np.minimum(np.abs(a_T - b_T), _LARGEST)))
     return (
-        rows.column("step").to_numpy(), tokens.lengths_N,
+        rows.column("step").to_numpy(), tokens.lengths_N, counted_N - tokens.lengths_N,
         *(np.bincount(tokens.sequence_T, values_T, minlength=num) for values_T in sums),
     )  # fmt: skip
 

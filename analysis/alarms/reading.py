@@ -15,7 +15,7 @@ import numpy as np
 from ..dynamics.quantities import Series
 from ..statistics.estimators import Array
 from . import rule
-from .figures import Figure, figure
+from .figures import NOT_FINITE, Figure, figure
 from .published import ALARMS, Alarm
 from .repeats import Repeats
 
@@ -68,7 +68,7 @@ def judge_alarms(series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapp
             left.append(f"{alarm.who}: {alarm.definition}")
         else:
             judged.append(judge_level(alarm, *known))
-    judged += [*_own_signs(series, repeats), *_not_finite(series)]
+    judged += [*_own_signs(series, repeats), *_not_finite(series), *_left_out(of_tokens)]
     return AlarmReadings(judged=tuple(judged), not_judged=tuple(dict.fromkeys(left)))
 
 
@@ -123,6 +123,18 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
             summary="the reward is not of the response alone", source=_MEASURED, of_mismatch=False,
         )  # fmt: skip
         yield _reading(alarm, steps, rule.rewards_contradict(unequal), unequal)
+
+
+def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
+    """Tokens that no figure of the mismatch holds, where there are any."""
+    if NOT_FINITE in of_tokens and (of_tokens[NOT_FINITE][1] > 0).any():
+        steps, counts = of_tokens[NOT_FINITE]
+        alarm = Alarm(
+            who=OWN, metric=NOT_FINITE, level=None, rule="> 0",
+            definition="tokens that count and have a NaN or infinite logprob under either pass",
+            summary="the figures of the mismatch leave these tokens out", source="logprobs", of_mismatch=True,
+        )  # fmt: skip
+        yield _reading(alarm, steps, counts > 0, counts)
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:

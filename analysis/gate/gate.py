@@ -23,6 +23,7 @@ from .condition import CHECK, Condition, parse_condition
 from .junit import junit_xml
 from .measured import Measured, Run
 from .summary import summary_markdown
+from .sums import COUNTS
 
 FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
 
@@ -44,7 +45,7 @@ class Verdict:
     verdict: str
     """`failed`, `passed`, or `cannot tell` where the interval lies on both sides of the bound, or there is none to tell by."""
     fails: bool
-    """Whether the value itself violates the condition: this decides the exit code."""
+    """Whether the value violates the condition, or leaves out tokens and so proves nothing: this decides the exit code."""
     how: str
     """How the interval was found; of `check` what was found."""
 
@@ -96,7 +97,8 @@ def gate(
     there is no interval. Resampling has a fixed seed. How often they hold is measured: docs/intervals.md.
 
     `fails` of a verdict, and so the exit code, goes by the value alone; `verdict` is `cannot tell` where the interval holds
-    both values that fail and values that do not, or where there should be an interval and is none. NaN and infinities fail.
+    both values that fail and values that do not, or where there should be an interval and is none. NaN and infinities fail,
+    and so does a number that leaves out a token with one, or that most tokens have no logprobs for; counts do not.
 
     `junit` names a file of JUnit XML to write, one test case a condition; what lies there is replaced. `summary` names a file
     to which a table in Markdown is added, as those are kept that CI pages show ($GITHUB_STEP_SUMMARY).
@@ -114,9 +116,11 @@ def gate(
     target, summary_target = (None if path is None else local(path) for path in (junit, summary))
     Database(trace).check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
-    measured = Run(trace, pair, confidence, progress).measure(list(conditions.values()))
+    run = Run(trace, pair, confidence, progress)
+    measured = run.measure(list(conditions.values()))
+    missing = run.left_out() if measured else ""
     verdicts = [
-        _judged(conditions[text], measured[text])
+        _judged(conditions[text], measured[text], missing)
         if text in conditions
         else _checked(check(trace, pair=pair, partial=partial, progress=progress))
         for text in fail_on
@@ -131,15 +135,18 @@ def gate(
     return gated
 
 
-def _judged(condition: Condition, measured: Measured) -> Verdict:
+def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
     fails, interval = condition.holds(measured.value), measured.interval
     verdict = FAILED if fails else PASSED
     if math.isfinite(measured.value) and interval is not None and not _is_decided(condition, interval):
         verdict = CANNOT_TELL
+    how = measured.how
+    if missing and measured.metric not in COUNTS:
+        fails, verdict, how = True, FAILED if fails else CANNOT_TELL, f"{missing}; {how}"
     low, high = (None if interval is None else ends(interval)) or (None, None)
     return Verdict(
         condition=condition.text, metric=measured.metric, value=measured.value, low=low, high=high, bound=condition.bound,
-        verdict=verdict, fails=fails, how=measured.how,
+        verdict=verdict, fails=fails, how=how,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from ..trace.database import Database
 from ..trace.pairs import parse_pair, quoted_pair, why_nothing
 from ..trace.samples import tell_sampled
 from .condition import OWN, Condition, metric_named
-from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
+from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, left_out
 
 TAILS = {
     "k2": 0.86, "k3": 0.89, "rms_d": 0.86, "ess_token": 0.84, "ess_sequence": 0.75, "chi2_token": 0.92, "chi2_sequence": 0.88,
@@ -76,6 +76,10 @@ class Run:
             of_source = [condition for condition in conditions if condition.source == source]
             found |= self._own(of_source) if source == OWN else self._like(source, of_source)
         return found
+
+    def left_out(self) -> str:
+        """What the numbers leave out; empty where nothing."""
+        return left_out(Database(self._trace), self._names)
 
     def _own(self, conditions: list[Condition]) -> dict[str, Measured]:
         """Numbers of `stats`."""

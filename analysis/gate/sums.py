@@ -19,6 +19,9 @@ from ..trace.source import Pair
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
 """Column of `stats` that is a largest value -> the largest value of each sequence."""
 
+MOST_NULL = 0.5
+"""Share of the tokens that count without a logprob of both passes, above which a number says nothing of the run."""
+
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 """Column of `stats` that is a quantile of |d| -> its probability."""
 
@@ -57,3 +60,24 @@ class SequenceColumns:
 
     def __len__(self) -> int:
         return len(self.unit_N)
+
+
+_LEFT_OUT = """
+    SELECT sum(num_tokens), sum(num_nan), sum(num_inf), sum(num_counted)
+    FROM pair_sums({pair}) JOIN (
+        SELECT run, step, seq_id, CASE WHEN response_mask IS NULL THEN num_response_tokens
+                                       ELSE coalesce(list_sum(response_mask::INTEGER[]), 0) END AS num_counted
+        FROM sequences
+    ) USING (run, step, seq_id)
+"""
+
+
+def left_out(database: Database, pair: Pair) -> str:
+    """Say what the numbers of a pair leave out: any NaN or infinity, or NULL on most tokens that count; empty where nothing."""
+    counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
+    num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
+    parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]
+    num_null = num_counted - num_finite - num_nan - num_inf
+    if num_null > MOST_NULL * num_counted:
+        parts.append(f"{num_null:,} have no logprob of both passes")
+    return f"of {num_counted:,} tokens that count {' and '.join(parts)}: the number leaves them out" if parts else ""

@@ -104,7 +104,8 @@ def report(
     if not given:
         raise InvalidOption("report: got no trace; name one folder or several")
     pdf_file = pdf if pdf is not None and _is_file(pdf) else None
-    refuse([local(path) for path in (output, pdf_file) if path is not None], force)
+    targets = {path: local(path) for path in (output, png, svg, pdf) if path is not None}
+    refuse([targets[path] for path in (output, pdf_file) if path is not None], force)
     style = _style(width, font, title) if any(path is not None for path in (png, svg, pdf)) else None
     made = _report(_subjects(given, names, control, steps, progress))
     if output is not None:

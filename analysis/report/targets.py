@@ -21,10 +21,16 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """A path as an absolute one. Raises StorageError for an address of another storage."""
+    """A path to write to, as an absolute one.
+
+    Raises StorageError for an address of another storage, and where the folder to write into does not exist: a typo makes none.
+    """
     if "://" in os.fspath(path):
         raise StorageError(f"{path}: reports and figures are written to a local folder; name one, and copy it there")
-    return Path(os.path.abspath(os.path.expanduser(path)))
+    target = Path(os.path.abspath(os.path.expanduser(path)))
+    if not target.parent.is_dir():
+        raise StorageError(f"{path}: there is no folder {target.parent}; make it first, or name another place")
+    return target
 
 
 @contextmanager

@@ -73,9 +73,6 @@ _PASSES_OF_SCORES = """
 _LOOK_EVERY_S = 0.1
 """Seconds after which a running query is asked again how far it has come."""
 
-_SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER"}
-"""DuckDB's names of the types that columns have which earlier releases did not write."""
-
 
 class Database:
     """Traces that are open for questions."""
@@ -261,11 +258,11 @@ class Database:
             part = []
             for lacking, entries in source.files_by_columns(spec.name).items():
                 urls = [self.files.add(f"{index}/{entry.relative}", entry.file) for entry in entries]
+                # DuckDB itself says what it calls the types of Arrow's columns.
+                types = self.connection.raw.from_arrow(_no_rows(spec.schema)).types if lacking else spec.columns
                 found = ", ".join(
-                    f'NULL::{_SQL_TYPES[column.type]} AS "{column.name}"'
-                    if column.name in lacking
-                    else f'"{column.name}"'
-                    for column in spec.columns
+                    f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
+                    for column, type in zip(spec.columns, types, strict=True)
                 )
                 if len(entries) > large_tables.MANY_FILES:
                     part.append(f"SELECT {columns} FROM {self._add_large(index, spec, entries, found)}")

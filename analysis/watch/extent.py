@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from ...schemas.layout import METRICS, SCORES, SEQUENCES
 from ...schemas.passes import REPLAY_PREFIX
+from ...schemas.tables import TABLES
 from ...tracer.snapshot import TableFile
 from ...tracer.verified_file import FileCursor
 from ..trace.source import Pair, Source
@@ -116,15 +117,16 @@ _COLUMNS = {
 def _sealed_rows(source: Source, table: str, entry: TableFile) -> pa.Table:
     columns = [name for name in _COLUMNS[table] if name not in entry.lacking]
     try:
-        return pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=columns)
+        rows = pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise source.unreadable(entry, error) from error
+    for name in set(_COLUMNS[table]) & set(entry.lacking):
+        rows = rows.append_column(name, pa.nulls(rows.num_rows, TABLES[table].schema.field(name).type))
+    return rows
 
 
 def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:
     """The rows of each step's newest attempt at training, and those of none."""
-    if "attempt" not in rows.column_names:
-        return rows
     wanted = pa.array([newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
     return rows.filter(pc.fill_null(pc.equal(rows["attempt"], wanted), True))
 

@@ -11,7 +11,7 @@ import pyarrow.dataset as ds
 from ...schemas.errors import CannotReplay, option
 from ...schemas.layout import HYPERPARAMETER, METRICS, SCORES, SEQUENCES
 from ...schemas.passes import CURRENT, TRAIN
-from ..recorded import RecordedRow, RecordedRun
+from ..recorded import RecordedRow, RecordedRun, assumed_versions
 from .update import LossRow, Update
 
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
@@ -83,7 +83,7 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
                 step_places=len({(row.writer, row.forward_id) for row in first.values()}),
                 own_ratio=_own_ratio(run, step, loss_pass),
                 metric_step=metric_steps[version],
-                notes=tuple(notes),
+                notes=(*notes, *assumed_versions([entry.row for entry in own])),
             )
         )
     return found

@@ -60,6 +60,8 @@ class Story:
     gap: Callable[[int], float] = ROUNDING
     """Standard deviation of train - rollout, nats."""
     lag: int = 0
+    says_version: bool = True
+    """Whether the trainer's pass says which weights scored."""
     rate: Callable[[int], float] = USUAL_RATE
     evaluation: Callable[[int], float] | None = None
     entropy: Callable[[int], float] = ONE
@@ -116,7 +118,12 @@ def record_step(recorder, story, step, chance):
         rollout = [np.minimum(one + chance.normal(0, story.gap(step), len(one)), 0.0) for one in train]
         recorder.add_scores("rollout", batch, logprobs=[one.tolist() for one in rollout])
     train = [one - story.apart(step) for one in train]
-    recorder.add_scores("train", batch, logprobs=[one.tolist() for one in train], policy_version=step - 1)
+    recorder.add_scores(
+        "train",
+        batch,
+        logprobs=[one.tolist() for one in train],
+        policy_version=step - 1 if story.says_version else None,
+    )
     metrics = {
         "learning_rate": story.rate(step),
         "grad_norm": 1.0 + 0.2 * chance.random(),
@@ -546,3 +553,11 @@ def test_a_learning_rate_that_rises_for_good_is_a_spike(tmp_path):
 def test_without_groups_steps_are_compared(tmp_path):
     story = dataclasses.replace(CAUSES["length"], groups=False)
     assert attribute(record(tmp_path / "run", story)).cause == "length"
+
+
+@pytest.mark.parametrize("says_version", [True, False])
+def test_that_no_weights_were_behind_is_declared_where_the_trainer_said_its_version(tmp_path, says_version):
+    story = Story(reward=FALLING, gap=drops(55, 1e-4, 0.3), says_version=says_version)
+    found = attribute(record(tmp_path / "run", story))
+    codes = {evidence.code for suspect in found.suspects for evidence in suspect.evidence}
+    assert any(code.startswith("declared_fresh") for code in codes) == says_version

@@ -1,16 +1,28 @@
 import json
+from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders import add_step, make_batch, make_trace
+from tim_trace.analysis.check.check import check
+from tim_trace.analysis.compact import compact
+from tim_trace.analysis.dynamics.series import read_series
+from tim_trace.analysis.gate.gate import gate
+from tim_trace.analysis.info import info
+from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.trace import large_tables
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.source import sums_file
-from tim_trace.schemas.tables import TABLES
+from tim_trace.analysis.verify import verify
+from tim_trace.analysis.watch.watcher import Watcher
+from tim_trace.schemas.tables import TABLES, Column
 from tim_trace.tracer import snapshot
 from tim_trace.tracer.parquet_file import write_checked
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.scored_passes import scored_passes
 
 
 def rows(path, query):
@@ -189,6 +201,112 @@ def test_the_first_format_version_stays_readable(trace_v1):
     wanted = json.loads((trace_v1.parent / "trace-v1.json").read_text())
     # Tokens were added up in another order by the release that wrote it: a unit in the last place.
     assert [list(row) for row in found] == [pytest.approx(row, rel=1e-15) for row in wanted["pair_steps"]]
+
+
+TYPES = {
+    "VARCHAR": pa.string(), "BIGINT": pa.int64(), "INTEGER": pa.int32(), "DOUBLE": pa.float64(), "FLOAT": pa.float32(),
+    "BOOLEAN": pa.bool_(), "UBIGINT": pa.uint64(), "TIMESTAMP WITH TIME ZONE": pa.timestamp("us", tz="UTC"),
+}  # fmt: skip
+TYPES |= {f"{name}[]": pa.list_(type) for name, type in TYPES.items()}
+TYPES |= {"MAP(VARCHAR, DOUBLE)": pa.map_(pa.string(), pa.float64())}
+"""DuckDB's name -> a type of Arrow that a column has, or may have one day."""
+ADDED = tuple(
+    Column(name=f"new_{place}", type=type, doc="a column of a later release")
+    for place, type in enumerate(TYPES.values())
+)
+
+
+def test_every_type_of_a_column_is_tried():
+    assert {column.type for table in TABLES.values() for column in table.columns} <= set(TYPES.values())
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """A later release, whose every table has a column more of every type."""
+    for name, table in TABLES.items():
+        monkeypatch.setitem(TABLES, name, replace(table, columns=(*table.columns[:-1], *ADDED, table.columns[-1])))
+
+
+def read_again(trace, tmp_path):
+    """Ask what an open, a view, each kind of verb and a merge make of a trace; what there is stays what it was."""
+    assert info(str(trace)).damaged == ()
+    database = Database(trace)
+    database.macros.define_all()
+    assert database.damaged == ()
+    counts = {name: database.ask(f"SELECT count(*) FROM {name}").rows[0][0] for name in TABLES}
+    for name in (*TABLES, *(f"all_{name}" for name in TABLES)):
+        described = {row["column_name"]: row["column_type"] for row in database.ask(f"DESCRIBE {name}").dicts()}
+        assert [described[column.name] for column in ADDED] == list(TYPES), name
+        known = " + ".join(f'count("{column.name}")' for column in ADDED)
+        assert database.ask(f"SELECT {known} FROM {name}").rows == [(0,)], name
+    steps = [{name: value for name, value in row.items() if name != "run"} for row in stats(trace, by="step").dicts()]
+    assert check(trace).pair == "train:rollout"
+    assert not gate(trace, fail_on=["tim.k3>9"]).fails
+    assert len(read_series(trace)["k3"].steps) == len(steps)
+    assert Watcher(trace).look().num_sequences == counts["sequences"]
+    assert "<html" in report(trace).html()
+    assert scored_passes(trace) == ["rollout", "train"]
+    assert verify(trace).damaged == ()
+    return counts, steps
+
+
+@pytest.mark.filterwarnings("error::tim_trace.schemas.errors.TimTraceWarning")
+@pytest.mark.parametrize("many_files", [large_tables.MANY_FILES, 0], ids=["few files", "large tables"])
+def test_a_column_of_a_later_release_of_any_type_leaves_the_oldest_trace_whole(
+    trace_v1, tmp_path, later, monkeypatch, many_files
+):
+    monkeypatch.setattr(large_tables, "MANY_FILES", many_files)
+    counts, steps = read_again(trace_v1, tmp_path)
+    expected = json.loads((trace_v1.parent / "trace-v1.json").read_text())["pair_steps"]
+    assert (counts["sequences"], counts["scores"]) == (6, 12)
+    assert [[row["step"], row["num_tokens"], pytest.approx(row["k3"])] for row in steps] == expected
+
+
+def test_a_journal_of_before_a_column_is_read_and_merged_with_it(tmp_path, monkeypatch):
+    sealed = make_trace(tmp_path / "sealed") and tmp_path / "sealed"
+    recorder = Recorder(tmp_path / "live")
+    for step in (1, 2):
+        add_step(recorder, step, make_batch(4, seed=step), seq_ids=list("abcd"))
+    recorder.flush()
+    for name, table in TABLES.items():
+        monkeypatch.setitem(TABLES, name, replace(table, columns=(*table.columns[:-1], *ADDED, table.columns[-1])))
+    assert read_again(tmp_path / "live", tmp_path)[0]["scores"] == 16
+    before = read_again(sealed, tmp_path)
+    compact(sealed, output=tmp_path / "merged")
+    assert read_again(tmp_path / "merged", tmp_path) == before
+    monkeypatch.undo()
+    recorder.close()
+
+
+def test_columns_that_are_never_null_are_those_of_the_first_release(trace_v1):
+    """A later one would be missing from every file before it."""
+    first = {
+        "sequences": {"step", "seq_id", "response_ids", "num_response_tokens", "writer"},
+        "scores": {"pass", "step", "seq_id", "iteration", "writer"},
+        "metrics": {"step", "name", "writer"},
+        "engine_weights": {"step", "policy_version", "tensor", "writer"},
+    }
+    first |= {f"eval_{name}": first[name] for name in ("sequences", "scores")}
+    assert {
+        name: {column.name for column in table.columns if not column.null} for name, table in TABLES.items()
+    } == first
+    for name in ("sequences", "scores", "metrics"):
+        (file,) = (trace_v1 / name).glob("*.parquet")
+        assert first[name] <= {*pq.read_schema(file).names}
+
+
+@pytest.mark.parametrize("column", ["logprobs", "seq_id"])
+def test_a_file_without_a_column_has_it_as_null_or_is_damaged_where_it_is_never_null(trace_v1, column):
+    (file,) = (trace_v1 / "scores").glob("*.parquet")
+    pq.write_table(pq.read_table(file).drop_columns([column]), file)
+    found = info(str(trace_v1)).damaged
+    if column == "seq_id":
+        assert "lacks the columns seq_id" in found[0]
+        return
+    assert found == ()
+    assert rows(trace_v1, "SELECT count(*), count(logprobs) FROM scores") == [(12, 0)]
+    assert scored_passes(trace_v1) == []
+    assert Watcher(trace_v1).look().num_sequences == 6
 
 
 def test_sums_of_an_earlier_release_are_passed_over_and_made_anew(trace_v1):

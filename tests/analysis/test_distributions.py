@@ -13,7 +13,7 @@ from tim_trace.analysis.distributions.summary import distributions
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
-from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, NothingToCompare
+from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, InvalidRecord, NothingToCompare
 from tim_trace.tracer.dense import Hidden, Logits, TopK
 from tim_trace.tracer.logits import top_k_with_tail
 from tim_trace.tracer.recorder import Recorder
@@ -186,7 +186,12 @@ def test_hidden_states_are_projected_by_the_weights_of_their_own_attempt(tmp_pat
             added = recorder.add_sequences(step=attempt, response_ids=[[1, 2, 3]], policy_version=0)
             recorder.add_contract("train", {"head": described})
             recorder.add_scores(
-                "train", added, logprobs=[[-1.0] * 3], distribution=Hidden(hidden=hidden), captured_rows=[0]
+                "train",
+                added,
+                logprobs=[[-1.0] * 3],
+                distribution=Hidden(hidden=hidden),
+                captured_rows=[0],
+                policy_version=0,
             )
             logits = hidden @ head.T
             recorder.add_scores(
@@ -254,3 +259,12 @@ def test_a_group_that_is_gone_is_named(tmp_path):
         ask(trace)
     with pytest.warns(DamageWarning), pytest.raises(DamagedTrace, match="is not there; scores name it"):
         distributions(trace)
+
+
+def test_hidden_states_of_unknown_weights_are_refused(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, response_ids=[[1, 2, 3]], policy_version=0)
+        given = {"logprobs": [[-1.0] * 3], "distribution": Hidden(hidden=torch.zeros(3, 4)), "captured_rows": [0]}
+        with pytest.raises(InvalidRecord, match="project hidden states; give policy_version"):
+            recorder.add_scores("train", added, **given)
+        recorder.add_scores("train", added, **given, policy_version=0)

@@ -500,3 +500,15 @@ def test_a_change_between_two_values_may_be_at_any_step_between_them():
     )  # the value of step 145 is the last before
     (change,) = change_points(named("reward", steps, values, ""))
     assert (change.low, change.step, change.high) == (146, 150, 150)
+
+
+def test_a_lag_is_of_passes_that_say_their_version(tmp_path):
+    for name, version in (("silent", None), ("said", 3)):
+        with Recorder(tmp_path / name) as recorder:
+            for step in (1, 2):
+                batch = recorder.add_sequences(step=step, response_ids=[[1, 2]], policy_version=2, reward=[1.0])
+                recorder.add_scores("rollout", batch, logprobs=[[-1.0, -1.0]])
+                recorder.add_scores("train", batch, logprobs=[[-1.0, -1.5]], policy_version=version)
+    silent, said = (read_series(tmp_path / name) for name in ("silent", "said"))
+    assert not {"policy_lag", "version_lag"} & silent.keys()
+    assert [said[name].values.tolist() for name in ("policy_lag", "version_lag")] == [[1.0, 1.0]] * 2

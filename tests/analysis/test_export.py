@@ -234,3 +234,15 @@ def test_a_trace_without_the_pair_still_has_its_sequences_and_its_log(tmp_path):
     (row,) = pq.read_table(tmp_path / "sequences.parquet").to_pylist()
     assert (row["response_ids"], row["d"]) == ([1, 2], None)
     assert not math.isnan(pq.read_table(tmp_path / "metrics.parquet").to_pylist()[0]["value"])
+
+
+def test_files_in_a_folder_that_is_not_there_are_refused_and_no_folder_is_made(tmp_path):
+    make_trace(tmp_path / "run")
+    for format in ("parquet", "jsonl", "tensorboard"):
+        done = tim_trace("export", tmp_path / "run", "--to", format, "-o", tmp_path / "missing" / "out")
+        assert done.code == 2
+        assert f"there is no folder {tmp_path / 'missing'}; make it first" in done.stderr
+    assert not (tmp_path / "missing").exists()
+    assert (
+        tim_trace("export", tmp_path / "run", "--to", "jsonl", "-o", tmp_path / "out").code == 0
+    )  # its own folder is made

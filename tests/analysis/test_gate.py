@@ -369,6 +369,49 @@ def test_nan_never_passes(tmp_path):
     assert (below.fails, above.fails, below.verdict) == (True, True, "failed")
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", ["train", "rollout"])
+def test_a_gate_does_not_pass_where_its_number_leaves_a_token_out(tmp_path, side, value):
+    given = {"train": [[-1.0] * 4 for _ in range(12)], "rollout": [[-1.0] * 4 for _ in range(12)]}
+    given[side][3][2] = value
+    with Recorder(tmp_path / "run") as recorder:
+        recorder._checks_logprobs = False  # as a framework's hook: an infinity above 0 is a finding there
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1]] * 12, response_ids=[[2] * 4] * 12)
+        for name, logprobs in given.items():
+            recorder.add_scores(name, batch, logprobs=logprobs)
+    what = "1 are NaN" if math.isnan(value) else "1 are infinite"
+    found = judged(tmp_path / "run", "tim.k3>1e-3", "tim.p99_abs_d>1", "tim.k3<1", "tim.num_nan>1")
+    assert [(each.verdict, each.fails) for each in found] == [
+        ("cannot tell", True), ("cannot tell", True), ("failed", True), ("passed", False),
+    ]  # fmt: skip
+    for each in found[:3]:
+        assert each.how.startswith(f"of 48 tokens that count {what}: the number leaves them out; ")
+    assert tim_trace("gate", tmp_path / "run", "--fail-on", "tim.k3>1e-3").code == 1
+
+
+def test_a_token_outside_the_loss_leaves_nothing_out(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(
+            step=1, prompt_ids=[[1]] * 9, response_ids=[[2] * 3] * 9, response_mask=[[True, True, False]] * 9
+        )
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0, -1.0, math.nan]] * 9)
+        recorder.add_scores("train", batch, logprobs=[[-1.0, -1.0, None]] * 9)
+    (verdict,) = judged(tmp_path / "run", "tim.k3>1e-3")
+    assert (verdict.verdict, verdict.fails) == ("passed", False)
+
+
+@pytest.mark.parametrize(("num_null", "passes"), [(2, True), (3, False)])
+def test_a_gate_does_not_pass_where_most_tokens_have_no_logprob(tmp_path, num_null, passes):
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1]] * 9, response_ids=[[2] * 4] * 9)
+        recorder.add_scores("rollout", batch, logprobs=[[None] * num_null + [-1.0] * (4 - num_null)] * 9)
+        recorder.add_scores("train", batch, logprobs=[[-1.0] * 4] * 9)
+    for condition in ("tim.k3>1e-3", "verl.k3_kl>1e-3"):
+        (verdict,) = judged(tmp_path / "run", condition)
+        assert (not verdict.fails) == passes
+        assert ("27 have no logprob of both passes" in verdict.how) == (not passes)
+
+
 def test_what_the_trace_has_no_value_of_is_said(tmp_path):
     run = record(tmp_path / "run", [[0.5]])
     # One token has no correlation.
@@ -429,3 +472,12 @@ def test_the_exit_code_goes_by_the_value(noisy):
     assert told["verdict"] == "passed"
     assert told["low"] < told["value"] < told["high"]
     assert tim_trace("gate", noisy).code == 2
+
+
+@pytest.mark.parametrize("option", ["--junit", "--summary"])
+def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read(tmp_path, option):
+    make_trace(tmp_path / "run")
+    done = tim_trace("gate", tmp_path / "run", "--fail-on", "tim.k3>9", option, tmp_path / "missing" / "gate.xml")
+    assert done.code == 2
+    assert f"there is no folder {tmp_path / 'missing'}" in done.stderr
+    assert not (tmp_path / "missing").exists()

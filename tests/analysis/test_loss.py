@@ -14,8 +14,10 @@ from tim_trace.analysis.statistics.loss import (
     log_weight,
     sql_options,
 )
-from tim_trace.analysis.trace.database import sql_file
+from tim_trace.analysis.trace.database import connect, sql_file
 from tim_trace.schemas.loss import CORRECTIONS, KINDS, SEQUENCE_SUM, TOKEN, VESPO, Loss
+from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.rows import Forward
 
 SHARES = st.floats(0.0, 0.9)
 BOUNDS = st.floats(0.5, 4.0)
@@ -93,3 +95,31 @@ def test_a_clipped_token_keeps_its_gradient_under_cispo_alone():
     assert has_gradient(cispo, ratio, advantage).tolist() == [True, True, False]
     assert is_clipped(Loss(), ratio, advantage).tolist() == [True, False, False]
     assert has_gradient(Loss(), ratio, advantage).tolist() == [False, True, False]
+
+
+def test_a_ratio_of_a_whole_sequence_is_of_one_inner_iteration(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, response_ids=[[1, 2]], advantage=[1.0])
+        recorder.add_scores("rollout", added, logprobs=[[-1.0, -1.0]])
+        recorder.add_scores("train", added, logprobs=[[-1.0, -1.0]])
+        for now in ([-1.0, -1.0], [-0.5, -0.75]):
+            recorder.add_scores("current", added, logprobs=[now])
+    query = """
+        SELECT iteration, ratio_used FROM objective_tokens('train', 'rollout', 'current', level := 'sequence_sum')
+        ORDER BY iteration, position
+    """
+    found = connect(tmp_path / "run").execute(query).fetchall()
+    assert found == [(0, 1.0), (0, 1.0), (1, pytest.approx(np.exp(0.75))), (1, pytest.approx(np.exp(0.75)))]
+
+
+def test_forwards_of_two_ranks_with_one_number_are_two_forwards(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, tokens in enumerate((2, 3)):
+        monkeypatch.setenv("RANK", str(rank))
+        with Recorder(tmp_path / "run", join=True) as recorder:
+            added = recorder.add_sequences(step=1, seq_ids=[str(rank)], response_ids=[[1] * tokens], advantage=[1.0])
+            one = np.zeros(1, np.int32)
+            forward = Forward(ids=np.zeros(1, np.int64), places=one, rows=one + 1, pad_left=one, pad_right=one)
+            recorder.add_scores("current", added, logprobs=[[-1.0] * tokens], forward=forward)
+    query = "SELECT seq_id, share FROM loss_shares('current', aggregation := 'micro_token_mean') ORDER BY seq_id"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [("0", 1 / 2 / 2), ("1", 1 / 3 / 2)]

@@ -95,3 +95,29 @@ def test_it_comes_before_a_reward_that_no_longer_tells(tmp_path):
     silent = SilentChange(suspects=(Suspect(code="reward", evidence=()),), step=20, low=19, high=21)
     told = story_of_run(replace(found, silent=silent), None)
     assert told.startswith("loss is NaN or infinite from step 30 to the end, and no fall is seen before;")
+
+
+def test_logprobs_that_are_no_number_sound_in_every_verb_that_names_alarms(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 7):
+            batch = recorder.add_sequences(
+                step=step, response_ids=[[1, 2, 3]] * 4, reward=[0.0, 1.0, 0.0, 1.0], response_mask=[[1, 1, 0]] * 4
+            )
+            recorder.add_scores("rollout", batch, logprobs=[[-1.0, -1.0, np.nan]] * 4)
+            lost = {
+                3: [[np.nan, -1.0, -1.0]] * 4,
+                4: [[-np.inf, np.nan, -1.0]] + [[-1.0] * 3] * 3,
+                5: [[np.nan] * 3] * 4,
+            }
+            recorder.add_scores("train", batch, logprobs=lost.get(step, [[-1.0] * 3] * 4))
+    watched = Watcher(tmp_path / "run").look().alarms.raised
+    diagnosed = diagnose(tmp_path / "run").alarms.raised
+    for raised in (watched, diagnosed):
+        (alarm,) = (each for each in raised if each.alarm.metric == "num_not_finite")
+        assert (alarm.first_step, alarm.last_step, alarm.num_steps, alarm.still) == (3, 5, 3, False)
+        assert (alarm.own, alarm.worst_step, alarm.first_value) == (8.0, 5, 4.0)
+
+
+def test_a_run_of_numbers_alone_has_no_such_alarm(tmp_path):
+    found = Watcher(recorded(tmp_path / "run")).look().alarms
+    assert "num_not_finite" not in {each.alarm.metric for each in found.judged}

@@ -421,3 +421,15 @@ def test_steps_with_a_norm_that_is_no_number_are_named(tmp_path):
             recorder.add_metrics(step, {"grad_norm": float("nan") if step in (7, 9) else 1.0 + step})
     (norm,) = report(tmp_path / "run").run
     assert norm.remark == "NaN or infinite at steps 7, 9."
+
+
+@pytest.mark.parametrize(
+    "options", [["-o", "{}/a.html"], ["--svg", "{}/figures"], ["--pdf", "{}/a.pdf"], ["--png", "{}/figures"]]
+)
+def test_a_page_or_figures_in_a_folder_that_is_not_there_are_refused_and_no_folder_is_made(tmp_path, options):
+    make_trace(tmp_path / "run")
+    missing = tmp_path / "missing"
+    done = command("report", tmp_path / "run", *(word.format(missing) for word in options))
+    assert (done.code, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert f"there is no folder {missing}; make it first, or name another place" in done.stderr
+    assert not missing.exists()

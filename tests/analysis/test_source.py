@@ -14,6 +14,7 @@ from builders import add_step, as_first_format, make_batch, make_trace, tim_trac
 from click.testing import CliRunner
 from shared import rest_slow
 from tim_trace.analysis.info import info
+from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.trace.source import open_source
 from tim_trace.cli import main
@@ -392,3 +393,32 @@ def flip_page(file, column):
     page = slice(chunk.data_page_offset, chunk.data_page_offset + min(300, chunk.total_compressed_size))
     content[page] = bytes(byte ^ 0xFF for byte in content[page])
     file.write_bytes(content)
+
+
+@pytest.mark.parametrize("is_first_format", [False, True])
+def test_a_journal_that_was_sealed_and_not_yet_removed_counts_once(tmp_path, is_first_format):
+    path = tmp_path / "run"
+    recorder = Recorder(path)
+    add_step(recorder, 1, make_batch(4))
+    recorder.flush()
+    shutil.copytree(path / "journal", tmp_path / "journal")
+    recorder.close()
+    shutil.copytree(tmp_path / "journal", path / "journal", dirs_exist_ok=True)  # the process died before it removed it
+    if is_first_format:
+        as_first_format(path)
+    source = open_source(str(path))
+    assert (source.journals, source.damaged, source.snapshot.ignored) == ({}, [], [])
+    query = "SELECT (SELECT count(*) FROM sequences), (SELECT count(*) FROM scores)"
+    assert connect(path).execute(query).fetchall() == [(4, 8)]
+
+
+def test_sums_of_a_finished_trace_do_not_serve_one_that_has_rows_in_a_journal(tmp_path):
+    path = tmp_path / "run"
+    with Recorder(path) as recorder:
+        add_step(recorder, 1, make_batch(4, seed=1))
+    stats(path)
+    with Recorder(path, resume=True) as recorder:
+        add_step(recorder, 2, make_batch(4, seed=2))
+        recorder.flush()
+        assert [row["step"] for row in stats(path, by="step").dicts()] == [1, 2]
+        assert stats(path).dicts()[0]["num_sequences"] == 8

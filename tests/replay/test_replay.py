@@ -22,7 +22,7 @@ from tim_trace.replay.arm_pass import ArmPass
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.engine import replay
 from tim_trace.replay.hf_scorer import HfScorer
-from tim_trace.replay.recorded import RecordedRun
+from tim_trace.replay.recorded import RecordedRun, assumed_versions
 from tim_trace.replay.results import by_arm
 from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
 from tim_trace.tracer.recorder import Recorder
@@ -231,7 +231,7 @@ def test_double_precision_does_not_depend_on_the_batch():
     assert np.abs(single - single_alone).max() > 1e-13
 
 
-def record_a_loop(path):
+def record_a_loop(path, off=0.0, policy_version=None):
     """A loop of one's own: a model, its logprobs by a plain forward of one row, and its weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -246,14 +246,14 @@ def record_a_loop(path):
     for prompt, response in zip(prompts, responses, strict=True):
         with torch.no_grad():
             table = torch.log_softmax(model(torch.tensor([prompt + response])).logits[0], -1)
-        logprobs.append([float(table[len(prompt) - 1 + i, token]) for i, token in enumerate(response)])
+        logprobs.append([float(table[len(prompt) - 1 + i, token]) - off for i, token in enumerate(response)])
     with Recorder(path) as recorder:
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         recorder.describe(model={"class": name, "config": config.to_dict()})
         recorder.add_contract("train", {"engine": "mine", "dtype": "float32"})
         recorder.add_weights(0, model.state_dict())
         batch = recorder.add_sequences(step=1, prompt_ids=prompts, response_ids=responses, policy_version=0)
-        recorder.add_scores("train", batch, logprobs=logprobs)
+        recorder.add_scores("train", batch, logprobs=logprobs, policy_version=policy_version)
 
 
 def test_a_loop_of_one_s_own_can_be_replayed(tmp_path):
@@ -262,6 +262,24 @@ def test_a_loop_of_one_s_own_can_be_replayed(tmp_path):
     assert (identity.arm, double.arm) == ("as-recorded", "fp64")
     assert identity.max_abs_d < 1e-6
     assert double.max_abs_d < 1e-6
+
+
+def test_weights_that_no_pass_named_are_assumed_and_said(tmp_path):
+    record_a_loop(tmp_path / "run")
+    (row, *_) = (run := RecordedRun(str(tmp_path / "run"))).step(1)
+    assert (row.policy_version, row.version_assumed) == (0, "that of the weights that sampled")
+    assert assumed_versions(run.step(1)) == ["policy version: not recorded, now 0, that of the weights that sampled"]
+    record_a_loop(tmp_path / "other", off=0.5)
+    (identity,) = replay(tmp_path / "other")
+    assert not identity.identity_held
+    assert "policy version: not recorded, now 0, that of the weights that sampled" in identity.differs
+
+
+def test_a_version_that_a_pass_named_is_not_assumed(tmp_path):
+    record_a_loop(tmp_path / "run", off=0.5, policy_version=0)
+    assert assumed_versions(RecordedRun(str(tmp_path / "run")).step(1)) == []
+    (identity,) = replay(tmp_path / "run")
+    assert not any("policy version" in reason for reason in identity.differs)
 
 
 FACTORY = """

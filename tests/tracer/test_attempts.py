@@ -15,6 +15,7 @@ from tim_trace.analysis.check.text import note_text
 from tim_trace.analysis.info import info
 from tim_trace.analysis.info_text import info_text
 from tim_trace.analysis.report.report import report
+from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
 from tim_trace.cli import main
 from tim_trace.schemas.manifest import Manifest
@@ -369,3 +370,47 @@ def test_a_driver_without_a_rank_and_its_workers_are_one_attempt(ranks):
     _, begin = ranks
     assert begin(None, "first") == 1  # it ended before it had workers
     assert [begin(None, "again"), begin(0, "again"), begin(1, "again")] == [2, 2, 2]
+
+
+def test_metrics_of_a_later_attempt_hide_no_sequences_of_a_step_that_it_did_not_make(tmp_path):
+    path = tmp_path / "run"
+    with Recorder(path) as recorder:
+        for step in (1, 2):
+            add(recorder, 1, step)
+    with Recorder(path, resume=True) as recorder:
+        recorder.add_metrics(2, {"loss": 7.0})  # logged again before the first step of its own
+        add(recorder, 2, 3)
+    found = (
+        connect(path)
+        .execute("SELECT step, count(*), max(attempt) FROM sequences GROUP BY step ORDER BY step")
+        .fetchall()
+    )
+    assert found == [(1, ROWS, 1), (2, ROWS, 1), (3, ROWS, 2)]
+    assert connect(path).execute("SELECT count(*) FROM scores WHERE step = 2").fetchall() == [(2 * ROWS,)]
+
+
+def test_a_rank_that_starts_after_another_has_ended_is_of_the_same_attempt(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        with Recorder(tmp_path / "run", join=True) as recorder:
+            add_step(recorder, 1, make_batch(2, seed=rank), seq_ids=[f"{rank}-{row}" for row in range(2)])
+    assert connect(tmp_path / "run").execute("SELECT DISTINCT attempt FROM sequences").fetchall() == [(1,)]
+    assert connect(tmp_path / "run").execute("SELECT count(*) FROM sequences").fetchall() == [(4,)]
+
+
+def test_sums_of_an_earlier_attempt_do_not_serve(tmp_path):
+    path = tmp_path / "run"
+    with Recorder(path) as recorder:
+        add(recorder, 1, 5)
+    stats(path)
+    with Recorder(path, resume=True) as recorder:
+        add(recorder, 2, 5)
+    with Recorder(tmp_path / "plain") as recorder:
+        add(recorder, 2, 5)
+    for by in ("run", "step"):
+        found, wanted = (
+            [{key: value for key, value in row.items() if key != "run"} for row in stats(trace, by=by).dicts()]
+            for trace in (path, tmp_path / "plain")
+        )
+        assert found == wanted

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import duckdb
 import numpy as np
@@ -23,7 +24,7 @@ from tim_trace.schemas.errors import DamagedTrace, TraceExists
 from tim_trace.schemas.layout import TABLES
 from tim_trace.tracer.compaction import buckets, parts
 from tim_trace.tracer.compaction.elsewhere import merge_to
-from tim_trace.tracer.compaction.merge import merge
+from tim_trace.tracer.compaction.merge import _units, merge
 from tim_trace.tracer.index import read_index
 from tim_trace.tracer.progress import no_progress
 from tim_trace.tracer.recorder import Recorder
@@ -147,6 +148,37 @@ def test_whenever_it_is_killed_every_answer_stays_and_the_next_call_goes_on(tmp_
         shutil.rmtree(trace.parent)
         points += 1
     assert points > 20
+
+
+def test_a_unit_of_a_cluster_has_the_bytes_of_its_own_steps():
+    tokens = np.array([100.0, 1400.0, 1400.0, 100.0, 700.0, 1400.0])
+    part = parts.Part(SimpleNamespace(relative="x"), 0, np.arange(1, 7), tokens, int(tokens.sum()))
+    units = list(_units("scores", [part], 1500))
+    assert len(units) > 2
+    assert [unit.num_bytes for unit in units] == [pytest.approx(unit.parts[0][3].sum()) for unit in units]
+
+
+def test_merged_files_beside_those_that_they_replace_count_once(tmp_path, monkeypatch):
+    trace = make_run(tmp_path / "run", writers=2, steps=2)
+    before, unlink = rows_of(trace), os.unlink
+
+    class Killed(BaseException):
+        pass
+
+    def killed(path, *arguments, **options):
+        if str(path).endswith(".parquet"):
+            raise Killed
+        unlink(path, *arguments, **options)
+
+    num_files = len(sealed_files(trace))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", killed)
+        with pytest.raises(Killed):
+            compact(trace)
+    assert len(sealed_files(trace)) > num_files
+    assert rows_of(trace) == before
+    compact(trace)
+    assert rows_of(trace) == before
 
 
 @pytest.mark.slow

@@ -98,6 +98,18 @@ def test_an_evaluation_may_have_the_names_and_steps_of_training(tmp_path):
     assert info(str(tmp_path / "run")).num_sequences == 1
 
 
+def test_scores_of_an_evaluation_are_its_own_and_have_no_contract_of_training(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_contract("train", {"engine": "mine"})
+        added = recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
+        recorder.add_scores("train", added, logprobs=[[-1.0]])
+        evaluated = recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]], split="eval")
+        recorder.add_scores("train", evaluated, logprobs=[[-2.0]])
+    query = "SELECT logprobs, contract IS NULL FROM {}scores"
+    assert rows(tmp_path / "run", query.format("")) == [([-1.0], False)]
+    assert rows(tmp_path / "run", query.format("eval_")) == [([-2.0], True)]
+
+
 def logged(run, name):
     return {row["step"]: row[name] for row in run.result["history"] if row.get(name) is not None}
 

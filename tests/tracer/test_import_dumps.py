@@ -104,6 +104,38 @@ def test_a_batch_of_verl_with_another_mask_is_refused(tmp_path):
         import_verl(tmp_path, {**tensors, "old_log_probs": tensors["old_log_probs"][:, 1:]})
 
 
+def test_the_step_of_a_batch_of_verl_is_the_folder_it_lies_in(tmp_path):
+    dumps.write_verl(tmp_path / "run" / "12", make_steps(5, 6))
+    for meta in (tmp_path / "run").rglob("meta.json"):
+        meta.unlink()
+    import_dump("verl", tmp_path / "run", output=tmp_path / "trace")
+    assert connect(tmp_path / "trace").execute("SELECT DISTINCT step FROM sequences ORDER BY 1").fetchall() == [
+        (5,),
+        (6,),
+    ]
+
+
+def test_rewards_of_verl_count_where_the_response_has_a_token(tmp_path):
+    samples = make_samples(1)
+    tensors = dumps.verl_tensors(samples)
+    scores = torch.zeros_like(tensors["token_level_scores"])
+    width = tensors["responses"].shape[1]
+    there = tensors["attention_mask"][:, -width:].bool()
+    assert not there.all()
+    scores[~there[:, -1], -1] = 100.0  # one cell of padding
+    wanted = []
+    for row, sample in enumerate(samples):
+        masked = np.flatnonzero(~sample.mask)
+        scores[row, masked] = 0.25  # tool output: it is of the response, though no loss is taken of it
+        scores[row, len(sample.response) - 1] += 1.0 + row
+        wanted.append((str(row), 1.0 + row + 0.25 * len(masked)))
+    row = int((~there).sum(axis=1).argmax())
+    scores[row, there[row]] = 0.0  # nothing but what lies in the padding
+    wanted[row] = (str(row), 0.0)
+    trace = import_verl(tmp_path, {**tensors, "token_level_scores": scores}).folder
+    assert connect(trace).execute("SELECT seq_id, reward FROM sequences ORDER BY seq_id::INT").fetchall() == wanted
+
+
 def import_verl(tmp_path, tensors):
     folder = tmp_path / "other"
     shutil.rmtree(folder, ignore_errors=True)
@@ -174,6 +206,14 @@ def test_slime_joins_rollouts_and_what_the_trainer_made_of_them(tmp_path):
         connect(tmp_path / "run").execute('SELECT DISTINCT "pass", policy_version FROM scores ORDER BY 1').fetchall()
     )
     assert versions == [("reference", None), ("rollout", 4), ("train", None)]  # nothing says the trainer's version
+
+
+def test_the_newest_weights_that_sampled_a_response_of_slime_are_its_version(tmp_path, monkeypatch):
+    sample = dumps.rollout_sample
+    monkeypatch.setattr(dumps, "rollout_sample", lambda s: sample(s, weight_versions=["10", "9", "8"]))
+    dumps.write_rollouts(tmp_path / "dump", make_steps(1))
+    import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+    assert connect(tmp_path / "run").execute("SELECT DISTINCT policy_version FROM sequences").fetchall() == [(10,)]
 
 
 def test_slime_without_all_shards_is_refused(tmp_path):

@@ -74,7 +74,8 @@ def test_every_column_comes_in(tmp_path, name):
     assert scores == {"rollout": [-0.5, None, -1.25], **float32}
     entropies = connection.execute('SELECT "pass", entropy FROM scores WHERE entropy IS NOT NULL').fetchall()
     assert entropies == [("train", ROW["entropy"])]
-    assert connection.execute("SELECT DISTINCT policy_version FROM scores").fetchall() == [(2,)]
+    query = "SELECT DISTINCT \"pass\" = 'rollout', policy_version FROM scores ORDER BY ALL"
+    assert connection.execute(query).fetchall() == [(False, None), (True, 2)]
 
 
 @pytest.mark.slow
@@ -593,3 +594,33 @@ def test_a_trace_of_one_pass_is_a_trace(tmp_path):
     shown = tim_trace("stats", tmp_path / "run")
     assert shown.code == 2
     assert "the only pass with logprobs is 'rollout'" in shown.stderr
+
+
+def test_rows_with_and_without_a_mask_of_one_step_keep_their_own(tmp_path):
+    rows = [
+        {**ROW, "seq_id": str(place), "rollout_logprobs": [-0.5, -1.0, -1.25], "response_mask": mask, "policy_version": place}
+        for place, mask in enumerate(([True, False, True], None, [True] * 3, None))
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    import_parquet(tmp_path / "rows.parquet", output=tmp_path / "run")
+    query = "SELECT seq_id, response_mask, policy_version FROM sequences ORDER BY seq_id"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [
+        ("0", [True, False, True], 0), ("1", None, 1), ("2", [True] * 3, 2), ("3", None, 3),
+    ]  # fmt: skip
+    (num_tokens,) = (
+        connect(tmp_path / "run").execute("SELECT sum(num_tokens) FROM pair_sequences('train', 'rollout')").fetchone()
+    )
+    assert num_tokens == 11
+
+
+def test_passes_that_have_some_rows_have_the_versions_of_these(tmp_path):
+    rows = [
+        {**ROW, "seq_id": str(place), "policy_version": place, "rollout_logprobs": None if place % 2 == 0 else ROW["rollout_logprobs"]}
+        for place in range(4)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    import_parquet(tmp_path / "rows.parquet", output=tmp_path / "run")
+    query = "SELECT seq_id, policy_version FROM scores WHERE pass = 'rollout' ORDER BY ALL"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [("1", 1), ("3", 3)]
+    query = "SELECT count(policy_version) FROM scores WHERE pass = 'train'"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [(0,)]  # nobody said which weights these were

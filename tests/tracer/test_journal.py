@@ -68,6 +68,52 @@ def test_records_are_read_in_the_order_in_which_they_were_written_alone(tmp_path
     assert found.damage is not None
 
 
+@pytest.mark.parametrize("record", [0, 1, 2])
+@pytest.mark.parametrize("close", [True, False])
+def test_a_damaged_length_before_the_last_record_is_damage_and_no_torn_end(tmp_path, record, close):
+    batches = [make_batch(i) for i in range(4)]
+    path, ends = write(tmp_path, batches, close)
+    content = bytearray(path.read_bytes())
+    content[ends[record] + 4 : ends[record] + 8] = (1 << 30).to_bytes(4, "little")  # longer than the file
+    path.write_bytes(content)
+    found = read_journal(Store(tmp_path), SEGMENT, "scores")
+    assert (list(found.batches), found.torn_bytes) == (batches[:record], 0)
+    assert "its length differs" in found.damage
+
+
+def test_a_damaged_byte_of_the_last_but_one_record_is_damage(tmp_path):
+    batches = [make_batch(i) for i in range(3)]
+    path, ends = write(tmp_path, batches, close=False)
+    whole = path.read_bytes()
+    for place in range(ends[1], ends[2]):
+        content = bytearray(whole)
+        content[place] ^= 0x40
+        path.write_bytes(content)
+        found = read_journal(Store(tmp_path), SEGMENT, "scores")
+        assert (list(found.batches), found.torn_bytes, found.damage is None) == (batches[:1], 0, False), place
+
+
+def test_bytes_after_the_end_of_a_journal_are_damage(tmp_path):
+    path, _ = write(tmp_path, [make_batch(0)])
+    assert read_journal(Store(tmp_path), SEGMENT, "scores").damage is None
+    path.write_bytes(path.read_bytes() + b"more")
+    found = read_journal(Store(tmp_path), SEGMENT, "scores")
+    assert list(found.batches) == [make_batch(0)]
+    assert "4 bytes follow the end of the stream" in found.damage
+
+
+def test_rows_that_no_writer_gives_are_damage_though_their_checksum_fits(tmp_path):
+    offsets = pa.array([0, 9, 1], pa.int32())  # beyond the values, and back
+    wrong = pa.ListArray.from_buffers(
+        pa.list_(pa.float32()), 2, [None, offsets.buffers()[1]], children=[pa.array([0.5], pa.float32())]
+    )
+    write(tmp_path, [make_batch(0), pa.record_batch([pa.array([1, 2]), wrong], schema=SCHEMA)])
+    found = read_journal(Store(tmp_path), SEGMENT, "scores")
+    is_damaged = found.damage is not None  # a failing assert would print rows that Arrow cannot
+    assert is_damaged
+    assert list(found.batches) == [make_batch(0)]
+
+
 def test_foreign_bytes_are_no_records(tmp_path):
     path, _ = write(tmp_path, [make_batch(0)])
     path.write_bytes(b"this is not Arrow, and long enough to be taken for a header")

@@ -148,3 +148,14 @@ def test_rows_that_are_alike_are_refused_as_each_is(rows, dtype, monkeypatch):
     with pytest.raises(InvalidRecord) as plain:
         flatten(rows, dtype, None, "rows")
     assert str(fast.value) == str(plain.value)
+
+
+@pytest.mark.parametrize("width", [8, 2048])
+def test_some_rows_of_padding_have_their_own_tokens_in_their_own_order(width):
+    mask = np.zeros((4, width), bool)
+    for row, (start, length) in enumerate([(0, 3), (width - 2, 2), (1, width - 1), (4, 0)]):
+        mask[row, start : start + length] = True
+    cells = np.arange(4 * width).reshape(4, width)
+    for rows in ([2, 0], [3, 1], [1, 2, 0]):
+        taken = Padding.of(mask).take(np.array(rows))
+        assert taken.flatten(cells[rows]).tolist() == [cell for row in rows for cell in cells[row][mask[row]].tolist()]

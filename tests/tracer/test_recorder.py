@@ -8,7 +8,9 @@ import torch
 from builders import add_step, make_batch
 from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.errors import InvalidRecord, StorageError, TraceExists
+from tim_trace.tracer.dense import Logits
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.routing import Routing
 from tim_trace.tracer.rows import Forward
 
 
@@ -148,6 +150,77 @@ def test_places_that_a_pass_did_not_score_are_null(tmp_path):
     assert logprobs_of(tmp_path / "run", "rollout") == {("a", 0): [-1.0, None, -2.0]}
 
 
+def test_a_logprob_of_none_stays_null_wherever_the_mask_is(tmp_path):
+    given = [[-1.0, None, None, -2.0], [None]]
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, seq_ids="ab", response_ids=[[1, 2, 3, 4], [5]])
+        for name, mask in (
+            ("rollout", [[1, 1, 0, 0], [1]]),
+            ("train", [[1, 1, 1, 1], [1]]),
+            ("current", [[0] * 4, [0]]),
+        ):
+            recorder.add_scores(name, added, logprobs=given, entropy=[[0.5, None, 0.5, None], [0.25]], scored_mask=mask)
+    assert logprobs_of(tmp_path / "run", "rollout") == {("a", 0): [-1.0, None, None, None], ("b", 0): [None]}
+    assert logprobs_of(tmp_path / "run", "train") == {("a", 0): given[0], ("b", 0): [None]}
+    assert logprobs_of(tmp_path / "run", "current") == {("a", 0): [None] * 4, ("b", 0): [None]}
+    query = "SELECT entropy FROM scores WHERE pass = 'rollout' ORDER BY seq_id"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [([0.5, None, None, None],), ([0.25],)]
+
+
+VERSIONS = 'SELECT "pass", seq_id, policy_version FROM scores ORDER BY ALL'
+
+
+def test_chosen_rows_keep_their_own_policy_versions(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(
+            step=1, seq_ids="abcd", response_ids=[[1]] * 4, policy_version=torch.tensor([7, 8, 9, 10])
+        )
+        recorder.add_scores("rollout", added, rows=[3, 1], logprobs=[[-1.0]] * 2)
+        recorder.add_scores("rollout", added, rows=[0], logprobs=[[-1.0]])
+        recorder.add_scores("train", added, rows=[2, 0], logprobs=[[-1.0]] * 2, policy_version=[12, 11])
+    assert connect(tmp_path / "run").execute(VERSIONS).fetchall() == [
+        ("rollout", "a", 7), ("rollout", "b", 8), ("rollout", "d", 10), ("train", "a", 11), ("train", "c", 12),
+    ]  # fmt: skip
+
+
+def test_a_pass_that_does_not_say_its_version_has_none(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, seq_ids="a", response_ids=[[1]], policy_version=7)
+        for name in ("rollout", "train", "current", "reference"):
+            recorder.add_scores(name, added, logprobs=[[-1.0]])
+    assert connect(tmp_path / "run").execute(VERSIONS).fetchall() == [
+        ("current", "a", None), ("reference", "a", None), ("rollout", "a", 7), ("train", "a", None),
+    ]  # fmt: skip
+
+
+def test_a_place_that_was_not_scored_may_hold_anything(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, seq_ids="ab", response_ids=[[1, 2], [3]])
+        recorder.add_scores("train", added, logprobs=[[5.0, -1.0], [-2.0]], scored_mask=[[0, 1], [1]])
+    assert logprobs_of(tmp_path / "run") == {("a", 0): [None, -1.0], ("b", 0): [-2.0]}
+
+
+def test_rows_that_come_out_of_order_keep_their_distributions_and_router_choices(tmp_path):
+    prompts, lengths = [1, 4, 2], [2, 3, 1]
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(
+            step=1, seq_ids="abc", prompt_ids=[[1] * n for n in prompts], response_ids=[[2] * n for n in lengths]
+        )
+        for rows, captured in (([2, 0], [0]), ([1], [1])):
+            tokens = sum(prompts[row] + lengths[row] for row in rows)
+            recorder.add_scores(
+                "train", added, rows=rows, logprobs=[[-1.0] * lengths[row] for row in rows], captured_rows=captured,
+                distribution=Logits(logits=torch.zeros(sum(lengths[row] for row in captured), 3)),
+                routing=Routing(expert_ids=np.zeros((tokens, 1, 1), np.int64)),
+            )  # fmt: skip
+    found = (
+        connect(tmp_path / "run")
+        .execute("SELECT seq_id, dense_start, routing_start FROM scores ORDER BY ALL")
+        .fetchall()
+    )
+    assert found == [("a", 0, 3), ("b", 2, 6), ("c", None, 0)]
+
+
 def test_who_was_forwarded_together_is_recorded(tmp_path):
     forward = Forward(
         ids=np.array([7, 7, 8]), places=np.array([0, 1, 0], np.int32), rows=np.array([2, 2, 1], np.int32),
@@ -239,6 +312,15 @@ def test_a_name_that_comes_twice_in_a_step_is_refused_and_in_another_step_not(tm
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
         with pytest.raises(InvalidRecord, match="step 1, sequence 'a': comes a second time"):
+            recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
+        recorder.add_sequences(step=2, seq_ids=["a"], response_ids=[[1]])
+
+
+def test_a_name_of_an_earlier_call_is_refused_as_long_as_its_step_lasts(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for name in "ab":
+            recorder.add_sequences(step=1, seq_ids=[name], response_ids=[[1]])
+        with pytest.raises(InvalidRecord, match="'a': comes a second time"):
             recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
         recorder.add_sequences(step=2, seq_ids=["a"], response_ids=[[1]])
 

@@ -232,7 +232,7 @@ class _Job:
     ) -> RowImport:
         """Where rows are recorded to."""
         return RowImport(
-            folder, self.format.name, self.folder.url, selection=self.selection, one_version=False, ordered=ordered,
+            folder, self.format.name, self.folder.url, selection=self.selection, ordered=ordered,
             zero_lists=zero_lists, num_before=num_before,
         )  # fmt: skip
 

@@ -100,7 +100,6 @@ class RowImport:
         path: str,
         *,
         selection: Selection = EVERYTHING,
-        one_version: bool = True,
         ordered: bool = False,
         zero_lists: ZeroLists | None = None,
         num_before: int = 0,
@@ -108,12 +107,11 @@ class RowImport:
         """`source` names the format, `path` where its files are. `zero_lists` knows of the rest of an import, of which this is a part,
         and `num_before` rows come before: sequences without a name are called by their numbers.
 
-        `one_version` says that a row's `policy_version` holds for all of its passes; else it is that of the rollout. `ordered`
-        says that steps do not go back.
+        `ordered` says that steps do not go back.
         """
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
-        self._selection, self._one_version = selection, one_version
+        self._selection = selection
         self._writer = ImportWriter(folder)
         self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
         self._zero_lists = zero_lists or ZeroLists()
@@ -227,9 +225,6 @@ class RowImport:
             rewards=_rewards(columns) or None,
             **per_row,
         )
-        versions = batch.policy_version
-        if not self._one_version:
-            batch.policy_version = None
         self.result.num_tokens += len(response_ids.values)
         lengths = response_ids.lengths
         passes = {
@@ -246,8 +241,6 @@ class RowImport:
                 some = np.flatnonzero(verdicts.get(name, np.full(len(part.rows), KEPT)) == verdict)
                 if len(some):
                     scores = _Scores(batch, columns, part.rows[some], part.logprobs.take(some), name == owner)
-                    if name == ROLLOUT and versions is not None:
-                        scores = replace(scores, versions=[versions[row] for row in scores.rows])
                     self._add(name, scores, verdict)
         if columns["entropy"] is not None and owner is None:
             self._unowned_entropy = True
@@ -300,7 +293,6 @@ class RowImport:
                     rows=rows,
                     logprobs=scores.logprobs.take(some),
                     entropy=scores.columns.take(rows).ragged("entropy") if with_entropy else None,
-                    policy_version=None if scores.versions is None else [scores.versions[place] for place in some],
                     routing=Routing(expert_ids=np.concatenate(experts)) if experts else None,
                 )
 
@@ -316,8 +308,6 @@ class _Scores:
     logprobs: Ragged
     owns_entropy: bool
     """Whether the rows' entropies are of this pass."""
-    versions: list[Any] | None = None
-    """[R] policy versions that scored; None: those of the batch."""
 
 
 def kind_of(column: str) -> Kind:

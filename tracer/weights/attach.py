@@ -220,7 +220,7 @@ def _check_version(snapshot: Snapshot, version: int) -> None:
     there: set[int] = set()
     for table in (SEQUENCES, SCORES):
         for rows in _columns(snapshot, table, ["policy_version"]):
-            there.update(pc.unique(rows["policy_version"]).drop_null().to_pylist())
+            there.update(version for column in rows.columns for version in pc.unique(column).drop_null().to_pylist())
     if there and version not in there:
         some = [str(each) for each in sorted(there)]
         told = ", ".join(some if len(some) <= _TOLD else [*some[: _TOLD - 1], "...", some[-1]])
