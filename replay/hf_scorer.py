@@ -32,7 +32,7 @@ from .numerics import Numerics
 from .prefix_tree import tree_batch
 from .recorded import RecordedRow, RecordedRun, has_experts
 from .scored import Scored
-from .settings import settings
+from .settings import cublas_workspace, settings, used_settings
 
 LoadKey = tuple[Any, ...]
 """What decides how a model is built and wrapped; arms that share it share a model."""
@@ -88,14 +88,15 @@ class HfScorer:
 
     def build(self) -> Any:
         """The model that this arm needs, without weights. Raises CannotReplay."""
-        model = models.build(
-            models.without_adapters(self.run.model) if self.adapter else self.run.model,
-            dtype=self.numerics.dtype,
-            attention=self.numerics.attention,
-            experts=self._experts,
-            device=self.device,
-            factory=self.run.model_factory,
-        )
+        with cublas_workspace(self.contract["torch"], self.arm):  # CUDA starts where the model moves to it
+            model = models.build(
+                models.without_adapters(self.run.model) if self.adapter else self.run.model,
+                dtype=self.numerics.dtype,
+                attention=self.numerics.attention,
+                experts=self._experts,
+                device=self.device,
+                factory=self.run.model_factory,
+            )
         if (self.arm.padding in END_TO_END or self.numerics.is_tree) and gives_hidden(model):
             packing.check(model.config)
         return model
@@ -297,8 +298,7 @@ class HfScorer:
             changed["adapters"] = self.adapter
         if arm.kv_dtype:
             changed["kv_cache"] = f"{arm.kv_dtype}, scale 1"
-        with settings(self.contract["torch"], arm):
-            used = environment.torch_settings()
+        used = used_settings(self.contract["torch"], arm)
         autocast = "None" if arm.dtype else self.contract["torch"].get("autocast_dtype")
         compiled = {"torch_compile": arm.compile} if arm.compile or "torch_compile" in self.contract else {}
         return (

@@ -43,9 +43,24 @@ _MOST = 1_000_000
 """Layers, heads or experts that a config may ask for."""
 
 
+_Unreadable = Annotated[str, msgspec.Meta(pattern="^unreadable")]
+_Switch = bool | _Unreadable | None
+_Precision = Literal["none", "ieee", "tf32", "bf16"] | None
+
+
 class _Torch(msgspec.Struct):
     autocast_dtype: str | None = None
-    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
+    float32_matmul_precision: Annotated[str, msgspec.Meta(pattern="^(highest|high|medium)$|^unreadable")] | None = None
+    fp32_precision: _Precision = None
+    cuda_matmul_fp32_precision: _Precision = None
+    cudnn_allow_tf32: _Switch = None
+    cuda_bf16_reduced_precision_reduction: _Switch = None
+    cuda_fp16_reduced_precision_reduction: _Switch = None
+    cudnn_deterministic: bool | None = None
+    cudnn_benchmark: bool | None = None
+    cuda_preferred_blas: str | None = None
+    cuda_preferred_linalg: str | None = None
+    cublas_workspace_config: Annotated[str, msgspec.Meta(pattern=r"^(:\d{1,7}:\d{1,3}){0,8}\Z")] | None = None
     deterministic_algorithms: bool | None = None
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     mkldnn: bool | None = None

@@ -134,6 +134,8 @@ def test_no_attention_is_fetched(tmp_path, attention):
         ({"torch": {"num_threads": "2"}}, "num_threads"),
         ({"torch": {"float32_matmul_precision": "x"}}, "float32_matmul_precision"),
         ({"torch": {"sdp_math": {"a": 1}}}, "sdp_math"),
+        ({"torch": {"cublas_workspace_config": ":16:8\n"}}, "cublas_workspace_config"),
+        ({"torch": {"fp32_precision": "x"}}, "fp32_precision"),
         ({"torch": [1]}, "torch"),
         ({"temperature": {"a": 1}}, "temperature"),
     ],
