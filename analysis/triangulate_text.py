@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .replay_text import not_held_reason
 from .rows import Rows, shown, table, to_text
 from .triangulate import Triangulation
 
@@ -12,7 +13,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
     facts = [
         ("reference", found.reference),
-        ("identity", "held: the recorded bits came back" if found.identity_held else "NOT HELD: see tim-trace replay"),
+        ("identity", "held: the recorded bits came back" if found.identity_held else _not_held(found.not_held)),
         ("steps", steps),
         ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
         ("gap", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
@@ -26,6 +27,10 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     ]
     parts += [to_text(rows, width) for rows in (found.arms, found.by_probability, found.by_position) if len(rows)]
     return "\n\n".join(parts)
+
+
+def _not_held(code: str | None) -> str:
+    return f"NOT HELD{'' if code is None else f', because {not_held_reason(code)}'}: see tim-trace replay"
 
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:

@@ -17,6 +17,7 @@ from ..tracer.dense import Distribution
 from ..tracer.projection import Projection
 from ..tracer.routing import Router
 from ..tracer.staging import to_numpy
+from ..tracer.store import first_line
 from ..tracer.weights.reader import Tensor
 from .arms import Arm
 from .backends import kernels, packing, routing, trl, trusted
@@ -49,6 +50,8 @@ class HfScorer:
         if run.model_factory is not None:
             contract = contract | {"packing": None}  # the model of a user's code knows no packing
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
+        self.substitution: str | None = None
+        """Code of why something else runs in the place of what was recorded; None where that runs."""
         self.numerics = self.numerics_of(arm, contract)
         self.capture = capture or Capture()
         if self.capture.level == HIDDEN and (arm.top_k is not None or arm.top_p is not None):
@@ -63,6 +66,7 @@ class HfScorer:
         run.check_adapter(arm.adapter)
         if run.model_factory is None:
             trusted.check_scoring(contract)
+            self._substitute()
         self._scorer: Any = None
         self._model: Any = None
         self._routers: list[Router] = []
@@ -74,6 +78,32 @@ class HfScorer:
         """Gives a context that is entered around each forward."""
         self.calls_whole_model = False
         """Whether logits are what the model's own forward gives, head and all."""
+
+    def _substitute(self) -> None:
+        """Take another attention or experts where the recorded ones do not run here, and say so."""
+        recorded, made = self.contract["model"], self.numerics
+        used: dict[str, str] = {}
+        if made.attention == str(recorded.get("attention")):
+            is_half = made.autocast is not None or made.dtype in ("bfloat16", "float16")
+            used["attention"], self.substitution = trusted.attention_here(
+                made.attention,
+                str(self.run.model.get("class", "")),
+                self.run.allow_kernel,
+                is_half=is_half,
+                device=self.device,
+            )
+        if made.experts not in (None, *trusted.EXPERTS):
+            used["experts"], self.substitution = "eager", trusted.EXPERTS_UNKNOWN
+        if self.substitution is not None:
+            what = "experts" if "experts" in used else "attention"
+            name = ascii(recorded.get(what))
+            warnings.warn(
+                f"arm {self.arm.name}: the recorded {what} {name} {trusted.WHY[self.substitution].format(recorded=name)}; {used[what]} "
+                "runs in its place",
+                TimTraceWarning,
+                stacklevel=4,
+            )
+        self.numerics = self.numerics_of(self.arm, self.contract | {"model": recorded | used})
 
     @cached_property
     def _weights(self) -> models.Weights:
@@ -96,6 +126,7 @@ class HfScorer:
                 experts=self._experts,
                 device=self.device,
                 factory=self.run.model_factory,
+                allow_kernel=self.run.allow_kernel,
             )
         if (self.arm.padding in END_TO_END or self.numerics.is_tree) and gives_hidden(model):
             packing.check(model.config)
@@ -212,6 +243,8 @@ class HfScorer:
             try:
                 return self._score(rows, told)
             except (RuntimeError, MemoryError) as error:
+                if "deterministic" in str(error):  # torch names the operation and the way out
+                    raise CannotReplay(f"arm {self.arm.name}: {first_line(error)}") from error
                 if not is_out_of_memory(error):
                     raise
                 self._rows = self._fewer_rows(rows, error)

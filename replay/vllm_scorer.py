@@ -31,6 +31,7 @@ class VllmScorer:
 
     keeps_batches = False
     starts_with_weights = True
+    substitution: str | None = None
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device

@@ -6,8 +6,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -34,19 +34,21 @@ def build(
     device: str,
     experts: str | None = None,
     factory: str | None = None,
+    allow_kernel: Sequence[str] = (),
 ) -> Any:
     """Build the model with weights still to be loaded: with its adapters, where the trace names some.
 
     `identity` is what the trace says of the model (`class`, `config`, `adapters`); `dtype` is torch's name; `experts` is the
     implementation of a mixture's experts, as transformers names it. `factory` is
-    `module:function` of what builds it instead, called with `config` (a dict), `dtype` (torch's) and `attention`.
+    `module:function` of what builds it instead, called with `config` (a dict), `dtype` (torch's) and `attention`. `allow_kernel`
+    are attentions that may come from the hub.
     Without it the class is one of transformers' own, and its config asks for no code of others: see trusted.
     Raises CannotReplay.
     """
     import torch
 
     trusted.check_dtype(dtype)
-    trusted.check_attention(attention, is_own_model=factory is not None)
+    trusted.check_attention(attention, allowed=allow_kernel, is_own_model=factory is not None)
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
@@ -60,7 +62,9 @@ def build(
     try:
         chosen = {} if experts is None else {"experts_implementation": experts}
         chosen |= {"dtype": getattr(torch, dtype), "attn_implementation": attention}
-        model = _of_transformers(model_class, config, chosen)
+        with _hub_kernels() if attention in allow_kernel else nullcontext():
+            model = _of_transformers(model_class, config, chosen)
+            _check_registered(attention)
         _set_dtypes(model, dtype)
         if identity.get("adapters"):
             model = adapters.put_on(model, identity).get_base_model()
@@ -72,6 +76,21 @@ def build(
             f"that the trace names (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
         ) from error
     return _placed(model, device)
+
+
+def _hub_kernels() -> Any:
+    """A context in which transformers takes kernels of any owner: the user has allowed this one by its name."""
+    from transformers.integrations import hub_kernels
+
+    return getattr(hub_kernels, "allow_all_hub_kernels", nullcontext)()
+
+
+def _check_registered(attention: str) -> None:
+    """Raise KeyError for a kernel that transformers failed to load before: it then builds a model that cannot run."""
+    from transformers import AttentionInterface
+
+    if "/" in attention and attention not in AttentionInterface():
+        raise KeyError(f"{attention}: could not be fetched or loaded")
 
 
 def _placed(model: Any, device: str) -> Any:

@@ -6,7 +6,7 @@ A trace can be of a stranger. Whatever else it names runs on the user's own word
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,8 +22,22 @@ SCORING_FUNCTIONS = (
 PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer.compute_loss",)
 """Functions that score packed rows. A replay does not call them: it runs the model as they do."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
-_FLASH = {"flash_attention_2": "is_flash_attn_2_available", "flash_attention_3": "is_flash_attn_3_available"}
+_FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
 """Attention -> transformers' function that says whether its package is installed; else it would fetch a kernel from the hub."""
+KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
+"""Environment variable with the names, with commas between them, that `allow_kernel` says for the verbs that have it."""
+KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
+    "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
+)  # fmt: skip
+EXPERTS_UNKNOWN = "experts-unknown"
+WHY = {
+    KERNEL_NOT_ALLOWED: "is code from the hub, which runs only if you allow it: --allow-kernel {recorded}",
+    NOT_INSTALLED: "is not installed here, or needs a GPU",
+    UNKNOWN: "is not known here",
+    NEEDS_16_BITS: "computes in bf16 and fp16 only",
+    EXPERTS_UNKNOWN: "is not an implementation of experts in torch",
+}
+"""Code -> why something recorded does not run here, in words."""
 ATTENTIONS = ("eager", "sdpa", "flex_attention", *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -136,26 +150,52 @@ def check_scoring(contract: Contract) -> None:
             )
 
 
-def check_attention(name: str, *, is_own_model: bool = False) -> None:
-    """Raise CannotReplay for an attention that transformers would import or fetch from the hub.
+def check_attention(name: str, *, allowed: Collection[str] = (), is_own_model: bool = False) -> None:
+    """Raise CannotReplay for an attention that transformers would import or fetch from the hub without the user's word.
 
     A model that the user's factory builds (`is_own_model`) may have one that is called anything but such a place.
     """
-    if is_own_model and re.fullmatch(r"\w+", name):
-        return
-    if name not in ATTENTIONS:
+    if name not in (*ATTENTIONS, *allowed) and not (is_own_model and re.fullmatch(r"\w+", name)):
         raise CannotReplay(
             f"the contract names the attention {_named(name)}, which is none of {', '.join(ATTENTIONS[:-1])}, so it is not loaded; "
             f"{_factory()[3:]}"
         )
-    if name in _FLASH:
-        from transformers.utils import import_utils
 
-        if not getattr(import_utils, _FLASH[name])():
-            raise CannotReplay(
-                f"the contract names the attention {name}, whose package is not installed here, and nothing is fetched in its "
-                f"place; install it, {_factory()}"
-            )
+
+def attention_here(
+    name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
+) -> tuple[str, str | None]:
+    """The attention to run in the place of a recorded one, and the code of why; None where it is the recorded one.
+
+    `path` is the model's class, `allowed` the kernels of the hub that the user allows, `is_half` whether it gets 16-bit numbers.
+    """
+    name = name.removeprefix("paged|")  # of generation by pages alone: a forward over whole rows computes the same
+    cls = model_class(path)
+    code = None
+    if name in _FLASH or "/" in name:
+        name, code = _flash_here(name, getattr(cls, "_compatible_flash_implementations", None) or (), allowed, device)
+        code = code or (None if is_half else NEEDS_16_BITS)
+    elif name not in ATTENTIONS:
+        code = UNKNOWN
+    return (name, None) if code is None else ("sdpa" if getattr(cls, "_supports_sdpa", True) else "eager", code)
+
+
+def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], device: str) -> tuple[str, str | None]:
+    from transformers import modeling_flash_attention_utils as flash
+    from transformers.utils import import_utils
+
+    is_installed = getattr(import_utils, _FLASH.get(name, ""), None)
+    if of_model and name not in of_model:
+        name = of_model[0]  # which transformers would take, whatever it was asked for
+    elif name in _FLASH:
+        if device != "cpu" and is_installed is not None and is_installed():
+            return name, None
+        name = getattr(flash, "FLASH_ATTN_KERNEL_FALLBACK", {}).get(name, name)
+        if name not in allowed:
+            return name, NOT_INSTALLED
+    if name not in allowed:
+        return name, KERNEL_NOT_ALLOWED
+    return name, None if import_utils.is_kernels_available() else NOT_INSTALLED
 
 
 def check_experts(name: str | None) -> None:

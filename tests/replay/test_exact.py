@@ -218,7 +218,16 @@ def test_blocks_and_chunks_change_no_bit(monkeypatch):
 class Questions(TorchDispatchMode):
     """Counts what makes a program wait for a GPU: a number that is read, or a shape that depends on numbers."""
 
-    ASKING = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "is_nonzero", "equal", "where.self")
+    ASKING = (
+        "_local_scalar_dense",
+        "nonzero",
+        "_unique2",
+        "unique_dim",
+        "masked_select",
+        "is_nonzero",
+        "equal",
+        "where.self",
+    )
 
     def __init__(self):
         super().__init__()
@@ -226,7 +235,9 @@ class Questions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.partition(".")[0]
-        if name in self.ASKING or (name == "index" and any(part is not None and part.dtype == torch.bool for part in args[1])):
+        if name in self.ASKING or (
+            name == "index" and any(part is not None and part.dtype == torch.bool for part in args[1])
+        ):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 

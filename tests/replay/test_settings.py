@@ -37,7 +37,9 @@ def test_a_switch_is_set_as_recorded_and_put_back(name):
     with settings(recorded, Arm()):
         now = torch_settings()
         if name != "mkldnn" or torch.backends.mkldnn.is_available():
-            assert now == recorded | ({"cublas_workspace_config": ":4096:8"} if name == "deterministic_algorithms" else {})
+            assert now == recorded | (
+                {"cublas_workspace_config": ":4096:8"} if name == "deterministic_algorithms" else {}
+            )
     assert torch_settings() == before
 
 
@@ -85,7 +87,9 @@ def test_cublas_is_told_before_cuda_starts(monkeypatch, recorded, arm, before, f
 
 def test_where_cuda_has_started_with_another_workspace_it_is_said_and_the_contract_has_that_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.warns(TimTraceWarning, match=r"arm deterministic: CUBLAS_WORKSPACE_CONFIG is :4096:8 .* CUDA started without it"):
+    with pytest.warns(
+        TimTraceWarning, match=r"arm deterministic: CUBLAS_WORKSPACE_CONFIG is :4096:8 .* CUDA started without it"
+    ):
         assert used_settings({}, Arm(deterministic=True))["cublas_workspace_config"] is None
     with warnings.catch_warnings(action="error"), settings({"cublas_workspace_config": None}, Arm()):
         pass
@@ -94,5 +98,8 @@ def test_where_cuda_has_started_with_another_workspace_it_is_said_and_the_contra
 def test_an_arm_that_starts_cuda_leaves_its_workspace_to_those_that_follow(monkeypatch):
     with settings({}, Arm(deterministic=True)):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.warns(TimTraceWarning, match=r"arm as-recorded: .* is not set here, and CUDA started with :4096:8"), settings({}, Arm()):
+    with (
+        pytest.warns(TimTraceWarning, match=r"arm as-recorded: .* is not set here, and CUDA started with :4096:8"),
+        settings({}, Arm()),
+    ):
         pass
