@@ -875,6 +875,8 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @click.option(
     "--tensor-parallel-size", type=int, metavar="N", help="vLLM's: GPUs that each layer's weights are divided among."
 )
+@click.option("--gpu-memory-utilization", type=float, metavar="SHARE", help="vLLM's: share of a GPU's memory.")
+@click.option("--max-model-len", type=int, metavar="N", help="vLLM's: most tokens of a sequence.")
 @click.option("--deterministic", is_flag=True, default=False, help="Deterministic algorithms only.")
 @click.option("--temperature", type=float, metavar="T", help="Divide the logits by T.")
 @click.option("--top-p", type=float, metavar="P", help="Keep the smallest set of tokens of mass P.")

@@ -156,6 +156,13 @@ class RecordedRun:
         table = self.table(SCORES, ds.field("pass") == pass_name, ["step"])
         return sorted(set(table["step"].to_pylist()))
 
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of its longest sequence, prompt and response."""
+        lengths = self.table(SEQUENCES, ds.scalar(True), ["num_prompt_tokens", "num_response_tokens"])
+        total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
+        return int(pc.max(total).as_py() or 0)
+
     def unsealed_steps(self, pass_name: str) -> set[int]:
         """The steps that a pass has scores of in the journals of processes that write just now."""
         return {step for step, _ in self._unsealed(pass_name)}

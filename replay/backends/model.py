@@ -63,7 +63,7 @@ def build(
         chosen = {} if experts is None else {"experts_implementation": experts}
         chosen |= {"dtype": getattr(torch, dtype), "attn_implementation": attention}
         with _hub_kernels() if attention in allow_kernel else nullcontext():
-            model = _of_transformers(model_class, config, chosen)
+            model = _of_transformers(model_class, config, chosen, device)
             _check_registered(attention)
         _set_dtypes(model, dtype)
         if identity.get("adapters"):
@@ -101,6 +101,9 @@ def _placed(model: Any, device: str) -> Any:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
         return divided(model, {index: int(_ROOM * torch.cuda.mem_get_info(index)[0]) for index in range(num_gpus)})
+    for parameter in model.parameters() if device == "cuda" else ():
+        # Weights are loaded where they belong: what the host set aside for them was never touched.
+        parameter.data = torch.empty_like(parameter, device=device)
     return model.to(device)
 
 
@@ -143,13 +146,13 @@ def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in identity.items() if name != "adapters"}
 
 
-def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any]) -> Any:
+def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any], device: str) -> Any:
     import torch
     from transformers.initialization import no_init_weights
 
     packing.register()
     # Without memory first: what a config asks for is known before any of it is there.
-    with torch.device("meta"), no_init_weights(), _within_memory():
+    with torch.device("meta"), no_init_weights(), _within_memory(device):
         model_class._from_config(model_class.config_class.from_dict(deepcopy(config)), **chosen)
     with no_init_weights():
         model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
@@ -160,11 +163,14 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
 
 
 @contextmanager
-def _within_memory() -> Iterator[None]:
-    """Raise CannotReplay as soon as a model that is being built has more parts or bytes than this machine can hold."""
+def _within_memory(device: str) -> Iterator[None]:
+    """Raise CannotReplay as soon as a model that is being built has more parts or bytes than this machine's GPUs or memory can hold."""
+    import torch
     from torch.nn.modules import module as modules
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device == "cuda":
+        memory = sum(torch.cuda.mem_get_info(index)[1] for index in range(torch.cuda.device_count()))
     parts = num_bytes = 0
 
     def count(_owner: Any, _name: str, part: Any) -> None:
@@ -243,7 +249,7 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
                 )
             if dtype is None and source.dtype != target.dtype:
                 # The run kept this tensor in a dtype of its own.
-                target.data = source.to(target.device)
+                target.data = source.to(target.device, copy=True)
             else:
                 target.copy_(source)
 
@@ -252,5 +258,6 @@ def to_torch(tensor: Tensor) -> Any:
     """A tensor over the same bits."""
     import torch
 
-    flat = torch.from_numpy(np.ascontiguousarray(tensor.bits).reshape(-1).view(np.uint8))
-    return flat.view(getattr(torch, tensor.dtype)).reshape(tensor.bits.shape)
+    bits = tensor.bits
+    flat = torch.from_numpy(np.require(bits, requirements="CA").reshape(-1).view(np.uint8))
+    return flat.view(getattr(torch, tensor.dtype)).reshape(bits.shape)

@@ -171,7 +171,9 @@ def test_a_kernel_of_the_hub_is_fetched_on_the_user_s_word_alone(tmp_path, monke
     with pytest.raises(CannotReplay, match=r"kernels-community/flash-attn2 is not there"):
         replay(tmp_path / "run", **({"allow_kernel": [name]} if how == "option" else {}))
     assert fetched == [name]
-    with pytest.raises(CannotReplay, match=r"kernels-community/flash-attn2"):  # which transformers takes to be loaded now
+    with pytest.raises(
+        CannotReplay, match=r"kernels-community/flash-attn2"
+    ):  # which transformers takes to be loaded now
         replay(tmp_path / "run", arm=["batch-size=1"], allow_kernel=[name])
     with pytest.warns(TimTraceWarning, match="runs in its place"):
         assert replay(tmp_path / "run", arm=["dtype=fp64"], allow_kernel=[name])[0].not_held == "refused"
@@ -192,7 +194,9 @@ def test_flash_attention_takes_16_bits_alone(tmp_path, fetched):
 
 
 def test_a_kernel_that_a_model_s_author_names_is_not_fetched_either(fetched):
-    found = trusted.attention_here("flash_attention_2", "transformers.GptOssForCausalLM", (), is_half=True, device="cuda")
+    found = trusted.attention_here(
+        "flash_attention_2", "transformers.GptOssForCausalLM", (), is_half=True, device="cuda"
+    )
     assert found == ("eager", trusted.KERNEL_NOT_ALLOWED)  # this model has no sdpa
     assert fetched == []
 
@@ -207,7 +211,9 @@ def test_attention_by_pages_is_the_attention_below_it(tmp_path, recorded, used):
 
 
 def test_experts_that_are_not_torch_s_are_not_loaded(tmp_path):
-    record(tmp_path / "run", contract={"model": {"dtypes": {"float32": 1}, "attention": "sdpa", "experts": "evil/experts"}})
+    record(
+        tmp_path / "run", contract={"model": {"dtypes": {"float32": 1}, "attention": "sdpa", "experts": "evil/experts"}}
+    )
     with pytest.warns(TimTraceWarning, match=r"the recorded experts 'evil/experts' is not an implementation"):
         (result,) = replay(tmp_path / "run")
     assert result.num_tokens == 2

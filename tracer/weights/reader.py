@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
@@ -38,11 +40,30 @@ class Tensor:
     """Unsigned integers in the tensor's shape."""
 
 
+class LazyTensor(Tensor):
+    """A tensor whose bits are read whenever they are asked for."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, dtype: str, read: Callable[[], np.ndarray]):
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "_read", read)
+
+    @property
+    def bits(self) -> np.ndarray:  # type: ignore[override]
+        """Unsigned integers in the tensor's shape."""
+        return self._read()  # type: ignore[no-any-return, attr-defined]
+
+
 class WeightReader:
     """Reads the versions of a trace's weights.
 
-    It holds the version that it read last: going from one version to the next applies one delta.
+    It holds the version that it read last: going from one version to the next applies one delta. The first one that is read
+    lazily is not held, nor are any that take more than half of the machine's memory.
     """
+
+    most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """Bytes of a version that is held beside a model."""
 
     def __init__(
         self,
@@ -65,6 +86,10 @@ class WeightReader:
         """Version and attempt of which a writer's part is damaged or missing -> what is told of it."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[str, tuple[WeightVersion, Bits]] = {}
+        self._lazily_read: set[str] = set()
+        """Segments of which a version was read lazily."""
+        self._chunk: tuple[Any, np.ndarray] = (None, np.zeros(0))
+        """The chunk that was rebuilt last."""
         known = {state.writer: state for state in writers if not state.is_removed}
         passed_over = {state.writer for state in writers if state.is_removed} | (store.arriving_writers() - set(known))
         names = store.files(WEIGHTS)
@@ -139,12 +164,13 @@ class WeightReader:
             self._layouts[record.segment] = found
         return self._layouts[record.segment]
 
-    def load(self, version: int, attempt: int | None = None) -> dict[str, Tensor]:
+    def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
         """Every tensor of a version by name, tied ones under each name.
 
-        A run that resumed has some versions once for each `attempt`; the newest is given without one. Raises WeightsMissing
-        for a version, or a writer's part of it, that is not there, and DamagedTrace when the bits are not those that were
-        recorded.
+        A run that resumed has some versions once for each `attempt`; the newest is given without one. With `is_lazy` a tensor is
+        read, and compared with its hash, when its bits are asked for: it is to be used up before another version is loaded. Raises
+        WeightsMissing for a version, or a writer's part of it, that is not there, and DamagedTrace when the bits are not those that
+        were recorded.
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
@@ -152,7 +178,8 @@ class WeightReader:
             if told is not None:
                 raise DamagedTrace(told)
         try:
-            return self._load(self._parts(version, attempt))
+            parts = self._parts(version, attempt)
+            return self._lazy(parts) if is_lazy else self._load(parts)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             if isinstance(error, TimTraceError):
                 raise
@@ -192,11 +219,69 @@ class WeightReader:
                 elif (place := (tensor.name, tensor.offsets or ())) not in seen and tensor.numel:
                     # Processes that replicate each other hold the same part.
                     seen.add(place)
-                    filled[tensor.name] = filled.get(tensor.name, 0) + _put(whole, tensor, bits)
+                    filled[tensor.name] = filled.get(tensor.name, 0) + _put(whole, tensor, part(bits, tensor))
         self._check_whole(parts, whole, filled)
         for record in parts:
             whole |= {name: whole[kept] for name, kept in self.layout(record).tied.items()}
         return whole
+
+    def _lazy(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
+        places: dict[str, dict[tuple[int, ...], tuple[WeightVersion, StoredTensor]]] = {}
+        tied: dict[str, str] = {}
+        for record in parts:
+            layout = self.layout(record)
+            tied |= layout.tied
+            if record.segment in self._lazily_read and layout.num_bytes <= self.most_held:
+                self._bits(record)
+            self._lazily_read.add(record.segment)
+            for tensor in layout.tensors:
+                # Processes that replicate each other hold the same part.
+                if tensor.whole_shape is None or tensor.numel:
+                    places.setdefault(tensor.name, {}).setdefault(tensor.offsets or (), (record, tensor))
+        found: dict[str, Tensor] = {}
+        for name, by_place in places.items():
+            own = list(by_place.values())
+            shape = own[0][1].whole_shape
+            if shape is not None:
+                self._check_count(parts, name, sum(tensor.numel for _, tensor in own), math.prod(shape))
+            found[name] = LazyTensor(own[0][1].dtype, partial(self._assembled, own))
+        return found | {name: found[kept] for name, kept in tied.items()}
+
+    def _assembled(self, parts: list[tuple[WeightVersion, StoredTensor]]) -> np.ndarray:
+        """A tensor's bits, of the parts that writers hold."""
+        whole: dict[str, Tensor] = {}
+        for record, tensor in parts:
+            part_N = self._read(record, tensor)
+            if tensor.whole_shape is None:
+                return part_N.reshape(tensor.shape)
+            _put(whole, tensor, part_N)
+        return whole[parts[0][1].name].bits
+
+    def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
+        """[N] bits of one tensor: of the version that is held, or rebuilt chunk by chunk and compared with their hash."""
+        if self._held.get(record.segment, (None,))[0] is record:
+            return part(self._held[record.segment][1], tensor).copy()
+        size = chunk_elements(tensor.dtype, self.layout(record).num_elements[tensor.dtype])
+        found_N = np.zeros(tensor.numel, bits_type(tensor.dtype))
+        end = tensor.start + tensor.numel
+        for index in range(tensor.start // size, -(-end // size)):
+            first, last = max(tensor.start, index * size), min(end, (index + 1) * size)
+            chunk_C = self._rebuilt(record, tensor.dtype, index, size)
+            found_N[first - tensor.start : last - tensor.start] = chunk_C[first - index * size : last - index * size]
+        self._compare_tensor(record, tensor, found_N)
+        return found_N
+
+    def _rebuilt(self, record: WeightVersion, dtype: str, index: int, size: int) -> np.ndarray:
+        """[C] bits of one chunk of a version."""
+        key = (record, dtype, index)
+        if self._chunk[0] != key:
+            num_left = self.layout(record).num_elements[dtype] - index * size
+            chunk_C = np.zeros(min(size, num_left), bits_type(dtype))
+            for step in self._path(record):
+                if index in step.chunks.get(dtype, ()):
+                    self._apply_chunk(step, dtype, index, chunk_C, size)
+            self._chunk = key, chunk_C
+        return self._chunk[1]
 
     def _bits(self, record: WeightVersion) -> Bits:
         """A writer's bits of a version, compared with their hashes."""
@@ -279,34 +364,41 @@ class WeightReader:
                     f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
                 )
             for index in chunks:
-                is_changes = record.base_row is not None and not record.is_keyframe
-                key = (changes_key if is_changes else chunk_key)(record.row, index)
-                relative = f"{WEIGHTS}/{record.segment}/{dtype}/{key}"
-                target = bits[dtype][index * size : (index + 1) * size]
-                # A keyframe's whole chunks are the bits themselves, and need no room of their own.
-                in_place = record.is_keyframe and len(target) == size
-                try:
-                    encoded = self.store.read_bytes(relative)
-                    if is_changes:
-                        apply_changes(target, decode_changes(encoded, dtype, len(target)), undo=undo)
-                        continue
-                    part_C = decode_chunk(encoded, dtype, size, target if in_place else None)
-                except (OSError, ValueError) as error:
-                    what = "keyframe" if record.is_keyframe else "delta"
-                    raise DamagedTrace(
-                        f"{self.store.shown(relative)}: the {what} of version {record.version} is missing or damaged ({error}); no version "
-                        f"of {record.segment} that is made from it can be rebuilt"
-                    ) from error
-                if not in_place:
-                    np.bitwise_xor(target, part_C[: len(target)], out=target)
+                self._apply_chunk(record, dtype, index, bits[dtype][index * size : (index + 1) * size], size, undo=undo)
+
+    def _apply_chunk(
+        self, record: WeightVersion, dtype: str, index: int, target: np.ndarray, size: int, *, undo: bool = False
+    ) -> None:
+        is_changes = record.base_row is not None and not record.is_keyframe
+        key = (changes_key if is_changes else chunk_key)(record.row, index)
+        relative = f"{WEIGHTS}/{record.segment}/{dtype}/{key}"
+        # A keyframe's whole chunks are the bits themselves, and need no room of their own.
+        in_place = record.is_keyframe and len(target) == size
+        try:
+            encoded = self.store.read_bytes(relative)
+            if is_changes:
+                apply_changes(target, decode_changes(encoded, dtype, len(target)), undo=undo)
+                return
+            part_C = decode_chunk(encoded, dtype, size, target if in_place else None)
+        except (OSError, ValueError) as error:
+            what = "keyframe" if record.is_keyframe else "delta"
+            raise DamagedTrace(
+                f"{self.store.shown(relative)}: the {what} of version {record.version} is missing or damaged ({error}); no version "
+                f"of {record.segment} that is made from it can be rebuilt"
+            ) from error
+        if not in_place:
+            np.bitwise_xor(target, part_C[: len(target)], out=target)
 
     def _compare(self, record: WeightVersion, bits: Bits) -> None:
         for tensor in self.layout(record).tensors:
-            if sha256(part(bits, tensor).data).hexdigest() != record.hashes.get(tensor.name):
-                raise DamagedTrace(
-                    f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version}: {tensor.name} is not what was recorded "
-                    "(its hash differs); restore the folder from a copy"
-                )
+            self._compare_tensor(record, tensor, part(bits, tensor))
+
+    def _compare_tensor(self, record: WeightVersion, tensor: StoredTensor, bits_N: np.ndarray) -> None:
+        if sha256(bits_N.data).hexdigest() != record.hashes.get(tensor.name):
+            raise DamagedTrace(
+                f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version}: {tensor.name} is not what was recorded "
+                "(its hash differs); restore the folder from a copy"
+            )
 
     def _blame(self, record: WeightVersion) -> None:
         """Find the first row whose bits are wrong, and raise for it."""
@@ -317,12 +409,15 @@ class WeightReader:
 
     def _check_whole(self, parts: list[WeightVersion], whole: dict[str, Tensor], filled: dict[str, int]) -> None:
         for name, count in filled.items():
-            if count != whole[name].bits.size:
-                held = ", ".join(sorted(record.segment for record in parts))
-                raise WeightsMissing(
-                    f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {whole[name].bits.size:,} elements; "
-                    f"a writer's part is missing (there: {held})"
-                )
+            self._check_count(parts, name, count, whole[name].bits.size)
+
+    def _check_count(self, parts: list[WeightVersion], name: str, count: int, of: int) -> None:
+        if count != of:
+            held = ", ".join(sorted(record.segment for record in parts))
+            raise WeightsMissing(
+                f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {of:,} elements; "
+                f"a writer's part is missing (there: {held})"
+            )
 
     @property
     def told_checkpoints(self) -> str:
@@ -341,17 +436,14 @@ class WeightReader:
         return f"it has {len(versions):,} of them, {versions[0]} to {versions[-1]}"
 
 
-def _put(whole: dict[str, Tensor], tensor: StoredTensor, bits: Bits) -> int:
+def _put(whole: dict[str, Tensor], tensor: StoredTensor, part_N: np.ndarray) -> int:
     """Put a writer's part into the whole tensor and return its elements."""
     if tensor.name not in whole:
         whole[tensor.name] = Tensor(tensor.dtype, np.zeros(tensor.whole_shape or (), bits_type(tensor.dtype)))
-    target = whole[tensor.name].bits
-    if len(tensor.offsets or ()) != target.ndim:
-        target = target.reshape(-1)  # a view: the part is a run of elements
     place = tuple(
         slice(start, start + length) for start, length in zip(tensor.offsets or (), tensor.shape, strict=True)
     )
-    target[place] = part(bits, tensor).reshape(tensor.shape)
+    whole[tensor.name].bits[place] = part_N.reshape(tensor.shape)
     return tensor.numel
 
 
