@@ -20,7 +20,7 @@ def anonymous():
 
 
 run = RecordedRun(trace, weights_from=None if weights_from == "-" else weights_from)
-small = dict(run.model["config"], num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
+small = dict(run.model["config"], hidden_size=8, intermediate_size=8, vocab_size=8)
 models.build(run.model | {"config": small}, dtype="float32", attention="sdpa", device="cpu")  # what is imported once
 before, most, is_done = anonymous(), 0, threading.Event()
 
