@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..replay.backends.trusted import EXPERTS_UNKNOWN, WHY
+from ..replay.backends.trusted import WHY
 from ..replay.plan import ReplayPlan
-from ..replay.results import CONDITIONS, REFUSED, UNEXPLAINED, ReplayedStep, ReplayedSteps, by_arm
+from ..replay.results import ReplayedStep, ReplayedSteps, by_arm
 from .replay_estimates import replay_estimates
 from .rows import Rows, table, to_text
 
@@ -53,19 +53,9 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds" if seconds >= 10 else f"{seconds:.1f} seconds"
 
 
-_NOT_HELD = {
-    REFUSED: "the recording does not run here",
-    CONDITIONS: "settings, versions or hardware differ here",
-    UNEXPLAINED: "nothing that the contract names differs here",
-}
-
-
 def not_held_reason(code: str) -> str:
     """Why replaying as recorded did not give the recorded bits, in words."""
-    if code in _NOT_HELD:
-        return _NOT_HELD[code]
-    what = "experts" if code == EXPERTS_UNKNOWN else "attention"
-    return f"the recorded {what} {WHY[code].format(recorded='NAME')}"
+    return WHY[code].format(name="").replace("  ", " ")
 
 
 def replay_text(found: Sequence[ReplayedStep], width: int | None = None) -> str:

@@ -10,10 +10,14 @@ from .triangulate import Triangulation
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     """Write who is wrong, for reading."""
     found = shown(found)
+    why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
     steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
     facts = [
         ("reference", found.reference),
-        ("identity", "held: the recorded bits came back" if found.identity_held else _not_held(found.not_held)),
+        (
+            "identity",
+            "held: the recorded bits came back" if found.identity_held else f"NOT HELD{why}: see tim-trace replay",
+        ),
         ("steps", steps),
         ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
         ("gap", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
@@ -27,10 +31,6 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     ]
     parts += [to_text(rows, width) for rows in (found.arms, found.by_probability, found.by_position) if len(rows)]
     return "\n\n".join(parts)
-
-
-def _not_held(code: str | None) -> str:
-    return f"NOT HELD{'' if code is None else f', because {not_held_reason(code)}'}: see tim-trace replay"
 
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:

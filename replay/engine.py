@@ -22,7 +22,8 @@ from ..tracer.cluster import connected, run_units
 from ..tracer.progress import Advance, Progress, no_progress
 from ..tracer.store import first_line
 from .arm_pass import ArmPass
-from .arms import Arm, check_distinct, parse_arm, read_arms
+from .arms import AS_RECORDED, Arm, check_distinct, parse_arm, read_arms
+from .backends.trusted import CONDITIONS, REFUSED, UNEXPLAINED
 from .batching import check_tokens
 from .differences import differences
 from .gpus import device_here, gpus_of_actor
@@ -30,7 +31,7 @@ from .loaded import LoadedModel
 from .meter import Meter, Told, untold
 from .plan import ArmCount, Pace, ReplayPlan, extents
 from .recorded import RecordedRow, RecordedRun
-from .results import CONDITIONS, REFUSED, UNEXPLAINED, GroupSums, ReplayedStep, ReplayedSteps
+from .results import GroupSums, ReplayedStep, ReplayedSteps
 from .sample import Sample, draw_sample, parse_sample
 from .scored import Scored
 from .scorers import Scorer, scorer_of
@@ -467,10 +468,9 @@ class _UnitScorer(_Actor):
         if self._loaded is None or self._key != unit.key:
             self._let_go()
             self._loaded, self._key = LoadedModel(run.weights), unit.key
-        entries = {name: (*self._entries[name], *part) for name, part in unit.arms.items()}
         group = [
-            _Wanted(scorer, target, *part, 0, False, scorer.arm.is_identity and len(self._arms) > 1)
-            for scorer, target, *part in entries.values()
+            _Wanted(*self._entries[name], *part, 0, False, name == AS_RECORDED and len(self._arms) > 1)
+            for name, part in unit.arms.items()
         ]
         joined = dict(_read(run, group))
         held: _Held = dict.fromkeys(joined)

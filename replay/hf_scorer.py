@@ -96,13 +96,8 @@ class HfScorer:
             used["experts"], self.substitution = "eager", trusted.EXPERTS_UNKNOWN
         if self.substitution is not None:
             what = "experts" if "experts" in used else "attention"
-            name = ascii(recorded.get(what))
-            warnings.warn(
-                f"arm {self.arm.name}: the recorded {what} {name} {trusted.WHY[self.substitution].format(recorded=name)}; {used[what]} "
-                "runs in its place",
-                TimTraceWarning,
-                stacklevel=4,
-            )
+            why = trusted.WHY[self.substitution].format(name=ascii(recorded.get(what)))
+            warnings.warn(f"arm {self.arm.name}: {why}; {used[what]} runs in its place", TimTraceWarning, stacklevel=4)
         self.numerics = self.numerics_of(self.arm, self.contract | {"model": recorded | used})
 
     @cached_property

@@ -8,10 +8,9 @@ from math import nan
 from typing import Any
 
 from ..schemas.results import Table
+from .backends.trusted import REFUSED
 from .plan import ReplayPlan
 from .sample import Sample
-
-REFUSED, CONDITIONS, UNEXPLAINED = "refused", "conditions", "unexplained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

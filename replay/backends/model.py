@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -62,9 +62,7 @@ def build(
     try:
         chosen = {} if experts is None else {"experts_implementation": experts}
         chosen |= {"dtype": getattr(torch, dtype), "attn_implementation": attention}
-        with _hub_kernels() if attention in allow_kernel else nullcontext():
-            model = _of_transformers(model_class, config, chosen, device)
-            _check_registered(attention)
+        model = _of_transformers(model_class, config, chosen, device)
         _set_dtypes(model, dtype)
         if identity.get("adapters"):
             model = adapters.put_on(model, identity).get_base_model()
@@ -76,21 +74,6 @@ def build(
             f"that the trace names (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
         ) from error
     return _placed(model, device)
-
-
-def _hub_kernels() -> Any:
-    """A context in which transformers takes kernels of any owner: the user has allowed this one by its name."""
-    from transformers.integrations import hub_kernels
-
-    return getattr(hub_kernels, "allow_all_hub_kernels", nullcontext)()
-
-
-def _check_registered(attention: str) -> None:
-    """Raise KeyError for a kernel that transformers failed to load before: it then builds a model that cannot run."""
-    from transformers import AttentionInterface
-
-    if "/" in attention and attention not in AttentionInterface():
-        raise KeyError(f"{attention}: could not be fetched or loaded")
 
 
 def _placed(model: Any, device: str) -> Any:
@@ -148,6 +131,7 @@ def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any], device: str) -> Any:
     import torch
+    from transformers import AttentionInterface
     from transformers.initialization import no_init_weights
 
     packing.register()
@@ -156,6 +140,11 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
         model_class._from_config(model_class.config_class.from_dict(deepcopy(config)), **chosen)
     with no_init_weights():
         model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
+    if chosen["attn_implementation"] not in (
+        "eager",
+        *AttentionInterface(),
+    ):  # as after a kernel that failed to load before
+        raise KeyError(f"{chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # every weight is loaded; what is left to set are buffers
     model.init_weights()
@@ -259,5 +248,5 @@ def to_torch(tensor: Tensor) -> Any:
     import torch
 
     bits = tensor.bits
-    flat = torch.from_numpy(np.require(bits, requirements="CA").reshape(-1).view(np.uint8))
+    flat = torch.from_numpy(np.require(bits, requirements=["C", "A"]).reshape(-1).view(np.uint8))
     return flat.view(getattr(torch, tensor.dtype)).reshape(bits.shape)

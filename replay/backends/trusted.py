@@ -30,14 +30,18 @@ KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
     "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
 )  # fmt: skip
 EXPERTS_UNKNOWN = "experts-unknown"
+REFUSED, CONDITIONS, UNEXPLAINED = "refused", "conditions", "unexplained"
 WHY = {
-    KERNEL_NOT_ALLOWED: "is code from the hub, which runs only if you allow it: --allow-kernel {recorded}",
-    NOT_INSTALLED: "is not installed here, or needs a GPU",
-    UNKNOWN: "is not known here",
-    NEEDS_16_BITS: "computes in bf16 and fp16 only",
-    EXPERTS_UNKNOWN: "is not an implementation of experts in torch",
+    KERNEL_NOT_ALLOWED: "the recorded attention {name} is code from the hub, which runs only if you allow it (--allow-kernel)",
+    NOT_INSTALLED: "the recorded attention {name} is not installed here, or needs a GPU",
+    UNKNOWN: "the recorded attention {name} is not known here",
+    NEEDS_16_BITS: "the recorded attention {name} computes in bf16 and fp16 only",
+    EXPERTS_UNKNOWN: "the recorded implementation of experts {name} is not torch's",
+    REFUSED: "the recording does not run here",
+    CONDITIONS: "settings, versions or hardware differ here",
+    UNEXPLAINED: "nothing that the contract names differs here",
 }
-"""Code -> why something recorded does not run here, in words."""
+"""Code -> why the recorded bits do not come back, in words."""
 ATTENTIONS = ("eager", "sdpa", "flex_attention", *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -156,9 +160,9 @@ def check_attention(name: str, *, allowed: Collection[str] = (), is_own_model: b
     A model that the user's factory builds (`is_own_model`) may have one that is called anything but such a place.
     """
     if name not in (*ATTENTIONS, *allowed) and not (is_own_model and re.fullmatch(r"\w+", name)):
+        known = ", ".join(ATTENTIONS[:-1])
         raise CannotReplay(
-            f"the contract names the attention {_named(name)}, which is none of {', '.join(ATTENTIONS[:-1])}, so it is not loaded; "
-            f"{_factory()[3:]}"
+            f"the contract names the attention {_named(name)}, which is none of {known}; {_factory()[3:]}"
         )
 
 
@@ -202,8 +206,7 @@ def check_experts(name: str | None) -> None:
     """Raise CannotReplay for an implementation of experts that is not torch's own."""
     if name is not None and name not in EXPERTS:
         raise CannotReplay(
-            f"the contract names the experts {_named(name)}, which are none of {', '.join(EXPERTS)}, so they are not loaded; "
-            f"{_factory()[3:]}"
+            f"the contract names the experts {_named(name)}, which are none of {', '.join(EXPERTS)}; {_factory()[3:]}"
         )
 
 

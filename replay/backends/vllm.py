@@ -209,7 +209,7 @@ class VllmEngine:
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by their first names: a tied one is the same object under another."""
-    names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 
 

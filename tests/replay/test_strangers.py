@@ -214,7 +214,9 @@ def test_experts_that_are_not_torch_s_are_not_loaded(tmp_path):
     record(
         tmp_path / "run", contract={"model": {"dtypes": {"float32": 1}, "attention": "sdpa", "experts": "evil/experts"}}
     )
-    with pytest.warns(TimTraceWarning, match=r"the recorded experts 'evil/experts' is not an implementation"):
+    with pytest.warns(
+        TimTraceWarning, match=r"the recorded implementation of experts 'evil/experts' is not torch's; eager"
+    ):
         (result,) = replay(tmp_path / "run")
     assert result.num_tokens == 2
 
