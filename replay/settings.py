@@ -21,7 +21,7 @@ INFORMATIVE = frozenset({
 })  # fmt: skip
 """Recorded settings that are not set again: what the machine has, what models are built with, and another name of a precision."""
 _cuda_began: list[str | None] = []
-"""What CUBLAS_WORKSPACE_CONFIG was when CUDA started in this process."""
+"""What CUBLAS_WORKSPACE_CONFIG was when CUDA started in this process comes first; empty before."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
@@ -82,7 +82,7 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
     if arm.deterministic or (wanted is None and recorded.get("deterministic_algorithms")):
         wanted = wanted or before or _FOR_DETERMINISM
     if torch.cuda.is_initialized():
-        _note_beginning(before)
+        _cuda_began[:] = _cuda_began or [before]
         if wanted != _cuda_began[0]:
             began = "without it" if _cuda_began[0] is None else f"with {_cuda_began[0]}"
             warnings.warn(
@@ -95,21 +95,14 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
     try:
         yield
     finally:
-        if torch.cuda.is_initialized():
-            _note_beginning(wanted)
+        if torch.cuda.is_initialized() and not _cuda_began:
+            _cuda_began.append(wanted)
         _set_variable(before)
 
 
-def _note_beginning(value: str | None) -> None:
-    if not _cuda_began:
-        _cuda_began.append(value)
-
-
 def _set_variable(value: str | None) -> None:
-    if value is None:
-        os.environ.pop(CUBLAS, None)
-    else:
-        os.environ[CUBLAS] = value
+    os.environ.pop(CUBLAS, None)
+    os.environ.update({} if value is None else {CUBLAS: value})
 
 
 @contextmanager
@@ -119,8 +112,8 @@ def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
 
     before = torch_settings()
     with cublas_workspace(recorded, arm):
-        _apply(recorded)
         try:
+            _apply(recorded)
             if arm.threads is not None:
                 torch.set_num_threads(arm.threads)
             if arm.deterministic:

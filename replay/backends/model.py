@@ -48,7 +48,7 @@ def build(
     import torch
 
     trusted.check_dtype(dtype)
-    trusted.check_attention(attention, allowed=allow_kernel, is_own_model=factory is not None)
+    trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
@@ -56,7 +56,6 @@ def build(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         return _placed(model, device)
-    trusted.check_experts(experts)
     path = str(identity.get("class", ""))
     model_class, config = trusted.model_class(path), trusted.safe_config(identity["config"])
     try:

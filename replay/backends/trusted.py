@@ -154,16 +154,19 @@ def check_scoring(contract: Contract) -> None:
             )
 
 
-def check_attention(name: str, *, allowed: Collection[str] = (), is_own_model: bool = False) -> None:
-    """Raise CannotReplay for an attention that transformers would import or fetch from the hub without the user's word.
+def check_attention(
+    name: str, experts: str | None = None, *, allowed: Collection[str] = (), is_own_model: bool = False
+) -> None:
+    """Raise CannotReplay for an attention that transformers would import or fetch from the hub without the user's word, and for
+    experts that are not torch's own.
 
-    A model that the user's factory builds (`is_own_model`) may have one that is called anything but such a place.
+    A model that the user's factory builds (`is_own_model`) may have an attention that is called anything but such a place.
     """
-    if name not in (*ATTENTIONS, *allowed) and not (is_own_model and re.fullmatch(r"\w+", name)):
-        known = ", ".join(ATTENTIONS[:-1])
-        raise CannotReplay(
-            f"the contract names the attention {_named(name)}, which is none of {known}; {_factory()[3:]}"
-        )
+    known = (*ATTENTIONS, *allowed)
+    if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
+        raise CannotReplay(f"the contract names the attention {_named(name)}, which is not loaded; {_factory()[3:]}")
+    if experts not in (None, *EXPERTS):
+        raise CannotReplay(f"the contract names the experts {_named(experts)}, which are not loaded; {_factory()[3:]}")
 
 
 def attention_here(
@@ -200,14 +203,6 @@ def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], de
     if name not in allowed:
         return name, KERNEL_NOT_ALLOWED
     return name, None if import_utils.is_kernels_available() else NOT_INSTALLED
-
-
-def check_experts(name: str | None) -> None:
-    """Raise CannotReplay for an implementation of experts that is not torch's own."""
-    if name is not None and name not in EXPERTS:
-        raise CannotReplay(
-            f"the contract names the experts {_named(name)}, which are none of {', '.join(EXPERTS)}; {_factory()[3:]}"
-        )
 
 
 def check_dtype(name: str) -> None:
