@@ -10,10 +10,13 @@ import torch
 from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.triangulate import triangulate
 from tim_trace.analysis.weights import export, weights
+from tim_trace.replay.arms import Arm
 from tim_trace.replay.backends import model as models
 from tim_trace.replay.backends import trusted
 from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
+from tim_trace.replay.recorded import RecordedRun
+from tim_trace.replay.vllm_scorer import VllmScorer
 from tim_trace.schemas.errors import CannotReplay, StorageError, TimTraceWarning, WeightsMissing
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
@@ -370,3 +373,23 @@ def test_vllm_takes_of_the_recorded_arguments_what_is_a_number_or_a_word():
     for wrong in ({"max_num_seqs": 2**40}, {"quantization": "/etc/x"}, {"tensor_parallel_size": 0}, [1]):
         with pytest.raises(CannotReplay, match="engine vllm: the recorded arguments"):
             trusted.safe_engine_arguments(wrong)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "changes", "length", "share"),
+    [
+        ({}, {}, 5, None),  # four tokens, and one that vLLM samples
+        ({"max_model_len": 64, "gpu_memory_utilization": 0.3}, {}, 64, 0.3),
+        ({"max_model_len": 4}, {}, 5, None),
+        ({"max_model_len": -1}, {}, -1, None),
+        ({"max_model_len": 64}, {"max_model_len": 9, "gpu_memory_utilization": 0.5}, 9, 0.5),
+    ],
+)
+def test_vllm_has_room_for_the_longest_sequence_and_no_more(tmp_path, recorded, changes, length, share):
+    record(tmp_path / "run", contract={"model": {"dtypes": {"float32": 1}, "attention": "sdpa"}})
+    run = RecordedRun(tmp_path / "run")
+    contract = run.train_contract(run.step(1)[0].contract)
+    scorer = VllmScorer(run, Arm(engine="vllm", **changes), contract, "cpu")
+    scorer.rollout = {"engine_arguments": recorded}
+    arguments = scorer._arguments()
+    assert (arguments["max_model_len"], arguments.get("gpu_memory_utilization")) == (length, share)
