@@ -244,9 +244,11 @@ class WeightReader:
             return self._read(*parts[0]).reshape(first.shape)
         whole = np.zeros(first.whole_shape, bits_type(first.dtype))
         for record, tensor in parts:
+            # A part may be a run of elements.
+            target = whole if len(tensor.offsets or ()) == whole.ndim else whole.reshape(-1)
             offsets = zip(tensor.offsets or (), tensor.shape, strict=True)
             place = tuple(slice(start, start + length) for start, length in offsets)
-            whole[place] = self._read(record, tensor).reshape(tensor.shape)
+            target[place] = self._read(record, tensor).reshape(tensor.shape)
         return whole
 
     def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
