@@ -288,6 +288,12 @@ _weights_from = click.option(
 )
 
 
+_allow_kernel = click.option(
+    "--allow-kernel", multiple=True, metavar="NAME",
+    help="Fetch this recorded attention kernel from the hub and run it, as kernels-community/flash-attn2; can be repeated.",
+)  # fmt: skip
+
+
 def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """The value of --ray, which takes the word behind it: where that is the path of a trace, it says so."""
     from .tracer.cluster import check_address
@@ -869,6 +875,8 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @click.option(
     "--tensor-parallel-size", type=int, metavar="N", help="vLLM's: GPUs that each layer's weights are divided among."
 )
+@click.option("--gpu-memory-utilization", type=float, metavar="SHARE", help="vLLM's: share of a GPU's memory.")
+@click.option("--max-model-len", type=int, metavar="N", help="vLLM's: most tokens of a sequence.")
 @click.option("--deterministic", is_flag=True, default=False, help="Deterministic algorithms only.")
 @click.option("--temperature", type=float, metavar="T", help="Divide the logits by T.")
 @click.option("--top-p", type=float, metavar="P", help="Keep the smallest set of tokens of mass P.")
@@ -886,6 +894,7 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with a table each.")
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
 @_weights_from
+@_allow_kernel
 @click.option(
     "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits|hidden",
     help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
@@ -949,6 +958,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 )
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, as dtype=bf16; can be repeated.")
 @_weights_from
+@_allow_kernel
 @_ray
 @_gpus_per_arm
 @click.option(
@@ -993,6 +1003,7 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
 @_weights_from
+@_allow_kernel
 @_ray
 @_gpus_per_arm
 @click.option(
@@ -1582,9 +1593,12 @@ def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
             "the trace has no pass `train`, so that the engine's tokens were scored again: d is the mismatch with the engine"
         )
     elif broken:
+        from .analysis.replay_text import not_held_reason
+
         yield (
-            f"the recorded bits did not come back in {len(broken)} steps (first: step {broken[0].step}), so a "
-            f"difference to `train` is not the arm's alone; what differs here: {'; '.join(broken[0].differs)}"
+            f"the recorded bits did not come back in {len(broken)} steps (first: step {broken[0].step}), because "
+            f"{not_held_reason(broken[0].not_held)}; so a difference to `train` is not the arm's alone; what differs here: "
+            f"{'; '.join(broken[0].differs)}"
         )
     elif any(not result.identity_held for result in results):
         yield "the recorded bits did not come back, although nothing that the contract names differs here"

@@ -72,6 +72,8 @@ def replay_estimates(results: ReplayedSteps) -> list[ArmEstimate]:
     found = []
     for summary in by_arm(results):
         groups = [sums for sums in results.groups if sums.arm == summary.arm]
+        if not groups:  # the recording was refused
+            continue
         values, why = estimates(groups, sample.num_groups)
         found.append(
             ArmEstimate(

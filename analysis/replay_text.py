@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..replay.backends.trusted import WHY
 from ..replay.plan import ReplayPlan
 from ..replay.results import ReplayedStep, ReplayedSteps, by_arm
 from .replay_estimates import replay_estimates
@@ -50,6 +51,11 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.2g} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} seconds" if seconds >= 10 else f"{seconds:.1f} seconds"
+
+
+def not_held_reason(code: str) -> str:
+    """Why replaying as recorded did not give the recorded bits, in words."""
+    return WHY[code].format(name="").replace("  ", " ")
 
 
 def replay_text(found: Sequence[ReplayedStep], width: int | None = None) -> str:

@@ -21,6 +21,7 @@ from ..replay.arms import Arm, parse_arm
 from ..replay.engine import replay
 from ..replay.gpus import gpus_of_actor
 from ..replay.recorded import RecordedRun
+from ..replay.results import ReplayedSteps
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..schemas.results import Result
@@ -84,6 +85,8 @@ class Triangulation(Result):
     """Pearson correlation of the two errors."""
     identity_held: bool
     """Whether the replayed steps gave the recorded bits back."""
+    not_held: str | None
+    """Why they did not, a code as in `ReplayedStep`; None where they did, and where the replay was there already."""
     by_probability: Rows
     by_position: Rows
     arms: Rows
@@ -115,6 +118,7 @@ def triangulate(
     reference: str = "fp64",
     arm: Sequence[str] = (),
     weights_from: str | os.PathLike[str] | None = None,
+    allow_kernel: Sequence[str] = (),
     ray: str | None = None,
     gpus_per_arm: float | None = None,
     progress: Progress = no_progress,
@@ -123,7 +127,8 @@ def triangulate(
 
     Replays what is missing of the reference (fp64 or fp32) and of each arm (`dtype=bf16`, ...), on the steps given.
     Compared are the tokens that count in the loss and have a finite logprob on both sides and in the reference. `weights_from`
-    is the folder of the run's checkpoints, where the trace has no weights of its own. `ray` and `gpus_per_arm` divide the replays among
+    is the folder of the run's checkpoints, where the trace has no weights of its own; `allow_kernel` names recorded attention kernels
+    that may be fetched from the hub and run. `ray` and `gpus_per_arm` divide the replays among
     the actors of a Ray cluster, as `replay` does, and then the tokens whose errors are measured.
 
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
@@ -131,7 +136,7 @@ def triangulate(
     gpus_of_actor(ray, gpus_per_arm)
     if reference not in ("fp64", "fp32"):
         raise InvalidOption(f"got {reference!r}; use fp64 or fp32", option="reference")
-    run = RecordedRun(trace, weights_from=weights_from)
+    run = RecordedRun(trace, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
         raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no gap to explain")
@@ -144,20 +149,21 @@ def triangulate(
         names = [REPLAY_PREFIX + single.name for single in arms]
         tell_sampled(database, names)
         errors, num_different = _errors(database, names, chosen, replayed is None, progress)
-    return _measured(run, chosen, errors, num_different == 0 if replayed is None else replayed)
+    not_held = None if replayed is None else next((step.not_held for step in replayed if step.not_held), None)
+    return _measured(run, chosen, errors, num_different == 0 if replayed is None else not_held is None, not_held)
 
 
 def _replay_missing(
     run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress, cluster: dict[str, Any]
-) -> bool | None:
-    """Replay the arms that lack one of the steps; returns whether the recorded bits came back, None without a replay."""
+) -> ReplayedSteps | None:
+    """Replay the arms that lack one of the steps; None where none does."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None
-    results = replay(
-        run.store.url, steps=_list(steps), arm=lacking, weights_from=run.weights_from, progress=progress, **cluster
-    )
-    return all(result.identity_held for result in results)
+    return replay(
+        run.store.url, steps=_list(steps), arm=lacking, weights_from=run.weights_from, allow_kernel=run.allow_kernel, progress=progress,
+        **cluster,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +237,9 @@ def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.
     return columns
 
 
-def _measured(run: RecordedRun, steps: list[int], errors: dict[str, ErrorSums], held: bool) -> Triangulation:
+def _measured(
+    run: RecordedRun, steps: list[int], errors: dict[str, ErrorSums], held: bool, not_held: str | None
+) -> Triangulation:
     reference, own = next(iter(errors.items()))
     found = shares(own.groups, (TRAIN, ROLLOUT))
     return Triangulation(
@@ -247,6 +255,7 @@ def _measured(run: RecordedRun, steps: list[int], errors: dict[str, ErrorSums], 
         sides=tuple(_side(name, own, *found[name]) for name in (TRAIN, ROLLOUT)),
         correlation=own.moments.correlation,
         identity_held=held,
+        not_held=not_held,
         by_probability=_split("probability", own.by_probability, PROBABILITIES, own.square_d),
         by_position=_split("position", own.by_position, POSITIONS, own.square_d),
         arms=Rows(

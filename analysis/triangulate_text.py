@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .replay_text import not_held_reason
 from .rows import Rows, shown, table, to_text
 from .triangulate import Triangulation
 
@@ -9,10 +10,14 @@ from .triangulate import Triangulation
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     """Write who is wrong, for reading."""
     found = shown(found)
+    why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
     steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
     facts = [
         ("reference", found.reference),
-        ("identity", "held: the recorded bits came back" if found.identity_held else "NOT HELD: see tim-trace replay"),
+        (
+            "identity",
+            "held: the recorded bits came back" if found.identity_held else f"NOT HELD{why}: see tim-trace replay",
+        ),
         ("steps", steps),
         ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
         ("gap", f"{found.gap_rms:.4g} nats rms (train - rollout)"),

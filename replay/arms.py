@@ -23,7 +23,7 @@ PACKABLE = (None, "math", "flash", "efficient", "cudnn")
 ROUTINGS = ("recorded",)
 ENGINES = ("hf", "vllm", "exact")
 AS_RECORDED = "as-recorded"
-_OF_VLLM = ("prefix_caching", "attention_backend", "tensor_parallel_size")
+_OF_VLLM = ("prefix_caching", "attention_backend", "tensor_parallel_size", "gpu_memory_utilization", "max_model_len")
 _NOT_OF = {
     "hf": _OF_VLLM,
     "vllm": (
@@ -75,8 +75,12 @@ class Arm:
     """vLLM's, by its own name, such as FLASH_ATTN."""
     tensor_parallel_size: int | None = None
     """vLLM's: GPUs that each layer's weights are divided among; on CPUs processes."""
+    gpu_memory_utilization: float | None = None
+    """vLLM's: share of a GPU's memory; else the recorded one, or what is free, up to 0.9."""
+    max_model_len: int | None = None
+    """vLLM's: most tokens of a sequence; else the recorded one, or what the longest sequence needs."""
     deterministic: bool = False
-    """torch.use_deterministic_algorithms."""
+    """torch.use_deterministic_algorithms, with CUBLAS_WORKSPACE_CONFIG=:4096:8 where it is not set."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -107,6 +111,7 @@ class Arm:
             ("batch_tokens", self.batch_tokens),
             ("threads", self.threads),
             ("tensor_parallel_size", self.tensor_parallel_size),
+            ("max_model_len", self.max_model_len),
         ):
             if value is not None and value < 1:
                 raise InvalidOption(f"got {value}; use 1 or more", option=name)
@@ -114,8 +119,9 @@ class Arm:
         self._check_together()
         if self.temperature is not None and self.temperature <= 0:
             raise InvalidOption(f"got {self.temperature}; use a number above 0", option="temperature")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InvalidOption(f"got {self.top_p}; use a number above 0 and up to 1", option="top_p")
+        for name, share in (("top_p", self.top_p), ("gpu_memory_utilization", self.gpu_memory_utilization)):
+            if share is not None and not 0 < share <= 1:
+                raise InvalidOption(f"got {share}; use a number above 0 and up to 1", option=name)
         if self.top_k is not None and self.top_k < 1:
             raise InvalidOption(f"got {self.top_k}; use 1 or more", option="top_k")
         if not self.name:

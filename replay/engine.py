@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,10 @@ from ..schemas.steps import parse_steps
 from ..tracer.adopt import adopt
 from ..tracer.cluster import connected, run_units
 from ..tracer.progress import Advance, Progress, no_progress
+from ..tracer.store import first_line
 from .arm_pass import ArmPass
-from .arms import Arm, check_distinct, parse_arm, read_arms
+from .arms import AS_RECORDED, Arm, check_distinct, parse_arm, read_arms
+from .backends.trusted import CONDITIONS, REFUSED, UNEXPLAINED
 from .batching import check_tokens
 from .differences import differences
 from .gpus import device_here, gpus_of_actor
@@ -48,6 +51,8 @@ class _Wanted:
     """Of one step, as `meter.work` counts."""
     is_replaced: bool
     """Whether what the trace has of it is removed first."""
+    serves_others: bool = False
+    """Whether it is the identity arm beside others, which run where it cannot."""
 
     def lacks(self, step: int, seq_id: str) -> bool:
         """Whether the trace does not have a sequence of this arm."""
@@ -69,6 +74,7 @@ def replay(
     arm_file: str | os.PathLike[str] | None = None,
     model_factory: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
+    allow_kernel: Sequence[str] = (),
     capture: str = "logprobs",
     capture_fraction: float = 1.0,
     force: bool = False,
@@ -96,7 +102,9 @@ def replay(
     folder of the run's checkpoints, where the trace has no weights of its own.
 
     What the trace names is not called: the model is one of transformers' own classes and the scoring function TRL's, or the
-    replay is refused.
+    replay is refused. A recorded attention kernel of the hub (`kernels-community/flash-attn2`) is fetched and run where
+    `allow_kernel` names it. Where the recorded attention or experts do not run here, torch's own run in their place, with a warning,
+    and where the recording does not run at all, the other arms do: `not_held` says why its bits did not come back.
 
     `capture` keeps more than each token's logprob (`topk:K`, `logits`, or `hidden`, the last hidden states), for the
     share `capture_fraction` of the sequences: the same ones as in a recording. The logprobs are the same bits with it.
@@ -116,7 +124,7 @@ def replay(
     arms = _arms(arm, arm_file, changes)
     if as_recorded and len(arms) > 1:
         raise InvalidOption(f"changes nothing, and {arms[1].name} does; leave one of them out", option="as_recorded")
-    run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
+    run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(run.replayed_pass))
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
     kept = Capture.parse(capture, capture_fraction)
@@ -133,7 +141,7 @@ def replay(
             _remove_replaced(wanted)
             return _on_cluster(run, wanted, results, kept, device, ray, gpus, progress, told)
     _remove_replaced(wanted)
-    held: dict[int, bool] = {}
+    held: _Held = {}
     # Sealing what an arm added takes about as long as a step in one forward.
     sealing = min(entry.work for entry in wanted)
     total = sum(len(entry.steps) * entry.work + sealing for entry in wanted)
@@ -206,7 +214,7 @@ def _wanted(
         # is of the whole sample, with what there is of it.
         asked_steps = steps if arm.is_identity or sample is not None else left
         rows = first if sample is None else scorer.together(sample.drawn(steps[0], first), first)
-        wanted.append(_Wanted(scorer, target, asked_steps, there, scorer.work(rows), is_replaced))
+        wanted.append(_Wanted(scorer, target, asked_steps, there, scorer.work(rows), is_replaced, serves_others))
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
@@ -269,6 +277,8 @@ def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample:
     return _paced(plan, paces)
 
 
+_Held = dict[int, str | None]
+"""Step -> why replaying it as recorded did not give the recorded bits, a code; None where it did."""
 _Paces = dict[str, tuple[float, float]]
 """Arm -> tokens a second, and seconds that the weights of a version take to load."""
 
@@ -350,7 +360,7 @@ def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
 def _group(
     run: RecordedRun,
     group: list[_Wanted],
-    held: dict[int, bool],
+    held: _Held,
     advance: Advance,
     sample: Sample | None,
     telling: _Telling,
@@ -367,7 +377,7 @@ def _joined(
     loaded: LoadedModel,
     group: list[_Wanted],
     joined: Rows,
-    held: dict[int, bool],
+    held: _Held,
     advance: Advance,
     sample: Sample | None,
     pace: Pace,
@@ -378,8 +388,15 @@ def _joined(
         for entry in group:
             if step in entry.steps:
                 meter = Meter(advance, entry.work)
-                scored = _scored(entry, step, joined, sample, scoring, meter.add, pace)
-                yield _step(entry, step, scored, held), _group_sums(entry, step, scored, sample)
+                try:
+                    scored = _scored(entry, step, joined, sample, scoring, meter.add, pace)
+                except RuntimeError as error:  # torch's own, and CannotReplay, which is one
+                    if not entry.serves_others:
+                        raise
+                    held[step] = REFUSED
+                    yield _refused(entry, step, error), []
+                else:
+                    yield _step(entry, step, scored, held), _group_sums(entry, step, scored, sample)
                 meter.finish()
 
 
@@ -451,9 +468,12 @@ class _UnitScorer(_Actor):
         if self._loaded is None or self._key != unit.key:
             self._let_go()
             self._loaded, self._key = LoadedModel(run.weights), unit.key
-        group = [_Wanted(*self._entries[name], *part, 0, False) for name, part in unit.arms.items()]
+        group = [
+            _Wanted(*self._entries[name], *part, 0, False, name == AS_RECORDED and len(self._arms) > 1)
+            for name, part in unit.arms.items()
+        ]
         joined = dict(_read(run, group))
-        held = dict.fromkeys(joined, False)
+        held: _Held = dict.fromkeys(joined)
         paces: list[float] = []
         parts = list(_joined(self._loaded, group, joined, held, untold, self._sample, Pace(paces.append)))
         return _UnitScores(parts, paces[0] if paces else None, self._loaded.load_s)
@@ -511,9 +531,9 @@ def _on_cluster(
         adopt(run.folder)
     identity = next(entry.scorer.arm.name for entry in wanted if entry.scorer.arm.is_identity)
     parts = [part for number in range(len(units)) for part in scored[number]]
-    held = {step.step: step.identity_held for step, _ in parts if step.arm == identity}
+    held = {step.step: step.not_held for step, _ in parts if step.arm == identity}
     for step, sums in parts:
-        results.append(replace(step, identity_held=held[step.step]))
+        results.append(replace(step, identity_held=held[step.step] is None, not_held=held[step.step]))
         results.groups.extend(sums)
     return results
 
@@ -648,16 +668,19 @@ def _capturing(entry: _Wanted, step: int, rows: list[RecordedRow], new: set[str]
     return [replace(row, captured=row.seq_id in new and capture.selects(step, row.seq_id)) for row in rows]
 
 
-def _step(entry: _Wanted, step: int, scored: Scored, held: dict[int, bool]) -> ReplayedStep:
+def _step(entry: _Wanted, step: int, scored: Scored, held: _Held) -> ReplayedStep:
     scorer = entry.scorer
     pairs = list(zip(scored.rows, scored.logprobs, strict=True))
     recorded = np.concatenate([row.logprobs[row.scored] for row, _ in pairs])
     replayed = np.concatenate([value[row.scored] for row, value in pairs])
     same = _same_bits(recorded, replayed)
     d = replayed.astype(np.float64) - recorded.astype(np.float64)
+    differs: tuple[str, ...] = ()
     if scorer.arm.is_identity:
-        held[step] = bool(same.all())
-    is_other = scorer.arm.is_identity and not held[step]
+        held[step] = None
+        if not same.all():
+            differs = _differs(scorer, scored.rows, scorer.made_by())
+            held[step] = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(
         arm=scorer.arm.name,
         step=step,
@@ -665,9 +688,18 @@ def _step(entry: _Wanted, step: int, scored: Scored, held: dict[int, bool]) -> R
         num_equal=int(same.sum()),
         mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0,
         max_abs_d=float(np.abs(d).max(initial=0.0)),
-        identity_held=held[step],
-        differs=_differs(scorer, scored.rows, scorer.made_by()) if is_other else (),
+        identity_held=held[step] is None,
+        not_held=held[step],
+        differs=differs,
     )
+
+
+def _refused(entry: _Wanted, step: int, error: RuntimeError) -> ReplayedStep:
+    """What is told of a step that cannot be replayed as recorded, where other arms are asked for."""
+    return ReplayedStep(
+        arm=entry.scorer.arm.name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan, identity_held=False,
+        not_held=REFUSED, differs=(first_line(error),),
+    )  # fmt: skip
 
 
 def _same_bits(recorded: np.ndarray, replayed: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from ..tracer.dense import Distribution
 from ..tracer.projection import Projection
 from ..tracer.routing import Router
 from ..tracer.staging import to_numpy
+from ..tracer.store import first_line
 from ..tracer.weights.reader import Tensor
 from .arms import Arm
 from .backends import kernels, packing, routing, trl, trusted
@@ -32,7 +33,7 @@ from .numerics import Numerics
 from .prefix_tree import tree_batch
 from .recorded import RecordedRow, RecordedRun, has_experts
 from .scored import Scored
-from .settings import settings
+from .settings import cublas_workspace, settings, used_settings
 
 LoadKey = tuple[Any, ...]
 """What decides how a model is built and wrapped; arms that share it share a model."""
@@ -49,6 +50,8 @@ class HfScorer:
         if run.model_factory is not None:
             contract = contract | {"packing": None}  # the model of a user's code knows no packing
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
+        self.substitution: str | None = None
+        """Code of why something else runs in the place of what was recorded; None where that runs."""
         self.numerics = self.numerics_of(arm, contract)
         self.capture = capture or Capture()
         if self.capture.level == HIDDEN and (arm.top_k is not None or arm.top_p is not None):
@@ -63,6 +66,7 @@ class HfScorer:
         run.check_adapter(arm.adapter)
         if run.model_factory is None:
             trusted.check_scoring(contract)
+            self._substitute()
         self._scorer: Any = None
         self._model: Any = None
         self._routers: list[Router] = []
@@ -74,6 +78,27 @@ class HfScorer:
         """Gives a context that is entered around each forward."""
         self.calls_whole_model = False
         """Whether logits are what the model's own forward gives, head and all."""
+
+    def _substitute(self) -> None:
+        """Take another attention or experts where the recorded ones do not run here, and say so."""
+        recorded, made = self.contract["model"], self.numerics
+        used: dict[str, str] = {}
+        if made.attention == str(recorded.get("attention")):
+            is_half = made.autocast is not None or made.dtype in ("bfloat16", "float16")
+            used["attention"], self.substitution = trusted.attention_here(
+                made.attention,
+                str(self.run.model.get("class", "")),
+                self.run.allow_kernel,
+                is_half=is_half,
+                device=self.device,
+            )
+        if made.experts not in (None, *trusted.EXPERTS):
+            used["experts"], self.substitution = "eager", trusted.EXPERTS_UNKNOWN
+        if self.substitution is not None:
+            what = "experts" if "experts" in used else "attention"
+            why = trusted.WHY[self.substitution].format(name=ascii(recorded.get(what)))
+            warnings.warn(f"arm {self.arm.name}: {why}; {used[what]} runs in its place", TimTraceWarning, stacklevel=4)
+        self.numerics = self.numerics_of(self.arm, self.contract | {"model": recorded | used})
 
     @cached_property
     def _weights(self) -> models.Weights:
@@ -88,14 +113,16 @@ class HfScorer:
 
     def build(self) -> Any:
         """The model that this arm needs, without weights. Raises CannotReplay."""
-        model = models.build(
-            models.without_adapters(self.run.model) if self.adapter else self.run.model,
-            dtype=self.numerics.dtype,
-            attention=self.numerics.attention,
-            experts=self._experts,
-            device=self.device,
-            factory=self.run.model_factory,
-        )
+        with cublas_workspace(self.contract["torch"], self.arm):  # CUDA starts where the model moves to it
+            model = models.build(
+                models.without_adapters(self.run.model) if self.adapter else self.run.model,
+                dtype=self.numerics.dtype,
+                attention=self.numerics.attention,
+                experts=self._experts,
+                device=self.device,
+                factory=self.run.model_factory,
+                allow_kernel=self.run.allow_kernel,
+            )
         if (self.arm.padding in END_TO_END or self.numerics.is_tree) and gives_hidden(model):
             packing.check(model.config)
         return model
@@ -211,6 +238,8 @@ class HfScorer:
             try:
                 return self._score(rows, told)
             except (RuntimeError, MemoryError) as error:
+                if "deterministic" in str(error):  # torch names the operation and the way out
+                    raise CannotReplay(f"arm {self.arm.name}: {first_line(error)}") from error
                 if not is_out_of_memory(error):
                     raise
                 self._rows = self._fewer_rows(rows, error)
@@ -297,8 +326,7 @@ class HfScorer:
             changed["adapters"] = self.adapter
         if arm.kv_dtype:
             changed["kv_cache"] = f"{arm.kv_dtype}, scale 1"
-        with settings(self.contract["torch"], arm):
-            used = environment.torch_settings()
+        used = used_settings(self.contract["torch"], arm)
         autocast = "None" if arm.dtype else self.contract["torch"].get("autocast_dtype")
         compiled = {"torch_compile": arm.compile} if arm.compile or "torch_compile" in self.contract else {}
         return (

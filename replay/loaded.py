@@ -17,7 +17,7 @@ class LoadedModel:
 
     def __init__(self, weights: Any):
         self.weights = weights
-        """What gives a version's tensors: `.load(version, attempt)`."""
+        """What gives a version's tensors: `.load(version, attempt, is_lazy=True)`."""
         self._model: Any = None
         self._shared: Any = None
         self._version: tuple[int, int | None] | None = None
@@ -55,7 +55,7 @@ class LoadedModel:
     def _put(self, scorer: Scorer, version: int, attempt: int | None) -> None:
         if (version, attempt) != self._version:
             start, is_start = perf_counter(), self._version is None and scorer.starts_with_weights
-            scorer.put(self._model, self.weights.load(version, attempt))
+            scorer.put(self._model, self.weights.load(version, attempt, is_lazy=True))
             self._version = version, attempt
             self.load_s = 0.0 if is_start else perf_counter() - start
 

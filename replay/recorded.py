@@ -30,7 +30,7 @@ from ..tracer.trace_files import PROTOCOL, TraceFiles
 from ..tracer.weights.checkpoints import CheckpointReader
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
-from .backends.trusted import check_contract
+from .backends.trusted import KERNELS_VARIABLE, check_contract
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the number of experts."""
@@ -87,13 +87,16 @@ class RecordedRun:
         *,
         model_factory: str | None = None,
         weights_from: str | os.PathLike[str] | None = None,
+        allow_kernel: Sequence[str] = (),
     ):
         """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
 
         `model_factory` is `module:function` of what builds the model, where transformers does not know its class;
-        `weights_from` a folder of checkpoints to read the weights from, where the trace does not have them.
+        `weights_from` a folder of checkpoints to read the weights from, where the trace does not have them; `allow_kernel` are
+        the recorded attention kernels that may be fetched from the hub and run, beside those of TIM_TRACE_ALLOW_KERNEL.
         """
         self.model_factory, self.weights_from = model_factory, weights_from
+        self.allow_kernel = (*allow_kernel, *filter(None, os.environ.get(KERNELS_VARIABLE, "").split(",")))
         self.store = Store(trace)
         self.manifest = self.store.manifest()
         if not self.store.is_local:
@@ -123,7 +126,10 @@ class RecordedRun:
     def opening(self) -> dict[str, Any]:
         """What another process opens the same trace with."""
         weights_from = None if self.weights_from is None else os.path.abspath(self.weights_from)
-        return {"trace": self.folder.resolve(), "model_factory": self.model_factory, "weights_from": weights_from}
+        return {
+            "trace": self.folder.resolve(), "model_factory": self.model_factory, "weights_from": weights_from,
+            "allow_kernel": self.allow_kernel,
+        }  # fmt: skip
 
     @cached_property
     def weights(self) -> WeightReader | CheckpointReader:
@@ -151,6 +157,13 @@ class RecordedRun:
         """The steps that a pass has scores of."""
         table = self.table(SCORES, ds.field("pass") == pass_name, ["step"])
         return sorted(set(table["step"].to_pylist()))
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of its longest sequence, prompt and response."""
+        lengths = self.table(SEQUENCES, ds.scalar(True), ["num_prompt_tokens", "num_response_tokens"])
+        total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
+        return int(pc.max(total).as_py() or 0)
 
     def unsealed_steps(self, pass_name: str) -> set[int]:
         """The steps that a pass has scores of in the journals of processes that write just now."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from math import nan
 from typing import Any
 
 from ..schemas.results import Table
+from .backends.trusted import REFUSED
 from .plan import ReplayPlan
 from .sample import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """One step under one arm, next to the pass that is replayed, `train` where it was recorded: d = replay - train, nats."""
+    """One step under one arm, next to the pass that is replayed, `train` where it was recorded: d = replay - train, nats.
+
+    Where the identity arm was refused it has no tokens, and d is NaN.
+    """
 
     arm: str
     step: int
@@ -24,8 +29,11 @@ class ReplayedStep:
     max_abs_d: float
     identity_held: bool
     """Whether replaying this step as recorded gave every bit back: only then is the arm's d the arm's own."""
+    not_held: str | None = None
+    """Why it did not: `refused` (the recording does not run here), a code of `trusted.WHY` (something else ran in the place of
+    what was recorded), `conditions` (other settings, versions or hardware) or `unexplained`; None where it held."""
     differs: tuple[str, ...] = ()
-    """For the identity arm where it did not hold: contract fields that differ, `field: recorded, now`."""
+    """For the identity arm where it did not hold: contract fields that differ, `field: recorded, now`; or why it was refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +97,20 @@ def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
     summaries = []
     for name in dict.fromkeys(result.arm for result in results):
         steps = [result for result in results if result.arm == name]
-        tokens = sum(step.num_tokens for step in steps)
+        tokens, scored = (
+            sum(step.num_tokens for step in steps),
+            [step for step in steps if step.not_held != REFUSED or step.num_tokens],
+        )
         summaries.append(
             ReplayedArm(
                 arm=name,
                 num_steps=len(steps),
                 num_tokens=tokens,
                 share_equal=sum(step.num_equal for step in steps) / max(tokens, 1),
-                mean_abs_d=sum(step.mean_abs_d * step.num_tokens for step in steps) / max(tokens, 1),
-                max_abs_d=max(step.max_abs_d for step in steps),
+                mean_abs_d=sum(step.mean_abs_d * step.num_tokens for step in scored) / max(tokens, 1)
+                if scored
+                else nan,
+                max_abs_d=max((step.max_abs_d for step in scored), default=nan),
                 identity_held=sum(step.identity_held for step in steps),
             )
         )

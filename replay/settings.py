@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from ..schemas.contract import Contract
+from ..schemas.errors import TimTraceWarning
 from ..tracer.environment import torch_settings
 from .arms import Arm
 
-_SDP = {"sdp_flash": "flash", "sdp_mem_efficient": "mem_efficient", "sdp_math": "math", "sdp_cudnn": "cudnn"}
-_SWITCHES = ("float32_matmul_precision", "deterministic_algorithms", "num_threads", "mkldnn", *_SDP)
-"""Those of the recorded settings that can be set again."""
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_FOR_DETERMINISM = ":4096:8"
+"""What torch asks of cuBLAS before it runs deterministic algorithms; it has nothing to say on a CPU."""
+INFORMATIVE = frozenset({
+    "default_dtype", "num_interop_threads", "cpu_capability", "cuda", "cudnn", "cuda_matmul_allow_tf32",
+})  # fmt: skip
+"""Recorded settings that are not set again: what the machine has, what models are built with, and another name of a precision."""
+_cuda_began: list[str | None] = []
+"""What CUBLAS_WORKSPACE_CONFIG was when CUDA started in this process comes first; empty before."""
+
+
+def switches() -> dict[str, Callable[[Any], object]]:
+    """Recorded setting -> what sets it, in the order in which they are set. Needs torch."""
+    import torch
+
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+
+    def attribute(owner: Any, name: str) -> Callable[[Any], object]:
+        return lambda value: setattr(owner, name, value)
+
+    return {
+        "fp32_precision": attribute(torch.backends, "fp32_precision"),
+        "cuda_matmul_fp32_precision": attribute(cuda.matmul, "fp32_precision"),
+        "float32_matmul_precision": torch.set_float32_matmul_precision,
+        "deterministic_algorithms": torch.use_deterministic_algorithms,
+        "num_threads": torch.set_num_threads,
+        "mkldnn": attribute(torch.backends.mkldnn, "enabled"),
+        "cudnn_allow_tf32": attribute(cudnn, "allow_tf32"),
+        "cuda_bf16_reduced_precision_reduction": attribute(cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+        "cuda_fp16_reduced_precision_reduction": attribute(cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+        "cudnn_deterministic": attribute(cudnn, "deterministic"),
+        "cudnn_benchmark": attribute(cudnn, "benchmark"),
+        "cuda_preferred_blas": cuda.preferred_blas_library,
+        "cuda_preferred_linalg": cuda.preferred_linalg_library,
+        "sdp_flash": cuda.enable_flash_sdp,
+        "sdp_mem_efficient": cuda.enable_mem_efficient_sdp,
+        "sdp_math": cuda.enable_math_sdp,
+        "sdp_cudnn": cuda.enable_cudnn_sdp,
+    }
 
 
 def autocast_dtype(contract: Contract) -> Any:
@@ -31,40 +70,74 @@ def autocast(device: Any, dtype: Any) -> Any:
 
 
 @contextmanager
+def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
+    """Set CUBLAS_WORKSPACE_CONFIG as the recorded pass had it, for CUDA to find when it starts, and put it back.
+
+    Deterministic algorithms get what torch asks for where nothing else is set.
+    """
+    import torch
+
+    before = os.environ.get(CUBLAS)
+    wanted = recorded.get("cublas_workspace_config", before)
+    if arm.deterministic or (wanted is None and recorded.get("deterministic_algorithms")):
+        wanted = wanted or before or _FOR_DETERMINISM
+    if torch.cuda.is_initialized():
+        _cuda_began[:] = _cuda_began or [before]
+        if wanted != _cuda_began[0]:
+            began = "without it" if _cuda_began[0] is None else f"with {_cuda_began[0]}"
+            warnings.warn(
+                f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} here, and CUDA started {began} in this process; replay this arm "
+                "in a process of its own where its last bits matter",
+                TimTraceWarning,
+                stacklevel=3,
+            )
+    _set_variable(wanted)
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized() and not _cuda_began:
+            _cuda_began.append(wanted)
+        _set_variable(before)
+
+
+def _set_variable(value: str | None) -> None:
+    os.environ.pop(CUBLAS, None)
+    os.environ.update({} if value is None else {CUBLAS: value})
+
+
+@contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
     """Set what the recorded pass had, changed by the arm, and put everything back."""
     import torch
 
-    now = torch_settings()
-    before = {name: now[name] for name in _SWITCHES}
-    _apply({name: recorded[name] for name in _SWITCHES if recorded.get(name) is not None})
-    try:
-        if arm.threads is not None:
-            torch.set_num_threads(arm.threads)
-        if arm.deterministic:
-            torch.use_deterministic_algorithms(True)
-        if arm.dtype is not None:
-            tf32 = arm.dtype == "tf32"
-            torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        yield
-    finally:
-        _apply(before)
+    before = torch_settings()
+    with cublas_workspace(recorded, arm):
+        try:
+            _apply(recorded)
+            if arm.threads is not None:
+                torch.set_num_threads(arm.threads)
+            if arm.deterministic:
+                torch.use_deterministic_algorithms(True)
+            if arm.dtype is not None:
+                tf32 = arm.dtype == "tf32"
+                torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            yield
+        finally:
+            _apply(before)
+
+
+def used_settings(recorded: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
+    """Torch's settings as the arm has them."""
+    with settings(recorded, arm):
+        found = torch_settings()
+    return found | ({"cublas_workspace_config": _cuda_began[0]} if _cuda_began else {})
 
 
 def _apply(values: Mapping[str, Any]) -> None:
-    import torch
-
-    cuda, now = torch.backends.cuda, torch_settings()
-    for name, value in values.items():
-        if value == now[name]:
+    for name, change in switches().items():
+        value = values.get(name)
+        if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        if name == "float32_matmul_precision":
-            torch.set_float32_matmul_precision(value)
-        elif name == "deterministic_algorithms":
-            torch.use_deterministic_algorithms(value)
-        elif name == "num_threads":
-            torch.set_num_threads(value)
-        elif name == "mkldnn":
-            torch.backends.mkldnn.enabled = value
-        else:
-            getattr(cuda, f"enable_{_SDP[name]}_sdp")(value)
+        # A build without CUDA has fewer libraries to choose from: the arm's contract then names the one that it has.
+        with suppress(RuntimeError):
+            change(value)

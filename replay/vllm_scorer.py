@@ -31,6 +31,7 @@ class VllmScorer:
 
     keeps_batches = False
     starts_with_weights = True
+    substitution: str | None = None
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
@@ -83,6 +84,15 @@ class VllmScorer:
         if isinstance(is_eager := model_config.get("enforce_eager"), bool):
             arguments["enforce_eager"] = is_eager
         arguments["dtype"] = self.dtype
+        recorded, needed = (
+            arguments.get("max_model_len"),
+            self.run.longest + 1,
+        )  # scoring a sequence samples one more token
+        if recorded is None or (isinstance(recorded, int) and 0 < recorded < needed):
+            arguments["max_model_len"] = needed
+        for name in ("max_model_len", "gpu_memory_utilization"):
+            if (value := getattr(self.arm, name)) is not None:
+                arguments[name] = value
         if self.arm.batch_size is not None:
             arguments["max_num_seqs"] = self.arm.batch_size
         if self.arm.batch_tokens is not None:
@@ -155,6 +165,7 @@ class VllmScorer:
             "source": "replay",
             "arm": self.arm.changes,
             "way": self._engine.way,
+            "weights_not_compared": sorted(self._engine.not_compared)[:8],
             "temperature": self.numerics.temperature,
             "linear_layers": "plain, so that weights can be changed" if self.device == "cpu" else "vLLM's own",
             "sampling": None,

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -78,7 +79,9 @@ def torch_settings() -> dict[str, Any]:
 
     matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
     return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": _setting(torch, "get_float32_matmul_precision", lambda found: found()),
+        "fp32_precision": getattr(torch.backends, "fp32_precision", None),
+        "cuda_matmul_fp32_precision": getattr(matmul, "fp32_precision", None),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "default_dtype": str(torch.get_default_dtype()),
         "num_threads": torch.get_num_threads(),
@@ -94,6 +97,8 @@ def torch_settings() -> dict[str, Any]:
         "cuda_fp16_reduced_precision_reduction": _setting(matmul, "allow_fp16_reduced_precision_reduction"),
         "cudnn_deterministic": cudnn.deterministic,
         "cudnn_benchmark": cudnn.benchmark,
+        "cuda_preferred_blas": _setting(cuda, "preferred_blas_library", lambda found: found().name.lower()),
+        "cuda_preferred_linalg": _setting(cuda, "preferred_linalg_library", lambda found: found().name.lower()),
         "sdp_flash": cuda.flash_sdp_enabled(),
         "sdp_mem_efficient": cuda.mem_efficient_sdp_enabled(),
         "sdp_math": cuda.math_sdp_enabled(),
@@ -107,10 +112,10 @@ def torch_settings_key() -> tuple[Any, ...]:
     return tuple(torch_settings().values())
 
 
-def _setting(owner: Any, name: str) -> Any:
+def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: found) -> Any:
     # Torch refuses to read a switch of the old interface once the new one was used, and says so by raising.
     try:
-        return getattr(owner, name)
+        return read(getattr(owner, name))
     except (AttributeError, RuntimeError) as error:
         return f"unreadable: {error}".splitlines()[0]
 

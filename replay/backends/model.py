@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -34,19 +34,21 @@ def build(
     device: str,
     experts: str | None = None,
     factory: str | None = None,
+    allow_kernel: Sequence[str] = (),
 ) -> Any:
     """Build the model with weights still to be loaded: with its adapters, where the trace names some.
 
     `identity` is what the trace says of the model (`class`, `config`, `adapters`); `dtype` is torch's name; `experts` is the
     implementation of a mixture's experts, as transformers names it. `factory` is
-    `module:function` of what builds it instead, called with `config` (a dict), `dtype` (torch's) and `attention`.
+    `module:function` of what builds it instead, called with `config` (a dict), `dtype` (torch's) and `attention`. `allow_kernel`
+    are attentions that may come from the hub.
     Without it the class is one of transformers' own, and its config asks for no code of others: see trusted.
     Raises CannotReplay.
     """
     import torch
 
     trusted.check_dtype(dtype)
-    trusted.check_attention(attention, is_own_model=factory is not None)
+    trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
@@ -54,13 +56,12 @@ def build(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         return _placed(model, device)
-    trusted.check_experts(experts)
     path = str(identity.get("class", ""))
     model_class, config = trusted.model_class(path), trusted.safe_config(identity["config"])
     try:
         chosen = {} if experts is None else {"experts_implementation": experts}
         chosen |= {"dtype": getattr(torch, dtype), "attn_implementation": attention}
-        model = _of_transformers(model_class, config, chosen)
+        model = _of_transformers(model_class, config, chosen, device)
         _set_dtypes(model, dtype)
         if identity.get("adapters"):
             model = adapters.put_on(model, identity).get_base_model()
@@ -82,6 +83,9 @@ def _placed(model: Any, device: str) -> Any:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
         return divided(model, {index: int(_ROOM * torch.cuda.mem_get_info(index)[0]) for index in range(num_gpus)})
+    for parameter in model.parameters() if device == "cuda" else ():
+        # Weights are loaded where they belong: what the host set aside for them was never touched.
+        parameter.data = torch.empty_like(parameter, device=device)
     return model.to(device)
 
 
@@ -124,16 +128,22 @@ def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in identity.items() if name != "adapters"}
 
 
-def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any]) -> Any:
+def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any], device: str) -> Any:
     import torch
+    from transformers import AttentionInterface
     from transformers.initialization import no_init_weights
 
     packing.register()
     # Without memory first: what a config asks for is known before any of it is there.
-    with torch.device("meta"), no_init_weights(), _within_memory():
+    with torch.device("meta"), no_init_weights(), _within_memory(device):
         model_class._from_config(model_class.config_class.from_dict(deepcopy(config)), **chosen)
     with no_init_weights():
         model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
+    if chosen["attn_implementation"] not in (
+        "eager",
+        *AttentionInterface(),
+    ):  # as after a kernel that failed to load before
+        raise KeyError(f"{chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # every weight is loaded; what is left to set are buffers
     model.init_weights()
@@ -141,11 +151,14 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
 
 
 @contextmanager
-def _within_memory() -> Iterator[None]:
-    """Raise CannotReplay as soon as a model that is being built has more parts or bytes than this machine can hold."""
+def _within_memory(device: str) -> Iterator[None]:
+    """Raise CannotReplay as soon as a model that is being built has more parts or bytes than this machine's GPUs or memory can hold."""
+    import torch
     from torch.nn.modules import module as modules
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device == "cuda":
+        memory = sum(torch.cuda.mem_get_info(index)[1] for index in range(torch.cuda.device_count()))
     parts = num_bytes = 0
 
     def count(_owner: Any, _name: str, part: Any) -> None:
@@ -224,7 +237,7 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
                 )
             if dtype is None and source.dtype != target.dtype:
                 # The run kept this tensor in a dtype of its own.
-                target.data = source.to(target.device)
+                target.data = source.to(target.device, copy=True)
             else:
                 target.copy_(source)
 
@@ -233,5 +246,6 @@ def to_torch(tensor: Tensor) -> Any:
     """A tensor over the same bits."""
     import torch
 
-    flat = torch.from_numpy(np.ascontiguousarray(tensor.bits).reshape(-1).view(np.uint8))
-    return flat.view(getattr(torch, tensor.dtype)).reshape(tensor.bits.shape)
+    bits = tensor.bits
+    flat = torch.from_numpy(np.require(bits, requirements=["C", "A"]).reshape(-1).view(np.uint8))
+    return flat.view(getattr(torch, tensor.dtype)).reshape(bits.shape)

@@ -6,7 +6,7 @@ A trace can be of a stranger. Whatever else it names runs on the user's own word
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,8 +22,26 @@ SCORING_FUNCTIONS = (
 PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer.compute_loss",)
 """Functions that score packed rows. A replay does not call them: it runs the model as they do."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
-_FLASH = {"flash_attention_2": "is_flash_attn_2_available", "flash_attention_3": "is_flash_attn_3_available"}
+_FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
 """Attention -> transformers' function that says whether its package is installed; else it would fetch a kernel from the hub."""
+KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
+"""Environment variable with the names, with commas between them, that `allow_kernel` says for the verbs that have it."""
+KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
+    "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
+)  # fmt: skip
+EXPERTS_UNKNOWN = "experts-unknown"
+REFUSED, CONDITIONS, UNEXPLAINED = "refused", "conditions", "unexplained"
+WHY = {
+    KERNEL_NOT_ALLOWED: "the recorded attention {name} is code from the hub, which runs only if you allow it (--allow-kernel)",
+    NOT_INSTALLED: "the recorded attention {name} is not installed here, or needs a GPU",
+    UNKNOWN: "the recorded attention {name} is not known here",
+    NEEDS_16_BITS: "the recorded attention {name} computes in bf16 and fp16 only",
+    EXPERTS_UNKNOWN: "the recorded implementation of experts {name} is not torch's",
+    REFUSED: "the recording does not run here",
+    CONDITIONS: "settings, versions or hardware differ here",
+    UNEXPLAINED: "nothing that the contract names differs here",
+}
+"""Code -> why the recorded bits do not come back, in words."""
 ATTENTIONS = ("eager", "sdpa", "flex_attention", *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -43,9 +61,24 @@ _MOST = 1_000_000
 """Layers, heads or experts that a config may ask for."""
 
 
+_Unreadable = Annotated[str, msgspec.Meta(pattern="^unreadable")]
+_Switch = bool | _Unreadable | None
+_Precision = Literal["none", "ieee", "tf32", "bf16"] | None
+
+
 class _Torch(msgspec.Struct):
     autocast_dtype: str | None = None
-    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
+    float32_matmul_precision: Annotated[str, msgspec.Meta(pattern="^(highest|high|medium)$|^unreadable")] | None = None
+    fp32_precision: _Precision = None
+    cuda_matmul_fp32_precision: _Precision = None
+    cudnn_allow_tf32: _Switch = None
+    cuda_bf16_reduced_precision_reduction: _Switch = None
+    cuda_fp16_reduced_precision_reduction: _Switch = None
+    cudnn_deterministic: bool | None = None
+    cudnn_benchmark: bool | None = None
+    cuda_preferred_blas: str | None = None
+    cuda_preferred_linalg: str | None = None
+    cublas_workspace_config: Annotated[str, msgspec.Meta(pattern=r"^(:\d{1,7}:\d{1,3}){0,8}\Z")] | None = None
     deterministic_algorithms: bool | None = None
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     mkldnn: bool | None = None
@@ -121,35 +154,55 @@ def check_scoring(contract: Contract) -> None:
             )
 
 
-def check_attention(name: str, *, is_own_model: bool = False) -> None:
-    """Raise CannotReplay for an attention that transformers would import or fetch from the hub.
+def check_attention(
+    name: str, experts: str | None = None, *, allowed: Collection[str] = (), is_own_model: bool = False
+) -> None:
+    """Raise CannotReplay for an attention that transformers would import or fetch from the hub without the user's word, and for
+    experts that are not torch's own.
 
-    A model that the user's factory builds (`is_own_model`) may have one that is called anything but such a place.
+    A model that the user's factory builds (`is_own_model`) may have an attention that is called anything but such a place.
     """
-    if is_own_model and re.fullmatch(r"\w+", name):
-        return
-    if name not in ATTENTIONS:
-        raise CannotReplay(
-            f"the contract names the attention {_named(name)}, which is none of {', '.join(ATTENTIONS[:-1])}, so it is not loaded; "
-            f"{_factory()[3:]}"
-        )
-    if name in _FLASH:
-        from transformers.utils import import_utils
-
-        if not getattr(import_utils, _FLASH[name])():
-            raise CannotReplay(
-                f"the contract names the attention {name}, whose package is not installed here, and nothing is fetched in its "
-                f"place; install it, {_factory()}"
-            )
+    known = (*ATTENTIONS, *allowed)
+    if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
+        raise CannotReplay(f"the contract names the attention {_named(name)}, which is not loaded; {_factory()[3:]}")
+    if experts not in (None, *EXPERTS):
+        raise CannotReplay(f"the contract names the experts {_named(experts)}, which are not loaded; {_factory()[3:]}")
 
 
-def check_experts(name: str | None) -> None:
-    """Raise CannotReplay for an implementation of experts that is not torch's own."""
-    if name is not None and name not in EXPERTS:
-        raise CannotReplay(
-            f"the contract names the experts {_named(name)}, which are none of {', '.join(EXPERTS)}, so they are not loaded; "
-            f"{_factory()[3:]}"
-        )
+def attention_here(
+    name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
+) -> tuple[str, str | None]:
+    """The attention to run in the place of a recorded one, and the code of why; None where it is the recorded one.
+
+    `path` is the model's class, `allowed` the kernels of the hub that the user allows, `is_half` whether it gets 16-bit numbers.
+    """
+    name = name.removeprefix("paged|")  # of generation by pages alone: a forward over whole rows computes the same
+    cls = model_class(path)
+    code = None
+    if name in _FLASH or "/" in name:
+        name, code = _flash_here(name, getattr(cls, "_compatible_flash_implementations", None) or (), allowed, device)
+        code = code or (None if is_half else NEEDS_16_BITS)
+    elif name not in ATTENTIONS:
+        code = UNKNOWN
+    return (name, None) if code is None else ("sdpa" if getattr(cls, "_supports_sdpa", True) else "eager", code)
+
+
+def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], device: str) -> tuple[str, str | None]:
+    from transformers import modeling_flash_attention_utils as flash
+    from transformers.utils import import_utils
+
+    is_installed = getattr(import_utils, _FLASH.get(name, ""), None)
+    if of_model and name not in of_model:
+        name = of_model[0]  # which transformers would take, whatever it was asked for
+    elif name in _FLASH:
+        if device != "cpu" and is_installed is not None and is_installed():
+            return name, None
+        name = getattr(flash, "FLASH_ATTN_KERNEL_FALLBACK", {}).get(name, name)
+        if name not in allowed:
+            return name, NOT_INSTALLED
+    if name not in allowed:
+        return name, KERNEL_NOT_ALLOWED
+    return name, None if import_utils.is_kernels_available() else NOT_INSTALLED
 
 
 def check_dtype(name: str) -> None:

@@ -9,20 +9,23 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from functools import partial
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...schemas.capture import LOGITS, Capture
-from ...schemas.errors import CannotReplay
+from ...schemas.errors import CannotReplay, TimTraceWarning
 from ...tracer.dense import LOGPROBS, Distribution, Logits, TopK
 from ...tracer.hooks import vllm_logprobs
-from ...tracer.hooks.vllm_contract import attention_backends
+from ...tracer.hooks.engine_parameters import held_tensors
+from ...tracer.hooks.vllm_contract import attention_backends, model_runner
 from ...tracer.logits import top_k_with_tail
 from ...tracer.weights.checkpoints import write_folder
+from ...tracer.weights.digests import digest, resolved
 from ...tracer.weights.reader import Tensor
 from ..recorded import RecordedRow, has_experts
 from .head import cut
@@ -37,8 +40,10 @@ PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_repl
 class VllmEngine:
     """A vLLM engine of a recorded model, whose weights are put in version by version.
 
-    On a CPU the engine keeps its linear layers plain: vLLM's packed ones could not take other weights. For a mixture of
-    experts, and with tensor parallelism, it is started anew for every version there.
+    Other weights go in as vLLM itself reloads them, so that it derives again what it derives from weights; then all that it holds
+    is compared with what it was given. It is started anew for every version where vLLM has no such way, where a part of the weights
+    cannot be compared (packed for a kernel, quantised, divided among processes), and where some stayed the old ones.
+    On a CPU it keeps its linear layers plain: vLLM's packed ones could not take other weights.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -49,29 +54,39 @@ class VllmEngine:
             self.way = TRACE_REPLAY if device == "cuda" else LOGITS_PROCESSOR
         self.device = device
         self.llm: Any = None
+        self.not_compared: set[str] = set()
+        """Tensors of which it is not known whether the engine holds what it was given."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these weights from now on. Raises CannotReplay."""
-        # On a CPU vLLM packs experts away when it starts, and would go on computing with the first version's; in processes of its
-        # own every layer's weights.
-        packs = has_experts(self.config) or self._has_workers
-        if self.llm is not None and self.device == "cpu" and packs:
+        if self.llm is not None and not self._reloaded(tensors):
             self._end()
             gc.collect()
             shutil.rmtree(self._model_folder)
         if self.llm is None:
             self._start(tensors)
-            return
-        if self._has_workers:
-            # Each process reads the whole, and keeps its part.
-            shutil.rmtree(self._model_folder)
-            write_folder(self._model_folder, tensors, self.config, {})
-            self.llm.apply_model(partial(load_folder, str(self._model_folder)))
-        else:
-            values = {name: to_torch(tensor) for name, tensor in tensors.items()}
-            self.llm.apply_model(lambda model: model.load_weights(iter(values.items())) and None)
+            self.not_compared = set(_different(self.llm, tensors)) if not self._has_workers else {"all"}
         self.llm.reset_prefix_cache()
+
+    def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Put other weights into the engine that runs; False where it does not hold them then, or where that cannot be known."""
+        reload = getattr(model_runner(self.llm), "reload_weights", None)
+        # On a CPU vLLM leaves experts in the order of the first version's packing.
+        packs = self.device == "cpu" and has_experts(self.config)
+        if self.not_compared or packs or reload is None or "weights_iterator" not in signature(reload).parameters:
+            return False
+        reload(weights_iterator=((name, to_torch(tensor)) for name, tensor in unique(tensors).items()))
+        stale = sorted(_different(self.llm, tensors))
+        if stale:
+            self.not_compared |= set(stale)
+            warnings.warn(
+                f"engine vllm: {stale[0]}{f' and {len(stale) - 1:,} more tensors' if stale[1:] else ''} kept other weights than were "
+                "loaded; the engine is started anew for every version",
+                TimTraceWarning,
+                stacklevel=4,
+            )
+        return not stale
 
     def score(
         self,
@@ -91,8 +106,8 @@ class VllmEngine:
         prompts = [{"prompt_token_ids": self._prompt(row, prefill)} for row in asked]
         whole = processed or capture.level == LOGITS
         number = {False: -1 if processed else 0, True: -1 if whole else capture.k or 0}
-        params = [self._params(row, prefill, number[row.captured]) for row in asked]
         try:
+            params = [self._params(row, prefill, number[row.captured]) for row in asked]
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise CannotReplay(f"engine vllm: does not run this model here: {_first_line(error)}") from error
@@ -159,14 +174,28 @@ class VllmEngine:
             _keep_plain()
         folder = self._model_folder
         write_folder(folder, tensors, self.config, {})
+        try:
+            self.llm = self._launched(LLM, folder)
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise CannotReplay(f"engine vllm: refuses this configuration: {_first_line(error)}") from error
+        self._check_attention()
+
+    def _launched(self, llm: Any, folder: Path) -> Any:
         more: dict[str, Any] = {"enable_trace_replay": True} if self.way == TRACE_REPLAY else {}
         if self.way == LOGITS_PROCESSOR:
             more["logits_processors"] = [_forced_tokens()]
+        if self.device == "cuda" and not self._has_workers:
+            more["gpu_memory_utilization"] = _free_share()
+        text = self.config.get("text_config") or self.config
+        more |= {"logprobs_mode": "raw_logprobs", "max_logprobs": text.get("vocab_size", -1)}
         try:
-            self.llm = LLM(model=str(folder), logprobs_mode="raw_logprobs", max_logprobs=-1, **self.arguments, **more)
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise CannotReplay(f"engine vllm: refuses this configuration: {_first_line(error)}") from error
-        self._check_attention()
+            return llm(model=str(folder), **(more | self.arguments))
+        except (TypeError, ValueError) as error:
+            # vLLM knows it from 0.31 on, with its second model runner alone.
+            if self.way != TRACE_REPLAY or "trace" not in str(error):
+                raise
+            self.way = LOGITS_PROCESSOR
+            return self._launched(llm, folder)
 
     def _check_attention(self) -> None:
         """Raise CannotReplay when vLLM took another attention backend than it was asked for."""
@@ -178,11 +207,33 @@ class VllmEngine:
             )
 
 
-def load_folder(folder: str, model: Any) -> None:
-    """Put the weights of a folder into a model, or its part of them."""
-    from safetensors.torch import load_file
+def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their first names: a tied one is the same object under another."""
+    names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    return {name: tensors[name] for name in names.values()}
 
-    model.load_weights(iter(load_file(f"{folder}/model.safetensors").items()))
+
+def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """The tensors of which the engine holds other bits than these rounded to its dtype, or of which that cannot be told."""
+    from ..locate.vllm_mixture import held_by, mixtures
+
+    given = unique(tensors)
+    model = llm.apply_model(lambda model: model)[0]
+    held = dict(held_tensors(model, {name: tensor.bits.shape for name, tensor in given.items()}))
+    for name, mixture in mixtures(model).items():
+        held |= held_by(name, mixture)
+    for name, tensor in given.items():
+        own = held.get(name)
+        if own is None or resolved([digest(own)]) != resolved([digest(to_torch(tensor), own.dtype, own.device)]):
+            yield name
+
+
+def _free_share() -> float:
+    """Share of the GPU's memory that an engine may take: what is free, less what it does not count, up to vLLM's own default."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
+    return max(0.01, min(0.9, round(free / total - 0.03, 2)))
 
 
 def _first_line(error: Exception) -> str:

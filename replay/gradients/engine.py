@@ -41,6 +41,7 @@ def gradient(
     smoothness: float | None = None,
     model_factory: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
+    allow_kernel: Sequence[str] = (),
     ray: str | None = None,
     gpus_per_arm: float | None = None,
     progress: Progress = no_progress,
@@ -60,7 +61,7 @@ def gradient(
     of the loss where the trace does not, or in the place of what it says, as `kind=ppo_clip,clip_high=0.28`.
     `smoothness` is L of arXiv 2602.01826, eq. 13. `model_factory`, as `module:function`, builds the model where
     transformers does not know its class. `weights_from` is the folder of the run's checkpoints, where the trace has no weights
-    of its own. Nothing is written.
+    of its own; `allow_kernel` names recorded attention kernels that may be fetched from the hub and run. Nothing is written.
 
     `ray` divides the steps among the actors of a Ray cluster: `local` for one that is started here, or the address of one that
     runs (`auto`, `host:port`), whose nodes see the trace at the same path. `gpus_per_arm` is the number of GPUs of an actor, or its share of one; by
@@ -74,7 +75,7 @@ def gradient(
             f"got {micro_batches}; use {LEAST_MICRO_BATCHES} or more, or 0 for none", option="micro_batches"
         )
     arms = _arms(arm)
-    run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
+    run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, loss_steps(run))
     settings = hyperparameters(run)
     asked = _Asked(

@@ -119,6 +119,10 @@ class StepPasses:
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
             notes.append("its grad norm cannot be told from those of the step's other updates")
+        if scorer.substitution is not None:
+            notes.append(
+                f"the recorded code does not run here ({scorer.substitution}), and other code ran in its place"
+            )
         if reproduced is False:
             notes += list(self._why(scorer, loss, seen))
         return notes

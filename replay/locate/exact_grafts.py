@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ..backends.exact.model import ExactModel, Operator, seen
+from ..backends.exact.model import ExactModel, Operator, seen_by_window
 from ..backends.exact.scorer import laid
 from ..batching import ForwardBatch, PaddedBatch
 from ..recorded import RecordedRow
@@ -86,7 +86,8 @@ class ExactGiver(Graft):
         def attend(_module: Any, query: Any, key: Any, value: Any, _mask: Any) -> tuple[Any, None]:
             states = [state.double() for state in (query, key, value)]
             cache = self._exact.caches(len(rows_BW), rows_BW.shape[1])[0]
-            given = operator.call(*states, cache, seen(rows_BW, positions_BW, 0, window))
+            seen = seen_by_window(rows_BW, positions_BW, 0, {window})[window]
+            given = operator.call(*states, cache, seen)
             return given.transpose(1, 2).to(self._dtype), None
 
         return attend

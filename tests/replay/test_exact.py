@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -207,10 +208,54 @@ def test_the_number_of_threads_changes_no_bit():
 def test_blocks_and_chunks_change_no_bit(monkeypatch):
     rows = some_rows()
     whole = score(ExactScorer(exact("qwen3-moe")), rows, 8)
-    monkeypatch.setattr(attention, "BLOCK", 1)
-    monkeypatch.setattr(layers, "ROWS", 3)
-    monkeypatch.setattr(head, "CHUNK_BYTES", 1)
-    assert score(ExactScorer(ExactModel(model("qwen3-moe"))), rows, 8) == whole
+    for scores in (1, 1 << 10, attention.BLOCK["cuda"]):
+        monkeypatch.setitem(attention.BLOCK, "cpu", scores)
+        monkeypatch.setattr(layers, "ROWS", 3)
+        monkeypatch.setattr(head, "CHUNK_BYTES", 1)
+        assert score(ExactScorer(ExactModel(model("qwen3-moe"))), rows, 8) == whole
+
+
+class Questions(TorchDispatchMode):
+    """Counts what makes a program wait for a GPU: a number that is read, or a shape that depends on numbers."""
+
+    ASKING = (
+        "_local_scalar_dense",
+        "nonzero",
+        "_unique2",
+        "unique_dim",
+        "masked_select",
+        "is_nonzero",
+        "equal",
+        "where.self",
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        if name in self.ASKING or (
+            name == "index" and any(part is not None and part.dtype == torch.bool for part in args[1])
+        ):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe", "qwen2, windowed"])
+@pytest.mark.parametrize("scores", [1, 1 << 18])
+def test_a_forward_asks_the_device_once(monkeypatch, kind, scores):
+    """What layers of a kind see is read at its start, and in a mixture of experts which of them work, a layer."""
+    monkeypatch.setitem(attention.BLOCK, "cpu", scores)
+    lists, ours, to_list = [], ExactModel(model(kind)), torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor.shape) or to_list(tensor))
+    ours.prepare()
+    (batch,) = forwards(some_rows(3), 0, batch_size=3)
+    with Questions() as questions:
+        ExactScorer(ours)(batch)
+    mixtures = 1 if kind == "qwen3-moe" else 0
+    assert len(lists) == 1 + mixtures
+    assert questions.counts.total() == 0
 
 
 def test_other_weights_are_cut_anew():
@@ -235,6 +280,7 @@ MOVING = {
     "index_put", "index_put_", "copy_", "cat", "clone", "empty_like", "full", "full_like", "zeros", "zeros_like",
     "arange", "detach", "split", "gather", "nonzero", "amax", "aminmax", "any", "sort", "_unique2", "unique_dim",
     "unbind", "lift_fresh", "_local_scalar_dense", "t", "permute", "alias", "empty", "zero_", "fill_", "mT",
+    "argmax", "flip", "stack", "searchsorted", "floor_divide",
 }  # fmt: skip
 SUMS = {"mm", "bmm", "sum"}
 

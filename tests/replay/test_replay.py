@@ -112,7 +112,10 @@ def test_when_bits_do_not_come_back_it_says_what_differs(trace):
     (result,) = done.json()
     assert not result["identity_held"]
     assert result["differs"] == [f"versions.trl: recorded 1.15.9, now {version('trl')}"]
-    assert "the recorded bits did not come back in 1 steps (first: step 2)" in done.stderr
+    assert (
+        "the recorded bits did not come back in 1 steps (first: step 2), because settings, versions or hardware differ here"
+        in done.stderr
+    )
 
 
 @pytest.fixture(scope="module")
@@ -434,6 +437,28 @@ def test_out_of_memory_stops_where_the_batch_shape_is_the_arm(rows, changes):
     scorer, recorded = scarce(rows, **changes)
     with pytest.raises(CannotReplay, match=r"out of memory with \d+ rows"):
         scorer.score(recorded)
+
+
+def test_where_the_recording_does_not_fit_into_memory_other_arms_run(trace, monkeypatch):
+    forward = HfScorer._forward
+
+    def scarce_forward(scorer, batch):
+        if len(batch.rows) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(scorer, batch)
+
+    monkeypatch.setattr(HfScorer, "_forward", scarce_forward)
+    identity, arm = replay(trace, steps="1", arm=["batch-size=1"])
+    assert (identity.num_tokens, identity.identity_held, identity.not_held) == (0, False, "refused")
+    assert "out of memory with" in identity.differs[0]
+    assert (arm.identity_held, arm.not_held) == (False, "refused")
+    assert arm.num_tokens > 0
+    assert arm.max_abs_d < 1e-4
+    whole, of_arm = by_arm([identity, arm])
+    assert np.isnan(whole.mean_abs_d)
+    assert of_arm.mean_abs_d == arm.mean_abs_d
+    with pytest.raises(CannotReplay, match="out of memory with"):
+        replay(trace, steps="2")
 
 
 def test_a_bound_of_tokens_is_not_lowered_by_itself():

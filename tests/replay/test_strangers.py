@@ -4,19 +4,25 @@ import builtins
 import os
 import sys
 
+import numpy as np
 import pytest
 import torch
+from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.triangulate import triangulate
 from tim_trace.analysis.weights import export, weights
+from tim_trace.replay.arms import Arm
 from tim_trace.replay.backends import model as models
 from tim_trace.replay.backends import trusted
 from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
-from tim_trace.schemas.errors import CannotReplay, StorageError, WeightsMissing
+from tim_trace.replay.recorded import RecordedRun
+from tim_trace.replay.vllm_scorer import VllmScorer
+from tim_trace.schemas.errors import CannotReplay, StorageError, TimTraceWarning, WeightsMissing
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.weights.source import FOLDER_VARIABLE
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, modeling_flash_attention_utils, modeling_utils
+from transformers.utils import import_utils
 
 CLASS = "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM"
 OWN = trusted.SCORING_FUNCTIONS[0]
@@ -111,20 +117,126 @@ def test_no_function_is_called_but_trl_s_own(tmp_path, monkeypatch, field, name)
     assert called == []
 
 
+def attended(path, attention, dtype="float32"):
+    return record(path, contract={"model": {"dtypes": {dtype: 1}, "attention": attention}})
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """What transformers was asked to fetch from the hub; nothing is."""
+    from transformers.integrations import hub_kernels
+
+    found = []
+
+    def fetch(name, *_, **__):
+        found.append(name)
+        raise ValueError(f"{name} is not there")
+
+    monkeypatch.setattr(hub_kernels, "get_kernel", fetch)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: True)
+    for module in (hub_kernels, modeling_utils):
+        monkeypatch.setattr(module, "is_kernels_available", lambda: True)
+    return found
+
+
 @pytest.mark.parametrize(
-    "attention",
-    ["kernels-community/flash-attn2", "evil/kernel:run", "paged|eager", "sdpa\n", "../x", "flash_attention_2"],
+    ("attention", "code"),
+    [
+        ("kernels-community/flash-attn2", trusted.KERNEL_NOT_ALLOWED),
+        ("evil/kernel:run", trusted.KERNEL_NOT_ALLOWED),
+        ("paged|kernels-community/flash-attn2", trusted.KERNEL_NOT_ALLOWED),
+        ("../x", trusted.KERNEL_NOT_ALLOWED),
+        ("sdpa\n", trusted.UNKNOWN),
+        ("evil", trusted.UNKNOWN),
+        ("flash_attention_2", trusted.NOT_INSTALLED),
+        ("flash_attention_3", trusted.NOT_INSTALLED),
+        ("flash_attention_4", trusted.NOT_INSTALLED),
+    ],
 )
-def test_no_attention_is_fetched(tmp_path, attention):
-    record(tmp_path / "run", contract={"model": {"dtypes": {"float32": 1}, "attention": attention}})
-    with pytest.raises(CannotReplay, match="the contract names the attention"):
-        replay(tmp_path / "run")
+def test_no_attention_is_fetched_and_arms_run_without_it(tmp_path, fetched, attention, code):
+    attended(tmp_path / "run", attention, "bfloat16")  # other bits, whatever runs
+    with pytest.warns(TimTraceWarning, match=r"arm \S+: the recorded attention .*; sdpa runs in its place"):
+        results = replay(tmp_path / "run", arm=["dtype=fp64", "attention=eager"])
+    assert [result.arm for result in results] == ["as-recorded", "fp64", "eager"]
+    assert all(result.num_tokens == 2 and np.isfinite(result.mean_abs_d) for result in results)
+    assert fetched == []
+    assert {(result.identity_held, result.not_held) for result in results} == {(False, code)}
+    assert f"model.attention: recorded {attention}, now sdpa" in results[0].differs
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_a_kernel_of_the_hub_is_fetched_on_the_user_s_word_alone(tmp_path, monkeypatch, fetched, how):
+    attended(tmp_path / "run", "kernels-community/flash-attn2", "bfloat16")
+    name = "kernels-community/flash-attn2"
+    if how == "variable":
+        monkeypatch.setenv("TIM_TRACE_ALLOW_KERNEL", f"other/kernel,{name}")
+    with pytest.raises(CannotReplay, match=r"kernels-community/flash-attn2 is not there"):
+        replay(tmp_path / "run", **({"allow_kernel": [name]} if how == "option" else {}))
+    assert fetched == [name]
+    with pytest.raises(
+        CannotReplay, match=r"kernels-community/flash-attn2"
+    ):  # which transformers takes to be loaded now
+        replay(tmp_path / "run", arm=["batch-size=1"], allow_kernel=[name])
+    with pytest.warns(TimTraceWarning, match="runs in its place"):
+        assert replay(tmp_path / "run", arm=["dtype=fp64"], allow_kernel=[name])[0].not_held == "refused"
+
+
+def test_a_kernel_that_stands_for_a_package_runs_where_it_is_allowed(tmp_path, fetched):
+    attended(tmp_path / "run", "flash_attention_2", "bfloat16")
+    with pytest.raises(CannotReplay, match="is not there"):
+        replay(tmp_path / "run", allow_kernel=["kernels-community/flash-attn2"])
+    assert fetched == ["kernels-community/flash-attn2"]
+
+
+def test_flash_attention_takes_16_bits_alone(tmp_path, fetched):
+    attended(tmp_path / "run", "kernels-community/flash-attn2", "float32")
+    with pytest.warns(TimTraceWarning, match=r"'kernels-community/flash-attn2' computes in bf16 and fp16 only"):
+        replay(tmp_path / "run", allow_kernel=["kernels-community/flash-attn2"])
+    assert fetched == []
+
+
+def test_a_kernel_that_a_model_s_author_names_is_not_fetched_either(fetched):
+    found = trusted.attention_here(
+        "flash_attention_2", "transformers.GptOssForCausalLM", (), is_half=True, device="cuda"
+    )
+    assert found == ("eager", trusted.KERNEL_NOT_ALLOWED)  # this model has no sdpa
+    assert fetched == []
+
+
+@pytest.mark.parametrize(("recorded", "used"), [("paged|sdpa", "sdpa"), ("paged|eager", "eager")])
+def test_attention_by_pages_is_the_attention_below_it(tmp_path, recorded, used):
+    attended(tmp_path / "run", recorded)
+    (result,) = replay(tmp_path / "run")
+    assert result.num_tokens == 2
+    query = "SELECT contract_json ->> '$.model.attention' FROM passes WHERE pass = 'replay/as-recorded'"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [(used,)]
+
+
+def test_experts_that_are_not_torch_s_are_not_loaded(tmp_path):
+    record(
+        tmp_path / "run", contract={"model": {"dtypes": {"float32": 1}, "attention": "sdpa", "experts": "evil/experts"}}
+    )
+    with pytest.warns(
+        TimTraceWarning, match=r"the recorded implementation of experts 'evil/experts' is not torch's; eager"
+    ):
+        (result,) = replay(tmp_path / "run")
+    assert result.num_tokens == 2
+
+
+@pytest.mark.filterwarnings("ignore:arm .*the recorded attention")
+def test_triangulate_and_gradient_say_that_other_code_ran(tmp_path):
+    attended(tmp_path / "run", "flash_attention_4", "bfloat16")
+    found = triangulate(tmp_path / "run")
+    assert (found.identity_held, found.not_held) == (False, trusted.NOT_INSTALLED)
+    assert "NOT HELD, because the recorded attention is not installed here" in str(found)
+    (step,) = gradient(tmp_path / "run").steps
+    assert any("attention-not-installed" in note for note in step.notes)
 
 
 @pytest.mark.parametrize(
     ("contract", "told"),
     [
-        ({"model": {"dtypes": {"float32": 1}, "experts": "evil/experts"}}, "the experts 'evil/experts'"),
         ({"model": {"dtypes": {"load": 1}}}, "the dtype 'load'"),
         ({"model": {"dtypes": {}}}, "dtypes"),
         ({"model": {"dtypes": [1]}}, "dtypes"),
@@ -134,6 +246,8 @@ def test_no_attention_is_fetched(tmp_path, attention):
         ({"torch": {"num_threads": "2"}}, "num_threads"),
         ({"torch": {"float32_matmul_precision": "x"}}, "float32_matmul_precision"),
         ({"torch": {"sdp_math": {"a": 1}}}, "sdp_math"),
+        ({"torch": {"cublas_workspace_config": ":16:8\n"}}, "cublas_workspace_config"),
+        ({"torch": {"fp32_precision": "x"}}, "fp32_precision"),
         ({"torch": [1]}, "torch"),
         ({"temperature": {"a": 1}}, "temperature"),
     ],
@@ -259,3 +373,23 @@ def test_vllm_takes_of_the_recorded_arguments_what_is_a_number_or_a_word():
     for wrong in ({"max_num_seqs": 2**40}, {"quantization": "/etc/x"}, {"tensor_parallel_size": 0}, [1]):
         with pytest.raises(CannotReplay, match="engine vllm: the recorded arguments"):
             trusted.safe_engine_arguments(wrong)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "changes", "length", "share"),
+    [
+        ({}, {}, 5, None),  # four tokens, and one that vLLM samples
+        ({"max_model_len": 64, "gpu_memory_utilization": 0.3}, {}, 64, 0.3),
+        ({"max_model_len": 4}, {}, 5, None),
+        ({"max_model_len": -1}, {}, -1, None),
+        ({"max_model_len": 64}, {"max_model_len": 9, "gpu_memory_utilization": 0.5}, 9, 0.5),
+    ],
+)
+def test_vllm_has_room_for_the_longest_sequence_and_no_more(tmp_path, recorded, changes, length, share):
+    record(tmp_path / "run", contract={"model": {"dtypes": {"float32": 1}, "attention": "sdpa"}})
+    run = RecordedRun(tmp_path / "run")
+    contract = run.train_contract(run.step(1)[0].contract)
+    scorer = VllmScorer(run, Arm(engine="vllm", **changes), contract, "cpu")
+    scorer.rollout = {"engine_arguments": recorded}
+    arguments = scorer._arguments()
+    assert (arguments["max_model_len"], arguments.get("gpu_memory_utilization")) == (length, share)

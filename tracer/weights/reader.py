@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import takewhile
 
@@ -22,7 +23,7 @@ from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVer
 from ...schemas.writer_state import WriterState
 from ..store import Store, first_line, unreadable
 from .changes import apply_changes, decode_changes
-from .chunks import DOCUMENT, Bits, bits_type, changes_key, chunk_elements, chunk_key, decode_chunk, part
+from .chunks import DOCUMENT, bits_type, changes_key, chunk_elements, chunk_key, decode_chunk
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
 """What gives a trace weights."""
@@ -38,11 +39,30 @@ class Tensor:
     """Unsigned integers in the tensor's shape."""
 
 
+class LazyTensor(Tensor):
+    """A tensor whose bits are read whenever they are asked for."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, dtype: str, read: Callable[[], np.ndarray]):
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "_read", read)
+
+    @property
+    def bits(self) -> np.ndarray:  # type: ignore[override]
+        """Unsigned integers in the tensor's shape."""
+        return self._read()  # type: ignore[no-any-return, attr-defined]
+
+
 class WeightReader:
     """Reads the versions of a trace's weights.
 
-    It holds the version that it read last: going from one version to the next applies one delta.
+    It holds the version that it read last: going from one version to the next applies one delta. The first one that is read
+    is not held, nor is one that takes more than half of the machine's memory.
     """
+
+    most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """Bytes of a version that is held beside a model."""
 
     def __init__(
         self,
@@ -64,7 +84,13 @@ class WeightReader:
         self._lost: dict[tuple[int, int], str] = {}
         """Version and attempt of which a writer's part is damaged or missing -> what is told of it."""
         self._layouts: dict[str, WeightLayout] = {}
-        self._held: dict[str, tuple[WeightVersion, Bits]] = {}
+        self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
+        """Chunks by segment, dtype and number: of the version that was read last, or the last one alone."""
+        self._rows_read: dict[str, set[tuple[str, int]]] = {}
+        self._counts: dict[str, dict[str, int]] = {}
+        """Segment -> elements of each dtype."""
+        self._paths: dict[tuple[str, int], list[WeightVersion]] = {}
+        self._chunk_sets: dict[tuple[str, int], dict[str, frozenset[int]]] = {}
         known = {state.writer: state for state in writers if not state.is_removed}
         passed_over = {state.writer for state in writers if state.is_removed} | (store.arriving_writers() - set(known))
         names = store.files(WEIGHTS)
@@ -139,12 +165,13 @@ class WeightReader:
             self._layouts[record.segment] = found
         return self._layouts[record.segment]
 
-    def load(self, version: int, attempt: int | None = None) -> dict[str, Tensor]:
+    def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
         """Every tensor of a version by name, tied ones under each name.
 
-        A run that resumed has some versions once for each `attempt`; the newest is given without one. Raises WeightsMissing
-        for a version, or a writer's part of it, that is not there, and DamagedTrace when the bits are not those that were
-        recorded.
+        A run that resumed has some versions once for each `attempt`; the newest is given without one. With `is_lazy` a tensor is
+        read, and compared with its hash, when its bits are asked for: it is to be used up before another version is loaded. Raises
+        WeightsMissing for a version, or a writer's part of it, that is not there, and DamagedTrace when the bits are not those that
+        were recorded.
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
@@ -152,7 +179,13 @@ class WeightReader:
             if told is not None:
                 raise DamagedTrace(told)
         try:
-            return self._load(self._parts(version, attempt))
+            found = self._tensors(self._parts(version, attempt))
+            if is_lazy:
+                return found
+            whole = {
+                id(tensor): Tensor(tensor.dtype, tensor.bits) for tensor in {id(t): t for t in found.values()}.values()
+            }
+            return {name: whole[id(tensor)] for name, tensor in found.items()}
         except (ValueError, KeyError, IndexError, TypeError) as error:
             if isinstance(error, TimTraceError):
                 raise
@@ -166,7 +199,8 @@ class WeightReader:
         found = []
         for record in self._parts(version, attempt):
             try:
-                self._bits(record)
+                for tensor in self.layout(record).tensors:
+                    self._read(record, tensor)
             except (TimTraceError, ValueError, KeyError, IndexError, TypeError) as error:
                 found.append(str(error))
             try:
@@ -177,68 +211,125 @@ class WeightReader:
 
     def _read_row(self, record: WeightVersion) -> None:
         """Decode what was kept of one version alone: those before it may be lost."""
-        self._apply(record, self._zeros(record))
+        for dtype, indexes in self._chunks_of(record).items():
+            for index in indexes:
+                self._apply(record, dtype, index, self._empty(record, dtype, index))
 
-    def _load(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
-        whole: dict[str, Tensor] = {}
-        filled: dict[str, int] = {}
-        seen: set[tuple[str, tuple[int, ...]]] = set()
+    def _tensors(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
+        """Every tensor, read when its bits are asked for."""
+        places: dict[str, dict[tuple[int, ...], tuple[WeightVersion, StoredTensor]]] = {}
+        tied: dict[str, str] = {}
+        segments = {record.segment for record in parts}
+        self._held = {key: held for key, held in self._held.items() if key[0] in segments}  # the others are done with
         for record in parts:
-            layout, bits = self.layout(record), self._bits(record)
+            layout = self.layout(record)
+            tied |= layout.tied
             for tensor in layout.tensors:
-                if tensor.whole_shape is None:
-                    whole[tensor.name] = Tensor(tensor.dtype, part(bits, tensor).reshape(tensor.shape).copy())
-                    filled[tensor.name] = tensor.numel
-                elif (place := (tensor.name, tensor.offsets or ())) not in seen and tensor.numel:
-                    # Processes that replicate each other hold the same part.
-                    seen.add(place)
-                    filled[tensor.name] = filled.get(tensor.name, 0) + _put(whole, tensor, bits)
-        self._check_whole(parts, whole, filled)
-        for record in parts:
-            whole |= {name: whole[kept] for name, kept in self.layout(record).tied.items()}
+                # Processes that replicate each other hold the same part.
+                if tensor.whole_shape is None or tensor.numel:
+                    places.setdefault(tensor.name, {}).setdefault(tensor.offsets or (), (record, tensor))
+        found: dict[str, Tensor] = {}
+        for name, by_place in places.items():
+            own = list(by_place.values())
+            shape = own[0][1].whole_shape
+            if shape is not None:
+                self._check_count(parts, name, sum(tensor.numel for _, tensor in own), math.prod(shape))
+            found[name] = LazyTensor(own[0][1].dtype, partial(self._assembled, own))
+        return found | {name: found[kept] for name, kept in tied.items()}
+
+    def _assembled(self, parts: list[tuple[WeightVersion, StoredTensor]]) -> np.ndarray:
+        """A tensor's bits, of the parts that writers hold."""
+        first = parts[0][1]
+        if first.whole_shape is None:
+            return self._read(*parts[0]).reshape(first.shape)
+        whole = np.zeros(first.whole_shape, bits_type(first.dtype))
+        for record, tensor in parts:
+            # A part may be a run of elements.
+            target = whole if len(tensor.offsets or ()) == whole.ndim else whole.reshape(-1)
+            offsets = zip(tensor.offsets or (), tensor.shape, strict=True)
+            place = tuple(slice(start, start + length) for start, length in offsets)
+            target[place] = self._read(record, tensor).reshape(tensor.shape)
         return whole
 
-    def _bits(self, record: WeightVersion) -> Bits:
-        """A writer's bits of a version, compared with their hashes."""
-        held = self._held.get(record.segment)
-        path = self._path(record)
-        # Other segments of this writer are done with; one version of each writer is held.
-        self._held = {name: other for name, other in self._held.items() if other[0].writer != record.writer}
-        bits = None if held is None else self._moved(*held, path)
-        if bits is None:
-            bits = self._zeros(record)
-            for step in path:
-                self._apply(step, bits)
-        try:
-            self._compare(record, bits)
-        except DamagedTrace:
-            self._blame(record)
-            raise
-        self._held[record.segment] = (record, bits)
-        return bits
+    def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
+        """[N] bits of one tensor of a writer, compared with their hash."""
+        size = self._chunk_size(record, tensor.dtype)
+        found_N = np.zeros(tensor.numel, bits_type(tensor.dtype))
+        end = tensor.start + tensor.numel
+        for index in range(tensor.start // size, -(-end // size)):
+            first, last = max(tensor.start, index * size), min(end, (index + 1) * size)
+            chunk_C = self._chunk(record, tensor.dtype, index)
+            found_N[first - tensor.start : last - tensor.start] = chunk_C[first - index * size : last - index * size]
+        if sha256(found_N.data).hexdigest() == record.hashes.get(tensor.name):
+            return found_N
+        self._held.clear()
+        for step in self._path(record)[:-1]:
+            self._read(step, tensor)  # raises for the first row whose bits are wrong
+        raise DamagedTrace(
+            f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version}: {tensor.name} is not what was recorded "
+            "(its hash differs); restore the folder from a copy"
+        )
 
-    def _moved(self, held: WeightVersion, bits: Bits, path: list[WeightVersion]) -> Bits | None:
-        """The bits of a held version moved to another one of its segment: changes are taken back as far as their paths differ.
+    def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
+        """[C] bits of one chunk of a version."""
+        key, path = (record.segment, dtype, index), self._path(record)
+        held = self._held.pop(key, None)
+        chunk_C = None if held is None else self._moved(*held, path, dtype, index)
+        if chunk_C is None:
+            chunk_C = self._empty(record, dtype, index)
+            for step in path:
+                self._apply(step, dtype, index, chunk_C)
+        # The version that is read first may be the only one.
+        rows = self._rows_read.setdefault(record.writer, set())
+        rows.add((record.segment, record.row))
+        if (
+            len(rows) == 1
+            or sum(ITEM_BYTES[kind] * count for kind, count in self._elements(record).items()) > self.most_held
+        ):
+            self._held.clear()
+        self._held[key] = record, chunk_C
+        return chunk_C
+
+    def _moved(
+        self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
+    ) -> np.ndarray | None:
+        """A chunk of another version of its segment moved to this one: changes are taken back as far as their paths differ.
 
         None where that cannot be done.
         """
         try:
             held_path = self._path(held)
-            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held_path, path, strict=False)))
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(held_path, path, strict=False)))
             if not shared or any(step.base_row is None for step in held_path[shared:]):
                 return None
             for step in held_path[shared:]:
-                self._apply(step, bits, undo=True)
+                self._apply(step, dtype, index, chunk_C, undo=True)
             for step in path[shared:]:
-                self._apply(step, bits)
+                self._apply(step, dtype, index, chunk_C)
         except (DamagedTrace, WeightsMissing):
             return None  # reading it from its keyframe names what is damaged on its own way
-        return bits
+        return chunk_C
 
-    def _zeros(self, record: WeightVersion) -> Bits:
-        return {dtype: np.zeros(count, bits_type(dtype)) for dtype, count in self.layout(record).num_elements.items()}
+    def _chunk_size(self, record: WeightVersion, dtype: str) -> int:
+        return chunk_elements(dtype, self._elements(record)[dtype])
+
+    def _elements(self, record: WeightVersion) -> dict[str, int]:
+        if record.segment not in self._counts:
+            self._counts[record.segment] = self.layout(record).num_elements
+        return self._counts[record.segment]
+
+    def _empty(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
+        size = self._chunk_size(record, dtype)
+        return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
+        """The keyframe and the rows that a version is rebuilt from, in order. Raises WeightsMissing for one that is not there."""
+        key = record.segment, record.row
+        if key not in self._paths:
+            self._paths[key] = self._found_path(record)
+        return self._paths[key]
+
+    def _found_path(self, record: WeightVersion) -> list[WeightVersion]:
         """The keyframe and the rows that a version is rebuilt from, in order. Raises WeightsMissing for one that is not there."""
         same = (
             kept
@@ -264,65 +355,58 @@ class WeightReader:
             parent = path[-1].parent_row
         return path[::-1]
 
-    def _apply(self, record: WeightVersion, bits: Bits, *, undo: bool = False) -> None:
-        """Apply what was kept of one version; taken back are changes of elements alone."""
-        for dtype, chunks in record.chunks.items():
-            if dtype not in bits:
-                raise DamagedTrace(
-                    f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype}, and no array"
-                )
-            size = chunk_elements(dtype, len(bits[dtype]))
-            if len(set(chunks)) != len(chunks) or not all(
-                0 <= index * size < max(len(bits[dtype]), 1) for index in chunks
-            ):
-                raise DamagedTrace(
-                    f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
-                )
-            for index in chunks:
-                is_changes = record.base_row is not None and not record.is_keyframe
-                key = (changes_key if is_changes else chunk_key)(record.row, index)
-                relative = f"{WEIGHTS}/{record.segment}/{dtype}/{key}"
-                target = bits[dtype][index * size : (index + 1) * size]
-                # A keyframe's whole chunks are the bits themselves, and need no room of their own.
-                in_place = record.is_keyframe and len(target) == size
-                try:
-                    encoded = self.store.read_bytes(relative)
-                    if is_changes:
-                        apply_changes(target, decode_changes(encoded, dtype, len(target)), undo=undo)
-                        continue
-                    part_C = decode_chunk(encoded, dtype, size, target if in_place else None)
-                except (OSError, ValueError) as error:
-                    what = "keyframe" if record.is_keyframe else "delta"
+    def _chunks_of(self, record: WeightVersion) -> dict[str, frozenset[int]]:
+        """dtype -> the chunks that were kept of one version. Raises DamagedTrace for chunks that none of its tensors has."""
+        key = record.segment, record.row
+        if key not in self._chunk_sets:
+            counts = self._elements(record)
+            for dtype, chunks in record.chunks.items():
+                if dtype not in counts:
                     raise DamagedTrace(
-                        f"{self.store.shown(relative)}: the {what} of version {record.version} is missing or damaged ({error}); no version "
-                        f"of {record.segment} that is made from it can be rebuilt"
-                    ) from error
-                if not in_place:
-                    np.bitwise_xor(target, part_C[: len(target)], out=target)
+                        f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype}, and no array"
+                    )
+                size = chunk_elements(dtype, counts[dtype])
+                if len(set(chunks)) != len(chunks) or not all(
+                    0 <= index * size < max(counts[dtype], 1) for index in chunks
+                ):
+                    raise DamagedTrace(
+                        f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
+                    )
+            self._chunk_sets[key] = {dtype: frozenset(chunks) for dtype, chunks in record.chunks.items()}
+        return self._chunk_sets[key]
 
-    def _compare(self, record: WeightVersion, bits: Bits) -> None:
-        for tensor in self.layout(record).tensors:
-            if sha256(part(bits, tensor).data).hexdigest() != record.hashes.get(tensor.name):
-                raise DamagedTrace(
-                    f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version}: {tensor.name} is not what was recorded "
-                    "(its hash differs); restore the folder from a copy"
-                )
+    def _apply(self, record: WeightVersion, dtype: str, index: int, target: np.ndarray, *, undo: bool = False) -> None:
+        """Apply what was kept of one version to a chunk; taken back are changes of elements alone."""
+        if index not in self._chunks_of(record).get(dtype, ()):
+            return
+        size = self._chunk_size(record, dtype)
+        is_changes = record.base_row is not None and not record.is_keyframe
+        key = (changes_key if is_changes else chunk_key)(record.row, index)
+        relative = f"{WEIGHTS}/{record.segment}/{dtype}/{key}"
+        # A keyframe's whole chunks are the bits themselves, and need no room of their own.
+        in_place = record.is_keyframe and len(target) == size
+        try:
+            encoded = self.store.read_bytes(relative)
+            if is_changes:
+                apply_changes(target, decode_changes(encoded, dtype, len(target)), undo=undo)
+                return
+            part_C = decode_chunk(encoded, dtype, size, target if in_place else None)
+        except (OSError, ValueError) as error:
+            what = "keyframe" if record.is_keyframe else "delta"
+            raise DamagedTrace(
+                f"{self.store.shown(relative)}: the {what} of version {record.version} is missing or damaged ({error}); no version "
+                f"of {record.segment} that is made from it can be rebuilt"
+            ) from error
+        if not in_place:
+            np.bitwise_xor(target, part_C[: len(target)], out=target)
 
-    def _blame(self, record: WeightVersion) -> None:
-        """Find the first row whose bits are wrong, and raise for it."""
-        bits = self._zeros(record)
-        for step in self._path(record):
-            self._apply(step, bits)
-            self._compare(step, bits)
-
-    def _check_whole(self, parts: list[WeightVersion], whole: dict[str, Tensor], filled: dict[str, int]) -> None:
-        for name, count in filled.items():
-            if count != whole[name].bits.size:
-                held = ", ".join(sorted(record.segment for record in parts))
-                raise WeightsMissing(
-                    f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {whole[name].bits.size:,} elements; "
-                    f"a writer's part is missing (there: {held})"
-                )
+    def _check_count(self, parts: list[WeightVersion], name: str, count: int, of: int) -> None:
+        if count != of:
+            held = ", ".join(sorted(record.segment for record in parts))
+            raise WeightsMissing(
+                f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {of:,} elements; "
+                f"a writer's part is missing (there: {held})"
+            )
 
     @property
     def told_checkpoints(self) -> str:
@@ -339,20 +423,6 @@ class WeightReader:
         if not versions:
             return f"it has none: {SUPPLIES}, or name checkpoints with {option('weights_from', 'DIR')}"
         return f"it has {len(versions):,} of them, {versions[0]} to {versions[-1]}"
-
-
-def _put(whole: dict[str, Tensor], tensor: StoredTensor, bits: Bits) -> int:
-    """Put a writer's part into the whole tensor and return its elements."""
-    if tensor.name not in whole:
-        whole[tensor.name] = Tensor(tensor.dtype, np.zeros(tensor.whole_shape or (), bits_type(tensor.dtype)))
-    target = whole[tensor.name].bits
-    if len(tensor.offsets or ()) != target.ndim:
-        target = target.reshape(-1)  # a view: the part is a run of elements
-    place = tuple(
-        slice(start, start + length) for start, length in zip(tensor.offsets or (), tensor.shape, strict=True)
-    )
-    target[place] = part(bits, tensor).reshape(tensor.shape)
-    return tensor.numel
 
 
 def _attempt(writer: WriterState | None) -> int:
@@ -383,8 +453,8 @@ def _check_room(layout: WeightLayout) -> None:
         sizes = (*tensor.shape, *(tensor.whole_shape or ()), *(tensor.offsets or ()), tensor.start)
         if any(size < 0 for size in sizes) or tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"{tensor.name} cannot be {tensor.dtype} of shape {tensor.shape}")
-    whole = sum(math.prod(t.whole_shape) * ITEM_BYTES[t.dtype] for t in layout.tensors if t.whole_shape is not None)
+    num_bytes = [math.prod(t.whole_shape or t.shape) * ITEM_BYTES[t.dtype] for t in layout.tensors]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = 2 * max(layout.num_bytes, whole)  # what is held, and what is given away
+    needed = max(2 * max(num_bytes, default=0), sum(num_bytes) // 16)  # tensors are read one by one
     if needed > memory:
         raise ValueError(f"its tensors need {needed:,} bytes, and this machine has {memory:,}")

@@ -9,6 +9,7 @@ G = A / N queries' heads that share a key's, D head width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from .functions import exp, power_of_two
@@ -17,8 +18,20 @@ from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, 
 
 MOST_KEYS = 1 << 17
 """Longest context: sums over keys are exact up to it."""
-BLOCK = 1 << 18
-"""Scores that exist at a time, as far as one query's do; small enough for a processor's cache."""
+BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
+"""Scores that exist at a time, by device, as far as one query's do: what fits into a processor's cache, and what keeps a GPU busy
+with fewer launches (256 MB, and six to eight times as much for what is made of them)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which keys each query of a forward sees."""
+
+    keys_BTS: Any
+    """Bool."""
+    first_T: list[int]
+    """The first key that the query sees in any row; these are on the host, read once a forward."""
+    last_T: list[int]
 
 
 class KeyValueCache:
@@ -50,23 +63,22 @@ class KeyValueCache:
         self._key_exponents[:, :, new], self._value_exponents[:, :, new] = keys.exponent, values.exponent
         self._broken[:, :, new] = ~finite[..., 0]
 
-    def attend(self, queries_BATD: Any, seen_BTS: Any, scaling: float) -> Any:
+    def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
         """[B, A, T, D] float64: each query's mean of the values that it sees, weighted by e**(scaling query key)."""
         import torch
 
         B, A, T, D = queries_BATD.shape
-        N, S = self._broken.shape[1], seen_BTS.shape[2]
+        N, S = self._broken.shape[1], seen.keys_BTS.shape[2]
         queries_BNGTD = queries_BATD.view(B, N, A // N, T, D)
         result_BNGTD = torch.empty_like(queries_BNGTD)
-        block = max(1, BLOCK // (B * A * S))
+        block = max(1, BLOCK.get(queries_BATD.device.type, BLOCK["cuda"]) // (B * A * S))
         for start in range(0, T, block):
             stop = min(T, start + block)
-            seen_BCS = seen_BTS[:, start:stop]
             # Of the keys that no query of the block sees, those before the first and after the last are left out.
-            places = seen_BCS.any(dim=1).any(dim=0).nonzero()
-            keys = slice(int(places[0]), int(places[-1]) + 1)
+            keys = slice(min(seen.first_T[start:stop]), max(seen.last_T[start:stop]) + 1)
             queries_BNGCD = queries_BNGTD[:, :, :, start:stop]
-            result_BNGTD[:, :, :, start:stop] = self._block(queries_BNGCD, keys, seen_BCS[:, :, keys], scaling)
+            seen_BCS = seen.keys_BTS[:, start:stop, keys]
+            result_BNGTD[:, :, :, start:stop] = self._block(queries_BNGCD, keys, seen_BCS, scaling)
         return result_BNGTD.view(B, A, T, D)
 
     def _block(self, queries_BNGCD: Any, seen: slice, seen_BCS: Any, scaling: float) -> Any:
@@ -83,8 +95,6 @@ class KeyValueCache:
         weights = sliced(weights_BNGCS.view(B, N, G * C, S), self._value_bits, self._count)
         values = Slices(tuple(part[:, :, seen] for part in self._values), exponents_BNS1, self._value_bits)
         result_BNGCD = scaled_matmul(weights, values).view(B, N, G, C, D) / total_BNGC1
-        broken_BNS = self._broken[:, :, seen]
-        if broken_BNS.any():
-            lost_BNC = (seen_BCS[:, None] & broken_BNS[:, :, None]).any(dim=-1)
-            result_BNGCD.masked_fill_(lost_BNC[:, :, None, :, None], float("nan"))
-        return result_BNGCD
+        # A product of zeros and ones, and no question to the device, which would have to catch up first.
+        lost_BCN = (seen_BCS.to(weights_BNGCS.dtype) @ self._broken[:, :, seen].to(weights_BNGCS.dtype).mT) > 0
+        return result_BNGCD.masked_fill_(lost_BCN.mT[:, :, None, :, None], float("nan"))

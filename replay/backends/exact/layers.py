@@ -144,10 +144,16 @@ class Experts:
         import torch
 
         result_MH = torch.zeros_like(x_MH)
-        for index in experts_MJ.unique().tolist():
-            token, slot = torch.where(experts_MJ == index)
-            given = self._precision.round(self._experts[index](x_MH[token]) * weights_MJ[token, slot, None])
-            result_MH[token] = self._precision.round(result_MH[token] + given)
+        sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
+        tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]
+        # Where each expert's tokens end is asked of the device once a layer.
+        numbers_E = torch.arange(len(self._experts) - 1, device=x_MH.device)
+        ends = torch.searchsorted(sorted_N, numbers_E, right=True).tolist()
+        parts = zip(self._experts, tokens_N.tensor_split(ends), weights_N1.tensor_split(ends), strict=True)
+        for expert, token, weight in parts:
+            if len(token):
+                given = self._precision.round(expert(x_MH[token]) * weight)
+                result_MH[token] = self._precision.round(result_MH[token] + given)
         return result_MH
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....schemas.errors import CannotReplay, option
-from .attention import MOST_KEYS, KeyValueCache
+from .attention import MOST_KEYS, KeyValueCache, Seen
 from .head import ExactHead
 from .layers import Experts, Linear, Mixture, Mlp, RmsNorm, Rotary, Router
 from .precision import Precision
@@ -74,10 +74,10 @@ class Core:
     def __init__(self, scaling: float, precision: Precision):
         self._scaling, self._precision = scaling, precision
 
-    def __call__(self, query_BATD: Any, key_BNTD: Any, value_BNTD: Any, cache: KeyValueCache, seen_BTS: Any) -> Any:
+    def __call__(self, query_BATD: Any, key_BNTD: Any, value_BNTD: Any, cache: KeyValueCache, seen: Seen) -> Any:
         """[B, A, T, D]; the keys and values of these tokens are put into the cache."""
-        cache.add(key_BNTD, value_BNTD, seen_BTS.shape[2] - seen_BTS.shape[1])
-        return self._precision.round(cache.attend(query_BATD.contiguous(), seen_BTS, self._scaling))
+        cache.add(key_BNTD, value_BNTD, seen.keys_BTS.shape[2] - seen.keys_BTS.shape[1])
+        return self._precision.round(cache.attend(query_BATD.contiguous(), seen, self._scaling))
 
 
 class Embedding:
@@ -194,17 +194,17 @@ class ExactModel:
         start = rows_BS.shape[1] - T
         x_MH = self._embedding(ids_BT.reshape(-1))
         turns = tuple(table[:, None] for table in self._rotary.table(positions_BS[:, start:]))
+        seen = seen_by_window(rows_BS, positions_BS, start, {layer.window for layer in self._layers})
         for layer, cache in zip(self._layers, caches, strict=True):
-            seen_BTS = seen(rows_BS, positions_BS, start, layer.window)
-            x_MH = self._add(x_MH, self._attention(layer, layer.input_norm(x_MH), cache, turns, seen_BTS))
+            x_MH = self._add(x_MH, self._attention(layer, layer.input_norm(x_MH), cache, turns, seen[layer.window]))
             x_MH = self._add(x_MH, layer.feed(layer.after_norm(x_MH)))
         return self._norm(x_MH).view(B, T, -1)
 
     def _add(self, x: Any, y: Any) -> Any:
         return self.precision.round(x + y)
 
-    def _attention(self, layer: _Layer, x_MH: Any, cache: KeyValueCache, turns: Any, seen_BTS: Any) -> Any:
-        B, T = seen_BTS.shape[:2]
+    def _attention(self, layer: _Layer, x_MH: Any, cache: KeyValueCache, turns: Any, seen: Seen) -> Any:
+        B, T = seen.keys_BTS.shape[:2]
         query, key, value = (
             project(x_MH).view(B, T, -1, self._head_width).transpose(1, 2)
             for project in (layer.query, layer.key, layer.value)
@@ -212,11 +212,22 @@ class ExactModel:
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = layer.query_norm(query), layer.key_norm(key)
         query, key = self._rotary.turn(query, *turns), self._rotary.turn(key, *turns)
-        mixed_BATD = layer.core(query, key, value, cache, seen_BTS)
+        mixed_BATD = layer.core(query, key, value, cache, seen)
         return layer.output(mixed_BATD.transpose(1, 2).reshape(B * T, -1))
 
 
-def seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
+def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:
+    """Window of a layer -> which keys each of the last tokens sees; one copy to the host for all of them."""
+    import torch
+
+    keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
+    any_LTS = torch.stack([keys_BTS.any(dim=0) for keys_BTS in keys]).to(torch.uint8)
+    first_LT, last_LT = any_LTS.argmax(dim=-1), any_LTS.shape[-1] - 1 - any_LTS.flip(-1).argmax(dim=-1)
+    ends = torch.stack((first_LT, last_LT), dim=1).tolist()
+    return {window: Seen(keys_BTS, *own) for window, keys_BTS, own in zip(windows, keys, ends, strict=True)}
+
+
+def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
     """[B, T, S]: which tokens each of the last ones sees: itself, and those of its row before it, within its window."""
     import torch
 
