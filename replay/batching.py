@@ -90,6 +90,8 @@ class PackedBatch:
     """int64: each token's position in its row."""
     ends_B: np.ndarray
     """int64: place after each row's last token."""
+    num_pads: int = 0
+    """Tokens of padding behind the last row, as a row of their own."""
 
     @property
     def width(self) -> int:
@@ -99,7 +101,7 @@ class PackedBatch:
     @property
     def spans(self) -> list[Span]:
         """What attention keeps to itself: each row."""
-        ends = [0, *self.ends_B.tolist()]
+        ends = [0, *self.ends_B.tolist(), *([self.width] if self.num_pads else [])]
         return [Span(start=start, end=end) for start, end in pairwise(ends)]
 
     @property
@@ -110,7 +112,7 @@ class PackedBatch:
     @property
     def places_N(self) -> np.ndarray:
         """Places of prompts and responses, row by row."""
-        return np.arange(self.width)
+        return np.arange(self.width - self.num_pads)
 
     @property
     def scored_N(self) -> np.ndarray:
@@ -119,12 +121,14 @@ class PackedBatch:
 
     @property
     def tokens_BW(self) -> np.ndarray:
-        """[1, W] bool: every place holds a token."""
-        return np.ones((1, self.width), bool)
+        """[1, W] bool: true where a row's prompt or response lies."""
+        return np.arange(self.width)[None] < self.width - self.num_pads
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """None on either side."""
-        return np.zeros(len(self.rows), np.int64), np.zeros(len(self.rows), np.int64)
+        """[B] tokens of padding before each row's prompt, and after its response: behind the last row alone."""
+        after_B = np.zeros(len(self.rows), np.int64)
+        after_B[-1] = self.num_pads
+        return np.zeros_like(after_B), after_B
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +197,7 @@ def forwards(
     if padding == SHARED:
         return [_shared(group) for group in _prompt_groups(rows, batch_size, most)]
     if padding == PACKED:
-        return [_packed(group) for group in _packs(rows, batch_size, most)]
+        return [packed_batch(group) for group in _packs(rows, batch_size, most)]
     if batch_tokens is not None:
         return [_padded(group, pad_id, padding, is_tight=True) for group in _bounded(rows, batch_tokens, padding)]
     groups = recorded_forwards(rows)
@@ -217,6 +221,8 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
     """Of the recorded width, or as narrow as it can be."""
     before = max(row.pad_left + len(row.prompt_ids) for row in rows)
     width = before + max(len(row.response_ids) + row.pad_right for row in rows)
+    if padding == RIGHT:
+        width = max(row.pad_left + row.num_tokens + row.pad_right for row in rows)
     if is_tight:
         before = max(len(row.prompt_ids) for row in rows)
         width = _width(rows, padding)
@@ -313,12 +319,15 @@ def _shared(rows: Sequence[RecordedRow]) -> SharedBatch:
     )
 
 
-def _packed(rows: Sequence[RecordedRow]) -> PackedBatch:
+def packed_batch(rows: Sequence[RecordedRow], *, num_pads: int = 0) -> PackedBatch:
+    """Lay rows end to end, in this order, and padding behind them."""
+    ids = [ids for row in rows for ids in (row.prompt_ids, row.response_ids)]
     return PackedBatch(
         rows=tuple(rows),
-        ids_W=np.concatenate([ids for row in rows for ids in (row.prompt_ids, row.response_ids)]).astype(np.int64),
-        positions_W=np.concatenate([np.arange(row.num_tokens) for row in rows]),
+        ids_W=np.concatenate([*ids, np.zeros(num_pads, np.int64)]).astype(np.int64),
+        positions_W=np.concatenate([*(np.arange(row.num_tokens) for row in rows), np.arange(num_pads)]),
         ends_B=np.cumsum([row.num_tokens for row in rows]),
+        num_pads=num_pads,
     )
 
 

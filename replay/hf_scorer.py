@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ..schemas.capture import HIDDEN, Capture
-from ..schemas.contract import PREFIX_TREE, Contract
+from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from ..schemas.errors import CannotReplay, TimTraceWarning, option
 from ..tracer import environment
 from ..tracer.dense import Distribution
@@ -27,7 +27,7 @@ from .backends.module import ModuleScorer, gives_hidden
 from .backends.quantize import GROUP, quantize
 from .backends.tap import HiddenTap, cutting, head_contract
 from .backends.transformers import TransformersScorer
-from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, recorded_forwards, responses
+from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, packed_batch, recorded_forwards, responses
 from .meter import Told, untold, work
 from .numerics import Numerics
 from .prefix_tree import tree_batch
@@ -288,6 +288,10 @@ class HfScorer:
     def batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
         if self.numerics.is_tree and self._rows is None:
             return [tree_batch(group) for group in recorded_forwards(rows)]
+        if self.numerics.is_packed and self._rows is None:
+            return [
+                packed_batch(group, num_pads=max(row.pad_right for row in group)) for group in recorded_forwards(rows)
+            ]
         pad_id = self.run.model["config"].get("pad_token_id") or 0
         return forwards(
             rows,
@@ -300,9 +304,9 @@ class HfScorer:
 
     @property
     def _padding(self) -> str:
-        """The arm's; under a bound of tokens the narrower one where no cache wants prompts that end together."""
-        is_tight = self.arm.batch_tokens is not None and self.arm.cached_tokens is None
-        return self.arm.padding or (RIGHT if is_tight else LEFT)
+        """The arm's, or the recorded one; where no cache wants prompts that end together the narrower one under a bound of tokens."""
+        is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
+        return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 
     def _forward(self, batch: ForwardBatch) -> Any:
         """Score a forward; the kernels that the first of them uses are noted."""
@@ -343,7 +347,7 @@ class HfScorer:
                 "attention_kernels": sorted(self.kernels),
                 "rows_a_forward": self._rows_a_forward,
                 "prompt_padding_side": None if self.numerics.is_tree else self._padding,
-                "packing": PREFIX_TREE if self.numerics.is_tree else None,
+                "packing": PREFIX_TREE if self.numerics.is_tree else PACKED_ROWS if self.numerics.is_packed else None,
                 "device": environment.device_name(self.device),
                 "torch": used | {"autocast_dtype": autocast},
                 "versions": environment.numeric_versions(),

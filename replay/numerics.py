@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..schemas.contract import PREFIX_TREE, Contract
+from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from .arms import DTYPES, PACKABLE, Arm
 from .backends import packing, trl
 from .batching import END_TO_END
@@ -36,9 +36,17 @@ class Numerics:
     @property
     def is_tree(self) -> bool:
         """Whether rows go through the model as the tree that they were recorded in: always where the arm leaves their shape."""
+        return self.recorded.get("packing") == PREFIX_TREE and not self._is_shaped and self.arm.attention in PACKABLE
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows lie end to end in the forwards that they were recorded in: always where the arm leaves their shape."""
+        return self.recorded.get("packing") == PACKED_ROWS and not self._is_shaped
+
+    @property
+    def _is_shaped(self) -> bool:
         arm = self.arm
-        shaped = arm.has_batch_shape or arm.padding or arm.compile or arm.cached_tokens is not None
-        return self.recorded.get("packing") == PREFIX_TREE and not shaped and arm.attention in PACKABLE
+        return bool(arm.has_batch_shape or arm.padding or arm.compile or arm.cached_tokens is not None)
 
     @property
     def attention(self) -> str:
@@ -105,6 +113,11 @@ class ExactNumerics(Numerics):
     @property
     def is_tree(self) -> bool:
         """Never: each row is computed alone."""
+        return False
+
+    @property
+    def is_packed(self) -> bool:
+        """Never."""
         return False
 
     @property

@@ -11,6 +11,8 @@ Contract = dict[str, Any]
 
 PREFIX_TREE = "prefix_tree"
 """`packing` of TRL's TreeRow: the samples of a forward as a tree of what they begin with alike."""
+PACKED_ROWS = "rows"
+"""`packing` of rows that lie behind each other in a forward without padding, as verl's use_remove_padding puts them."""
 
 
 def canonical_json(value: Any) -> str:

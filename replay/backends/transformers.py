@@ -89,8 +89,12 @@ class TransformersScorer:
 
         ids_W = torch.from_numpy(batch.ids_W).to(self._device)
         positions_W = torch.from_numpy(batch.positions_W).to(self._device)
+        inputs = {"input_ids": ids_W[None], "position_ids": positions_W[None]}
+        if self._model.config._attn_implementation != packing.NAME:
+            # Positions that begin anew tell transformers' own attention where a row begins, as they did in the recorded pass.
+            return self._backbone(**inputs).last_hidden_state[0], ids_W
         rows = packing.RowSpans(batch.spans)
-        output = self._backbone(input_ids=ids_W[None], position_ids=positions_W[None], packed=rows)
+        output = self._backbone(**inputs, packed=rows)
         packing.check_all(rows, self._model.config)
         return output.last_hidden_state[0], ids_W
 

@@ -47,6 +47,12 @@ def _verl_older_trainer(session: Session, module: Any) -> None:
     verl.install_older(session, module)
 
 
+def _verl_main(session: Session, module: Any) -> None:
+    from . import verl
+
+    verl.install_main(session, module)
+
+
 def _verl_worker(session: Session, module: Any) -> None:
     from . import verl_worker
 
@@ -80,8 +86,11 @@ def _vllm_llm(session: Session, module: Any) -> None:
 _HOOKS: dict[str, Callable[[Session, Any], None]] = {
     "transformers.trainer": _trainers,
     "verl.trainer.ppo.v1.trainer_base": _verl_trainer,
+    "verl.trainer.main_ppo_sync": _verl_trainer,
+    "verl.trainer.main_ppo": _verl_main,
     "verl.trainer.ppo.ray_trainer": _verl_older_trainer,
     "verl.workers.engine_workers": _verl_worker,
+    "verl.workers.engine.utils": _verl_worker,
     "verl.workers.utils.losses": _verl_worker,
     "verl.utils.transferqueue_utils": _verl_worker,
     "verl.workers.engine.fsdp.transformer_impl": _verl_worker,

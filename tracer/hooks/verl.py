@@ -5,6 +5,8 @@ Its engines and workers are processes of their own: vllm_async.py and verl_worke
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from .session import Session
 from .tokenizer import tokenizer_identity
 from .verl_batches import ESTIMATED, SCORED, Row, column, fetch, finish_reasons, flat, one_a_row, rows_of, sums
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
+from .verl_forwards import FORWARD_KEYS, forward_of
 from .verl_padded import get_off, padded_column, ride_along, rows_of_padded
 from .verl_progress import progress_of
 from .verl_worker import UPDATE_KEY
@@ -31,6 +34,22 @@ POINTS = {
     "_update_actor": "current logprobs",
 }
 """Function of the trainer -> what it gives."""
+
+_SYNC = "verl.trainer.main_ppo_sync"
+"""Of verl 0.8: a program with a trainer of its own."""
+
+_WORKERS = "verl.workers.engine_workers"
+_NOT_HOOKED = (
+    "not recorded: current logprobs, weights, the contracts of the trainer's passes, and which rows went through the model "
+    "together: the actor's workers are those of {}; {}"
+)
+_LEGACY = "trainer.use_legacy_worker_impl=disable makes verl use the workers that are recorded; so does verl 0.8"
+_OWN_WORKERS = f"derive them from {_WORKERS}.ActorRolloutRefWorker"
+_DUMPS_ALONE = (
+    "verl {}: metrics alone are recorded, and no sequences and passes, since its trainer has no function of its own for an update; "
+    "for texts and rewards set trainer.rollout_data_dir=DIR, and after the run: tim-trace import verl DIR -o RUN; verl 0.7 and newer "
+    "are recorded"
+)
 
 _NO_DISTRIBUTIONS = "of verl's passes the taken tokens' logprobs are recorded, and no distributions (--capture {})"
 
@@ -66,6 +85,8 @@ def install_older(session: Session, module: Any) -> Patches:
     hooks, patches = TrainerHooks(session), Patches()
     wrappers: list[tuple[Any, str, Callable[..., Any]]] = [
         (module.RayPPOTrainer, "fit", hooks.fit),
+        (module.RayPPOTrainer, "_compute_old_log_prob", hooks.compute_older_logprobs),
+        (module.RayPPOTrainer, "_compute_ref_log_prob", hooks.compute_older_logprobs),
         (module.RayPPOTrainer, "_update_actor", hooks.update_older_actor),
         (tracking.Tracking, "log", hooks.log),
     ]
@@ -74,12 +95,32 @@ def install_older(session: Session, module: Any) -> Patches:
         for owner, name, wrapper in wrappers
         if not patches.wrap(owner, name, wrapper)
     }
-    hooks.sentence = version_sentence("verl", verl.__version__, missing)
+    if "RayPPOTrainer._update_actor" in missing:
+        hooks.sentence = _DUMPS_ALONE.format(verl.__version__)
+    else:
+        hooks.sentence = version_sentence("verl", verl.__version__, missing)
+    return patches
+
+
+def install_main(session: Session, module: Any) -> Patches:
+    """Let a program of verl's that is run with `python -m`, trainer and all, be imported where Ray runs it, so that it is hooked there."""
+    patches = Patches()
+
+    def run_ppo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        if spec is not None and spec.name == _SYNC and "task_runner_class" in kwargs:
+            with session.guard("verl's trainer"):
+                kwargs["task_runner_class"] = importlib.import_module(_SYNC).TaskRunner
+        return original(*args, **kwargs)
+
+    patches.wrap(module, "run_ppo", run_ppo)
     return patches
 
 
 _OLDER_POINTS = {
     "fit": "steps of a second training in a process, apart from those of the first",
+    "_compute_old_log_prob": "which rows of the train pass went through the model together",
+    "_compute_ref_log_prob": "which rows of the reference pass went through the model together",
     "_update_actor": "sequences, rewards, advantages and every pass",
     "log": "logged metrics",
 }
@@ -122,7 +163,7 @@ class TrainerHooks:
             return original(trainer, batch, *args, **kwargs)
         data: Any = None
         with self.session.guard("verl's batch"):
-            data = fetch(batch, SCORED)
+            data = fetch(batch, (*SCORED, *FORWARD_KEYS.values()))
         result = original(trainer, batch, *args, **kwargs)
         with self.session.guard("verl's batch"):
             if data is not None:
@@ -141,6 +182,32 @@ class TrainerHooks:
             return original(trainer, batch, *args, **kwargs)
         finally:
             batch.extra_info.pop(UPDATE_KEY, None)
+
+    def compute_older_logprobs(
+        self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Put what the workers say of their forwards beside the logprobs, so that it stays with its rows."""
+        columns: dict[str, Any] = {}
+        patches = Patches()
+
+        def scored(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            with self.session.guard("verl's batch"):
+                if hasattr(output, "keys"):
+                    columns.update({name: output[name] for name in FORWARD_KEYS.values() if name in output.keys()})  # noqa: SIM118
+            return output
+
+        for group in ("actor_rollout_wg", "ref_policy_wg"):
+            for name in ("compute_log_prob", "compute_ref_log_prob"):
+                patches.wrap(getattr(trainer, group, None), name, scored)
+        try:
+            result = original(trainer, batch, *args, **kwargs)
+        finally:
+            patches.restore()
+        with self.session.guard("verl's batch"):
+            for name, column in columns.items():
+                (result[0] if isinstance(result, tuple) else result).batch[name] = column
+        return result
 
     def update_older_actor(
         self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
@@ -186,6 +253,9 @@ class TrainerHooks:
         recorder, config = self.session.recorder, trainer.config
         if self.sentence:
             self.session.note(self.sentence)
+        if others := _workers_not_hooked(trainer):
+            way_out = _LEGACY if hasattr(trainer, "use_legacy_worker_impl") else _OWN_WORKERS
+            self.session.note(_NOT_HOOKED.format(" and ".join(others), way_out))
         recorder.describe(tokenizer=tokenizer_identity(trainer.tokenizer))
         recorder.save_tokenizer(trainer.tokenizer)
         recorder.add_hyperparameters(flat(OmegaConf.to_container(config, resolve=True)))
@@ -240,6 +310,7 @@ class TrainerHooks:
                 # Tool output was not sampled; verl fills its places with 0.0.
                 scored_mask=[mask.astype(bool) for mask in masks] if pass_name == ROLLOUT else None,
                 policy_version={ROLLOUT: None, TRAIN: progress.old_version, REFERENCE: None}[pass_name],
+                forward=forward_of(values(FORWARD_KEYS[pass_name])) if pass_name in FORWARD_KEYS else None,
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
@@ -262,6 +333,18 @@ def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
     top_k = {name: max(settings.get("top_k") or 0, 0) for name, settings in (("given", given), ("asked", asked))}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
     return same and top_k["given"] == top_k["asked"]
+
+
+def _workers_not_hooked(trainer: Any) -> list[str]:
+    """The modules of the actor's workers, where these are none that are hooked."""
+    found = set()
+    for role, worker in (getattr(trainer, "role_worker_mapping", None) or {}).items():
+        if str(getattr(role, "name", role)).startswith("Actor"):
+            metadata = getattr(worker, "__ray_metadata__", None)
+            cls = worker if metadata is None else metadata.modified_class
+            if all(parent.__module__ != _WORKERS for parent in cls.__mro__):
+                found.add(cls.__module__)
+    return sorted(found)
 
 
 def _told(trainer: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from ...schemas.contract import Contract
+from ...schemas.contract import PACKED_ROWS, Contract
 from ...schemas.loss import PPO, SEQUENCE_MEAN, TOKEN, Loss
 from .. import environment
 from .model_contract import as_json, class_path, dtypes, numerics
@@ -54,6 +54,8 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "temperature": temperature,
         "logprobs_of": "logits divided by the temperature, over every row of the head",
         "logprobs_dtype": str(dtype).removeprefix("torch."),
+        "packing": PACKED_ROWS if getattr(settings, "use_remove_padding", False) else None,
+        "prompt_padding_side": "right",
         "rows_a_forward": getattr(settings, rows, None),
         "tokens_a_forward": getattr(settings, tokens, None) if getattr(settings, "use_dynamic_bsz", False) else None,
         "parallelism": {"world_size": _world_size(), "data_parallel_size": engine.get_data_parallel_size()},

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..staging import to_numpy
 from .verl_batches import Row
-from .verl_worker import ROW_KEY, UPDATE_KEY
+from .verl_forwards import FORWARD_KEYS, ROW_KEY
+from .verl_worker import UPDATE_KEY
 
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
@@ -46,6 +47,8 @@ def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
     name = _NAMES.get(name, name)
     if name not in batch.batch.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
         return None
+    if name in FORWARD_KEYS.values():
+        return list(to_numpy(batch.batch[name]))
     values, attention_BW = to_numpy(batch.batch[name]), to_numpy(batch.batch["attention_mask"]).astype(bool)
     width = batch.batch["prompts"].shape[1]
     kept = attention_BW[:, :width] if name in _OF_PROMPT else attention_BW[:, width:]
@@ -63,4 +66,5 @@ def ride_along(batch: Any, told: dict[str, Any]) -> None:
 def get_off(batch: Any) -> None:
     """Take from the batch what rode along."""
     batch.meta_info.pop(UPDATE_KEY, None)
-    batch.batch.pop(ROW_KEY, None)
+    for name in (ROW_KEY, *FORWARD_KEYS.values()):
+        batch.batch.pop(name, None)

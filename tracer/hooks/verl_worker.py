@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,12 @@ from .session import Session
 from .trl_batches import right_padded
 from .verl_contract import FSDP, model_identity, scoring_contract
 from .verl_engine_weights import VerlEngineWeights
+from .verl_forwards import FORWARD_KEYS, ROW_KEY, Forwards
 
 UPDATE_KEY = "tim_trace_update"
 """Rides along from the driver to the workers with the rows of an update: its step and its weights' version."""
-ROW_KEY = "tim_trace_row"
-"""Rides along in a worker's batch, so that a shuffled micro-batch tells which rows it holds."""
+
+_COMPOSITION = "which rows of verl's passes went through the model together"
 
 _OTHER_STRATEGY = (
     "weights are not recorded: verl's strategy {} holds them under names and in parts of its own; replaying needs them: have verl "
@@ -64,6 +66,7 @@ def install(session: Session, module: Any) -> Patches:
     owners: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         "verl.utils.transferqueue_utils": [("", "_meta_to_realdata", hooks.fetch)],
         "verl.workers.utils.losses": [("", "ppo_loss", hooks.loss)],
+        "verl.workers.engine.utils": [("", "prepare_micro_batches", hooks.micro_batches)],
         "verl.workers.engine_workers": [
             ("TrainingWorker", "train_mini_batch", hooks.update),
             ("TrainingWorker", "train_batch", hooks.mini_batch),
@@ -102,6 +105,10 @@ class WorkerHooks:
         self._contract: Contract | None = None
         self._kept_version: int | None = None
         self._keeps_weights: bool | None = None
+        self._forwards: Forwards | None = None
+        """Those of the call of an engine that is under way."""
+        self._numbers = count()
+        """Of forwards."""
 
     def fetch(self, original: Callable[..., Any], meta: Any, *args: Any, **kwargs: Any) -> Any:
         """Rows of the TransferQueue come to this worker: those of an update get their numbers."""
@@ -127,10 +134,12 @@ class WorkerHooks:
             self.account.tell_of(update.batch.step, update.policy_version)
             if worker.engine.is_mp_src_rank_with_outputs():
                 update.engine = worker.engine
+                self._listen(worker.engine)
         try:
             return original(worker, data, *args, **kwargs)
         finally:
             self._update = None
+            self._forwards = None
             if update is not None:
                 self._keep(update.is_last)
 
@@ -163,13 +172,49 @@ class WorkerHooks:
     def infer(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward without a loss, of rows that are at hand."""
         asked = {name: data.get(name, None) for name in ("temperature", "no_lora_adapter")}
-        output = original(worker, data, *args, **kwargs)
+        if self._scoring is not None and self.session.is_recording and hasattr(data, "batch_size"):
+            with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
+                data[ROW_KEY] = _arange(data.batch_size[0])
+                self._listen(worker.engine)
+        try:
+            output = original(worker, data, *args, **kwargs)
+        finally:
+            forwards, self._forwards = self._forwards, None
+            if forwards is not None:
+                data.pop(ROW_KEY, None)
         if self._scoring is not None and output is not None and self.session.is_recording:
             with self.session.guard("the contract of the trainer's logprobs"):
                 # The actor without its adapter is its own reference.
                 pass_name = REFERENCE if plain(asked["no_lora_adapter"]) else self._scoring
                 self._declare(worker.engine, pass_name, plain(asked["temperature"]), output["log_probs"].dtype)
+                if forwards is not None:
+                    self._add_column(output, pass_name, forwards)
         return output
+
+    def micro_batches(self, original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+        """An engine cuts rows into what goes through the model together."""
+        made = original(data, *args, **kwargs)
+        if self._forwards is not None:
+            with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
+                self._forwards.add(made[0], is_packed=bool(plain(data.get("use_remove_padding", True))))
+        return made
+
+    def _listen(self, engine: Any) -> None:
+        """Hear which rows go through the model together, where padding is as verl's FSDP engine has it."""
+        if Forwards.are_known(engine):
+            self._forwards = Forwards(engine, self._numbers)
+
+    def _cannot_listen(self, error: Exception) -> None:
+        self._forwards = None
+        self.session.note(f"{_COMPOSITION} is not recorded: {type(error).__name__}: {error}")
+
+    def _add_column(self, output: Any, pass_name: str, forwards: Forwards) -> None:
+        """Let the driver, which records this pass, know the rows of each forward."""
+        import torch
+
+        column = forwards.column(output.batch_size[0])
+        if column is not None:
+            output[FORWARD_KEYS[pass_name]] = torch.from_numpy(column)
 
     def _begin(self, meta: Any, data: Any, told: dict[str, Any]) -> Update:
         keys = keys_of(meta)
@@ -185,10 +230,8 @@ class WorkerHooks:
 
     def _update_of(self, data: Any, told: dict[str, Any], rows: list[tuple[int, str]], lengths: np.ndarray) -> Update:
         """The update of rows (place in `data`, key) with [B] response lengths."""
-        import torch
-
         self._begin_training()
-        data[ROW_KEY] = torch.arange(len(lengths))
+        data[ROW_KEY] = _arange(len(lengths))
         recorder = self.session.recorder
         batch = Batch(
             told["step"], [key for _, key in rows], folder=recorder.folder, attempt=recorder.writer.state.attempt
@@ -271,6 +314,7 @@ class WorkerHooks:
                 attention_mask=right_padded(logprobs_BT.shape[1], update.lengths[numbers[kept]]),
                 # Weights change within an update, and versions do not count that.
                 policy_version=update.policy_version if update.num_mini_batches == 0 else None,
+                forward=None if self._forwards is None else self._forwards.of(numbers[kept].tolist()),
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
@@ -296,6 +340,12 @@ def keys_of(meta: Any) -> list[str]:
     from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
 
     return list(batch_meta2kv_batch_meta(meta).keys)
+
+
+def _arange(length: int) -> Any:
+    import torch
+
+    return torch.arange(length)
 
 
 def plain(value: Any) -> Any:

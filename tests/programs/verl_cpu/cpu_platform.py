@@ -1,25 +1,11 @@
 """A platform `cpu` for verl, by verl's own plugin point: VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=cpu_platform."""
 
 import contextlib
-import types
 
 import torch
+from cpu_device import DEVICE
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
-
-DEVICE = types.ModuleType("cpu_device_module")
-vars(DEVICE).update({name: value for name, value in vars(torch.cpu).items() if not name.startswith("__")})
-for name in (
-    "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats",
-    "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all", "set_device", "synchronize", "current_device",
-):  # fmt: skip
-    setattr(DEVICE, name, lambda *args, **kwargs: 0)
-DEVICE.mem_get_info = lambda *args, **kwargs: (8 << 30, 16 << 30)
-DEVICE.device_count = lambda: 1
-DEVICE.is_available = lambda: True
-DEVICE.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-DEVICE.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-DEVICE.get_device_name = lambda *args, **kwargs: "cpu"
 
 
 @PlatformRegistry.register(platform="cpu")

@@ -1,0 +1,83 @@
+"""Which rows one of verl's engines puts into a forward together, read off the micro-batches that it makes.
+
+Shapes: B rows of a worker's batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...schemas.passes import REFERENCE, TRAIN
+from ..rows import Forward
+from .verl_contract import FSDP
+
+ROW_KEY = "tim_trace_row"
+"""Rides along in a worker's batch, so that a shuffled micro-batch tells which rows it holds."""
+FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
+"""Pass that the driver records -> column in which its workers say of each row what `Forwards` holds."""
+
+
+class Forwards:
+    """The forwards of one call of an engine: of each row the forward, its place and the rows there, and the padding after it."""
+
+    def __init__(self, engine: Any, numbers: Iterator[int]):
+        """`numbers` counts the forwards of this process."""
+        self._engine = engine
+        self._numbers = numbers
+        self._of_row: dict[int, tuple[int, int, int, int]] = {}
+
+    @staticmethod
+    def are_known(engine: Any) -> bool:
+        """Whether padding is put around rows here as verl's FSDP engine does it."""
+        return getattr(engine.engine_config, "strategy", None) in FSDP
+
+    def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
+        """Note the rows of micro-batches, each of which is a forward."""
+        # A driver records rows of several processes, each of which counts for itself.
+        rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
+        for part in micro_batches:
+            rows = part[ROW_KEY].tolist()
+            lengths = part["input_ids"].offsets().diff().tolist()
+            padding = [max(lengths) - length for length in lengths]
+            if is_packed:
+                padding = [0] * (len(rows) - 1) + [self._tail(sum(lengths))]
+            number = next(self._numbers) * size + rank
+            for place, (row, after) in enumerate(zip(rows, padding, strict=True)):
+                self._of_row[int(row)] = (number, place, len(rows), after)
+
+    def _tail(self, num_tokens: int) -> int:
+        """Tokens that verl puts behind packed rows: up to the next bucket, and to the next multiple of Ulysses' ranks."""
+        engine, width = self._engine, num_tokens
+        settings = engine.engine_config
+        bucket = getattr(settings, "pad_to_length_bucket", 1) if getattr(engine, "pad_to_length", False) else 1
+        for multiple in (bucket, getattr(settings, "ulysses_sequence_parallel_size", 1)):
+            width = -(-width // multiple) * multiple
+        return width - num_tokens
+
+    def column(self, num_rows: int) -> np.ndarray | None:
+        """[B, 4] int64: what is known of each row; None unless it is known of all."""
+        found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
+        return np.array(found, np.int64) if len(found) == num_rows else None
+
+    def of(self, rows: Sequence[int]) -> Forward | None:
+        """The forwards of these rows; None unless they are known of all."""
+        known = all(int(row) in self._of_row for row in rows)
+        return forward_of([np.array(self._of_row[int(row)]) for row in rows]) if known else None
+
+
+def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
+    """What a worker's column says of rows, an array each."""
+    if values is None or not len(values):
+        return None
+    ids, places, rows, after = np.stack(values).astype(np.int64).T
+    before = np.zeros(len(ids), np.int32)
+    return Forward(
+        ids=ids,
+        places=places.astype(np.int32),
+        rows=rows.astype(np.int32),
+        pad_left=before,
+        pad_right=after.astype(np.int32),
+    )
