@@ -332,10 +332,13 @@ class HfScorer:
             changed["kv_cache"] = f"{arm.kv_dtype}, scale 1"
         used = used_settings(self.contract["torch"], arm)
         autocast = "None" if arm.dtype else self.contract["torch"].get("autocast_dtype")
+        ranks, given = "ulysses_sequence_parallel_size", self.contract.get("settings")
+        whole = {"settings": {**given, ranks: 1}} if isinstance(given, dict) and given.get(ranks) else {}
         compiled = {"torch_compile": arm.compile} if arm.compile or "torch_compile" in self.contract else {}
         return (
             self.contract
             | compiled
+            | whole
             | {
                 "engine": "trl" if self.numerics.uses_trl else "transformers",
                 "source": "replay",

@@ -67,6 +67,13 @@ FLOAT32 = (
     ),
     "actor_rollout_ref.rollout.dtype=float32",
 )
+DYNAMIC = (
+    "actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True", "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=64",
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=64",
+)  # fmt: skip
+PACKED = ("actor_rollout_ref.model.use_remove_padding=True",)
+
 ASYNCHRONOUS = (
     "data.train_batch_size=0", "data.gen_batch_size=1", "actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=1",
     "rollout.n_gpus_per_node=1", "rollout.total_rollout_steps=16", "async_training.trigger_parameter_sync_step=2",

@@ -64,7 +64,10 @@ def recorded(path, *, is_packed, num_pads=0):
         trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model))
         recorder.describe(model=model_identity(trainer))
         packing = PACKED_ROWS if is_packed else None
-        contract = {"engine": "verl", "packing": packing, "prompt_padding_side": "right", "torch": {"num_threads": 1}}
+        contract = {
+            "engine": "verl", "packing": packing, "prompt_padding_side": "right", "torch": {"num_threads": 1},
+            "settings": {"ulysses_sequence_parallel_size": 2},
+        }  # fmt: skip
         recorder.add_contract("train", contract)
         recorder.add_weights(0, model.state_dict())
         prompts, responses = zip(*rows, strict=True)
@@ -85,8 +88,11 @@ def test_every_bit_comes_back_of_forwards_as_verl_makes_them(tmp_path, is_packed
     torch.set_num_threads(1)
     (row,) = replay(trace)
     assert row.identity_held, row.differs
-    query = "SELECT contract_json ->> '$.packing', contract_json ->> '$.prompt_padding_side' FROM passes WHERE pass = 'replay/as-recorded'"
-    assert connect(trace).execute(query).fetchall() == [("rows" if is_packed else None, "right")]
+    query = """
+        SELECT contract_json ->> '$.packing', contract_json ->> '$.prompt_padding_side',
+            contract_json ->> '$.settings.ulysses_sequence_parallel_size' FROM passes WHERE pass = 'replay/as-recorded'
+    """
+    assert connect(trace).execute(query).fetchall() == [("rows" if is_packed else None, "right", "1")]
 
 
 def test_an_arm_of_another_shape_takes_packed_rows_apart(tmp_path):

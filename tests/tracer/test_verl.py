@@ -15,7 +15,7 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
-from tim_trace.tracer.hooks import vllm_async
+from tim_trace.tracer.hooks import verl, vllm_async
 from tim_trace.tracer.hooks.patches import Patches
 from tim_trace.tracer.hooks.ray import with_order
 from tim_trace.tracer.hooks.session import BOOTSTRAP, ENVIRONMENT, Order, Session
@@ -25,6 +25,8 @@ from tim_trace.tracer.hooks.verl_contract import policy_loss
 from tim_trace.tracer.hooks.verl_padded import rows_of_padded
 from tim_trace.tracer.hooks.verl_progress import progress_of
 from tim_trace.tracer.hooks.verl_worker import UPDATE_KEY, WorkerHooks
+from tim_trace.tracer.store import Store
+from tim_trace.tracer.weights.source import open_weights
 
 END = 1
 
@@ -277,7 +279,16 @@ def an_engine(is_first=True, strategy="fsdp2"):
     )
 
 
-def updated(session, *, is_train=False, is_first=True, batches=((2, 0), (1, 3)), strategy="fsdp2"):
+def updated(
+    session,
+    *,
+    is_train=False,
+    is_first=True,
+    batches=((2, 0), (1, 3)),
+    strategy="fsdp2",
+    engine=None,
+    load=lambda: None,
+):
     """Send a batch to a worker as verl does, and let its loss see mini-batches of these rows."""
     hooks, batch = WorkerHooks(session), made_batch()
     told = {
@@ -292,6 +303,7 @@ def updated(session, *, is_train=False, is_first=True, batches=((2, 0), (1, 3)),
         return "loss"
 
     def train_mini_batch(worker, data):
+        load()
         for chosen in batches:
             hooks.mini_batch(one_mini_batch, worker, data, chosen)
         return "trained"
@@ -308,9 +320,11 @@ def updated(session, *, is_train=False, is_first=True, batches=((2, 0), (1, 3)),
         # A logprob lies at the place of the token before.
         whole = [[*[0.0] * (len(PROMPTS[row]) - 1), *TRAIN[row], 0.0] for row in chosen]
         output = {"log_probs": nested(*whole)}
+        some["input_ids"] = nested(*[[*PROMPTS[row], *RESPONSES[row]] for row in chosen])
+        hooks.micro_batches(lambda data: ([some], None), data)
         assert hooks.loss(loss, config=None, model_output=output, data=some) == "loss"
 
-    worker = SimpleNamespace(engine=an_engine(is_first, strategy))
+    worker = SimpleNamespace(engine=engine or an_engine(is_first, strategy))
     assert hooks.update(train_mini_batch, worker, data) == "trained"
     return connect(session.order.run)
 
@@ -326,6 +340,9 @@ def test_the_loss_s_logprobs_find_their_sequences(session, padding, queue):
     ]
     ((attempts,),) = rows(trace, "SELECT count(DISTINCT attempt) FROM scores")
     assert attempts == 1
+    query = "SELECT seq_id, forward_id, forward_row, forward_rows, pad_right FROM scores WHERE pass = 'current' ORDER BY seq_id"
+    # Packed, as verl has it by default; what fills the batch was row 1 of the second.
+    assert rows(trace, query) == [("a-b_0_0", 0, 1, 2, 0), ("a-b_1_0", 1, 0, 2, 0), ("c_0_0", 0, 0, 2, 0)]
 
 
 @pytest.mark.slow
@@ -350,6 +367,207 @@ def test_of_processes_with_the_same_rows_one_records(session, padding, queue):
     recorded(session, queue, ONE)
     trace = updated(session, is_first=False)
     assert rows(trace, "SELECT count(*) FROM scores WHERE pass = 'current'") == [(0,)]
+
+
+def scored_by(hooks, rank, micro_batches, *, rows=(0, 1), strategy="fsdp2", pass_name="train", **settings):
+    """The column that a worker of two adds to its output, of these rows in these micro-batches."""
+    engine = an_engine(strategy=strategy)
+    vars(engine.engine_config).update(settings)
+    engine.pad_to_length = "pad_to_length_bucket" in settings
+    engine.get_data_parallel_size, engine.get_data_parallel_rank = lambda: 2, lambda: rank
+    whole = [[*PROMPTS[row], *RESPONSES[row]] for row in rows]
+    data = Rows(temperature=1.0, use_remove_padding=settings.get("use_remove_padding", False))
+    output = Rows(log_probs=nested(*whole))
+    data.batch_size = output.batch_size = (len(rows),)
+
+    def prepare_micro_batches(data):
+        numbers = data.get("tim_trace_row", torch.arange(len(rows)))
+        return [
+            {"input_ids": nested(*[whole[row] for row in chosen]), "tim_trace_row": numbers[list(chosen)]}
+            for chosen in micro_batches
+        ], None
+
+    def infer_batch(worker, data):
+        hooks.micro_batches(prepare_micro_batches, data)
+        return output
+
+    def compute_log_prob(actor, data):
+        return hooks.infer(infer_batch, SimpleNamespace(engine=engine), data)
+
+    score = hooks.score if pass_name == "train" else hooks.score_reference
+    score(compute_log_prob, SimpleNamespace(), data)
+    assert "tim_trace_row" not in data
+    column = output.get(f"tim_trace_forward_{pass_name}")
+    return None if column is None else column.tolist()
+
+
+PADDED = [[0, 1, 2, 1], [0, 0, 2, 0]]
+PACKED = {"use_remove_padding": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, PADDED),
+        (PACKED, [[0, 1, 2, 0], [0, 0, 2, 0]]),
+        (PACKED | {"ulysses_sequence_parallel_size": 4}, [[0, 1, 2, 1], [0, 0, 2, 0]]),
+        (PACKED | {"pad_to_length_bucket": 16, "ulysses_sequence_parallel_size": 3}, [[0, 1, 2, 7], [0, 0, 2, 0]]),
+    ],
+    ids=["padded", "packed", "over four Ulysses ranks", "up to a bucket, over three"],
+)
+def test_a_worker_says_which_rows_went_through_the_model_together(session, settings, wanted):
+    """A row's forward, its place there, the rows there, and the padding behind it: 5 and 6 tokens."""
+    assert scored_by(WorkerHooks(session), 0, [(1, 0)], **settings) == wanted
+
+
+def test_forwards_of_several_workers_and_calls_are_told_apart(session):
+    first, second = WorkerHooks(session), WorkerHooks(session)
+    columns = [scored_by(*given) for given in ((first, 0, [(0,), (1,)]), (second, 1, [(1, 0)]), (first, 0, [(0, 1)]))]
+    assert [[forward for forward, *_ in column] for column in columns] == [[0, 2], [1, 1], [4, 4]]
+
+
+def test_of_other_engines_padding_is_not_guessed(session):
+    assert scored_by(WorkerHooks(session), 0, [(0, 1)], strategy="megatron") is None
+
+
+def test_what_is_not_understood_of_micro_batches_ends_that_part_alone(session, capfd):
+    assert scored_by(WorkerHooks(session), 0, [(0, 1)], **PACKED | {"ulysses_sequence_parallel_size": 0}) is None
+    assert session.is_recording
+    assert "which rows of verl's passes went through the model together is not recorded" in capfd.readouterr().err
+
+
+def test_the_driver_records_the_forwards_that_its_workers_told(session, queue):
+    hooks = [WorkerHooks(session), WorkerHooks(session)]
+    first = scored_by(hooks[0], 0, [(1, 0)])
+    second = scored_by(hooks[1], 1, [(0,), (1,)], rows=(2, 3))
+    queue.columns["tim_trace_forward_train"] = torch.tensor(first + second)
+    trace = recorded(session, queue, ONE)
+    query = """
+        SELECT seq_id, forward_id, forward_row, forward_rows, pad_left, pad_right FROM scores WHERE pass = '{}' ORDER BY seq_id
+    """
+    assert rows(trace, query.format("train")) == [
+        ("a-b_0_0", 0, 1, 2, 0, 1), ("a-b_1_0", 0, 0, 2, 0, 0), ("c_0_0", 1, 0, 1, 0, 0),
+    ]  # fmt: skip
+    assert rows(trace, query.format("reference"))[0] == ("a-b_0_0", None, None, None, None, None)
+
+
+def test_the_older_trainer_keeps_what_its_workers_say_beside_the_logprobs(session):
+    """It goes into the batch with the logprobs, is recorded at the update, and leaves with what else rode along."""
+    hooks = TrainerHooks(session)
+    hooks._describe = lambda trainer: session.recorder.describe(model={"name": "a-model"})
+    batch, columns = padded_batch(["a", "a"], [0, 0]), {}
+    for pass_name, function in (("train", "compute_log_prob"), ("reference", "compute_ref_log_prob")):
+        column = torch.tensor(scored_by(WorkerHooks(session), 0, [(1, 0)], pass_name=pass_name))
+        columns[function] = {f"tim_trace_forward_{pass_name}": column}
+    group = SimpleNamespace(**{name: lambda batch, column=column: column for name, column in columns.items()})
+    trainer = SimpleNamespace(
+        config=config(),
+        tokenizer=SimpleNamespace(eos_token_id=END),
+        actor_rollout_wg=group,
+        ref_policy_wg=group,
+        **FULLY,
+    )
+    given = dict(vars(group))
+
+    def compute_old_log_prob(trainer, batch):
+        trainer.actor_rollout_wg.compute_log_prob(batch)
+        return SimpleNamespace(batch={"old_log_probs": batch.batch["old_log_probs"]}), 0.5
+
+    def compute_ref_log_prob(trainer, batch):
+        trainer.ref_policy_wg.compute_ref_log_prob(batch)
+        return SimpleNamespace(batch={"ref_log_prob": batch.batch["old_log_probs"]})
+
+    result, mfu = hooks.compute_older_logprobs(compute_old_log_prob, trainer, batch)
+    reference = hooks.compute_older_logprobs(compute_ref_log_prob, trainer, batch)
+    assert mfu == 0.5
+    assert vars(group) == given
+    batch.batch |= result.batch | reference.batch
+    hooks.update_older_actor(lambda trainer, batch: None, trainer, batch)
+    assert not [name for name in batch.batch if name.startswith("tim_trace")]
+    session.seal()
+    query = "SELECT pass, seq_id, forward_row, forward_rows, pad_right FROM scores WHERE pass <> 'rollout' ORDER BY ALL"
+    assert rows(connect(session.order.run), query) == [
+        (name, f"a_{row}_0", 1 - row, 2, 1 - row) for name in ("reference", "train") for row in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("workers", "has_switch", "wanted"),
+    [
+        (("verl.workers.engine_workers",), False, None),
+        (("my.workers", "verl.workers.engine_workers"), False, None),
+        (("verl.workers.fsdp_workers",), True, "trainer.use_legacy_worker_impl=disable"),
+        (("my.workers",), False, "derive them from verl.workers.engine_workers.ActorRolloutRefWorker"),
+    ],
+    ids=["recorded", "derived", "legacy", "own"],
+)
+def test_workers_that_are_not_hooked_are_named_at_the_start(session, capfd, workers, has_switch, wanted):
+    cls = object
+    for module in reversed(workers):
+        cls = type("ActorRolloutRefWorker", (cls,), {"__module__": module})
+    worker = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=cls))
+    mapping = {"ActorRollout": worker, "Critic": object}
+    switch = {"use_legacy_worker_impl": "auto"} if has_switch else {}
+    hooks = TrainerHooks(session)
+    hooks._tell_of_workers(SimpleNamespace(role_worker_mapping=mapping, **switch))
+    found = [line for line in capfd.readouterr().err.splitlines() if "not recorded: current logprobs" in line]
+    if wanted is None:
+        assert found == []
+    else:
+        (line,) = found
+        assert wanted in line
+        assert f"those of {workers[0]};" in line
+
+
+def test_of_trainers_that_have_no_function_for_an_update_the_way_by_dumps_is_told(session, monkeypatch):
+    """verl 0.4 to 0.6."""
+    for name in ("verl", "verl.utils", "verl.utils.tracking"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["verl"].__version__ = "0.6.1"
+    sys.modules["verl.utils"].tracking = sys.modules["verl.utils.tracking"]
+    sys.modules["verl.utils.tracking"].Tracking = type("Tracking", (), {"log": lambda self, data, step: None})
+    trainer = type("RayPPOTrainer", (), {"fit": lambda self: None})
+    told = []
+    monkeypatch.setattr(TrainerHooks, "_describe", lambda hooks, trainer: told.append(hooks.sentence))
+    patches = verl.install_older(session, SimpleNamespace(RayPPOTrainer=trainer))
+    trainer().fit()
+    patches.restore()
+    (sentence,) = told
+    assert sentence.startswith("verl 0.6.1: metrics alone are recorded")
+    assert "trainer.rollout_data_dir=DIR" in sentence
+    assert "tim-trace import verl DIR -o RUN" in sentence
+
+
+def test_a_program_that_is_run_as_main_is_imported_where_ray_runs_it(session, monkeypatch):
+    """Ray sends a class of `__main__` by value: no hook would see it there."""
+    program = ModuleType("verl.trainer.main_ppo_sync")
+    program.TaskRunner = object()
+    monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo_sync", program)
+    main = SimpleNamespace(run_ppo=lambda config, task_runner_class=None: task_runner_class)
+    verl.install_main(session, main)
+    assert main.run_ppo("config", task_runner_class="of main") == "of main"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="verl.trainer.main_ppo_sync"))
+    assert main.run_ppo("config", task_runner_class="of main") is program.TaskRunner
+    assert main.run_ppo("config") is None
+
+
+def test_weights_are_kept_once_verl_has_loaded_them(session, padding, queue):
+    """With param_offload the engine holds none before."""
+    recorded(session, queue, ONE)
+    engine = an_engine()
+    loaded = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+    for value in engine.module.parameters():
+        value.data = torch.empty(0)
+
+    def load():
+        for name, value in engine.module.named_parameters():
+            value.data = loaded[name]
+
+    updated(session, engine=engine, load=load)
+    kept = open_weights(Store(session.order.run)).load(3)
+    assert {name: tensor.bits.tobytes() for name, tensor in kept.items()} == {
+        name: value.numpy().tobytes() for name, value in loaded.items()
+    }
 
 
 def test_that_megatron_s_weights_are_not_recorded_is_said_with_what_to_do(session, padding, queue, capfd):

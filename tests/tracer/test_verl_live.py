@@ -13,7 +13,7 @@ from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
-from verl_runs import ASYNCHRONOUS, FLOAT32, REFERENCE, verl_run
+from verl_runs import ASYNCHRONOUS, DYNAMIC, FLOAT32, PACKED, REFERENCE, verl_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -118,9 +118,9 @@ def test_vllm_leaves_padding_of_the_vocabulary_out_and_the_trainer_does_not(run)
 
 @pytest.fixture(scope="module")
 def exact():
-    """The same with a head as long as the tokenizer, and several updates of the weights in a step."""
+    """The same with a head as long as the tokenizer, several updates of the weights in a step, and packed rows."""
     several = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
-    return verl_run(*FLOAT32, *several, "actor_rollout_ref.actor.optim.lr=1e-3", head_rows=WORDS)
+    return verl_run(*FLOAT32, *several, *DYNAMIC, *PACKED, "actor_rollout_ref.actor.optim.lr=1e-3", head_rows=WORDS)
 
 
 def test_without_padding_of_the_vocabulary_both_sides_agree_to_rounding(exact):
@@ -154,12 +154,30 @@ def test_the_weights_of_each_version_are_recorded_from_the_model_that_was_given_
     assert any(found[name].bits.tobytes() != weights.load(1)[name].bits.tobytes() for name in given)
 
 
-def test_replaying_gives_the_trainer_s_logprobs_to_the_last_digits_of_float32(exact, tmp_path):
+def forwards(run):
+    """Pass -> how many rows went through the model with how many others, each forward once."""
+    query = """
+        SELECT pass, list(forward_rows ORDER BY ALL) FROM (
+            SELECT DISTINCT pass, step, iteration, writer, forward_id, forward_rows FROM scores WHERE pass <> 'rollout'
+        ) GROUP BY ALL
+    """
+    return dict(rows(run, query))
+
+
+def test_rows_of_dynamic_batches_that_went_through_the_model_together_are_recorded(exact):
+    found = forwards(exact)
+    assert found.keys() == {"current", "train"}
+    assert sum(found["train"]) == 16
+    assert sum(found["current"]) == 32
+    assert max(found["train"]) > 1
+    query = "SELECT DISTINCT pass, contract_json ->> '$.packing' FROM passes WHERE pass <> 'rollout' ORDER BY ALL"
+    assert rows(exact, query) == [("current", "rows"), ("train", "rows")]
+
+
+def test_replaying_gives_every_bit_of_the_trainer_s_logprobs(exact, tmp_path):
     as_recorded, vllm = replayed(exact, tmp_path, "--arm", "engine=vllm")
     assert as_recorded["num_steps"] == vllm["num_steps"] == 2
-    # verl's micro-batches are not recorded, so that each row goes alone: sums of another order.
-    assert as_recorded["share_equal"] > 0.9
-    assert as_recorded["max_abs_d"] < 1e-6
+    assert as_recorded["share_equal"] == 1
     assert vllm["max_abs_d"] < 2e-6
 
 
@@ -175,9 +193,7 @@ def sharded():
 def test_in_verl_s_own_precision_every_bit_comes_back_of_two_workers(sharded, tmp_path):
     as_recorded, vllm = replayed(sharded, tmp_path, "--arm", "engine=vllm")
     assert as_recorded["num_steps"] == 2
-    assert (
-        as_recorded["share_equal"] > 0.98
-    )  # all of them, where rows that go together have the bits of one that goes alone
+    assert as_recorded["share_equal"] == 1
     # verl holds these logprobs in bfloat16: those of its engine lie within half a unit of that.
     assert 0 < vllm["mean_abs_d"] < vllm["max_abs_d"] < 0.03
 
@@ -186,7 +202,12 @@ def test_in_verl_s_own_precision_every_bit_comes_back_of_two_workers(sharded, tm
 def older():
     """verl's RayPPOTrainer, whose batches lie on the driver."""
     return verl_run(
-        *FLOAT32, *REFERENCE, "trainer.use_v1=False", "actor_rollout_ref.actor.optim.lr=1e-3", head_rows=HEAD_ROWS
+        *FLOAT32,
+        *REFERENCE,
+        *DYNAMIC,
+        "trainer.use_v1=False",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        head_rows=HEAD_ROWS,
     )
 
 
@@ -210,8 +231,10 @@ def test_the_trainer_of_before_is_recorded_with_every_pass_and_the_numbers_that_
 def test_steps_of_the_trainer_of_before_are_replayed(older, tmp_path):
     (as_recorded,) = replayed(older, tmp_path)
     assert as_recorded["num_steps"] == 2
-    assert as_recorded["share_equal"] > 0.9
-    assert as_recorded["max_abs_d"] < 1e-6
+    assert as_recorded["share_equal"] == 1
+    assert {name: sum(sizes) for name, sizes in forwards(older).items()} == dict.fromkeys(
+        ("current", "reference", "train"), 16
+    )
 
 
 @pytest.fixture(scope="module")
@@ -273,8 +296,7 @@ def test_without_rounding_by_the_engine_what_the_versions_say_is_the_whole_misma
 def test_steps_of_the_asynchronous_trainer_are_replayed(asynchronous, tmp_path):
     (as_recorded,) = replayed(asynchronous, tmp_path)
     assert as_recorded["num_steps"] == 2
-    assert as_recorded["share_equal"] > 0.9
-    assert as_recorded["max_abs_d"] < 1e-6
+    assert as_recorded["share_equal"] == 1
 
 
 def test_what_of_the_asynchronous_engine_s_weights_is_not_recorded_is_said(asynchronous):

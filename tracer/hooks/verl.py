@@ -253,9 +253,7 @@ class TrainerHooks:
         recorder, config = self.session.recorder, trainer.config
         if self.sentence:
             self.session.note(self.sentence)
-        if others := _workers_not_hooked(trainer):
-            way_out = _LEGACY if hasattr(trainer, "use_legacy_worker_impl") else _OWN_WORKERS
-            self.session.note(_NOT_HOOKED.format(" and ".join(others), way_out))
+        self._tell_of_workers(trainer)
         recorder.describe(tokenizer=tokenizer_identity(trainer.tokenizer))
         recorder.save_tokenizer(trainer.tokenizer)
         recorder.add_hyperparameters(flat(OmegaConf.to_container(config, resolve=True)))
@@ -265,6 +263,11 @@ class TrainerHooks:
             recorder.add_hyperparameters(others)
         if self.session.capture.dense:
             self.session.note(_NO_DISTRIBUTIONS.format(self.session.order.capture))
+
+    def _tell_of_workers(self, trainer: Any) -> None:
+        if others := _workers_not_hooked(trainer):
+            way_out = _LEGACY if hasattr(trainer, "use_legacy_worker_impl") else _OWN_WORKERS
+            self.session.note(_NOT_HOOKED.format(" and ".join(others), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
         """Record the rows of a step; `values` gives a column of verl's, [B] arrays, or None where there is none."""

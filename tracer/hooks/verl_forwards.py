@@ -32,7 +32,7 @@ class Forwards:
     @staticmethod
     def are_known(engine: Any) -> bool:
         """Whether padding is put around rows here as verl's FSDP engine does it."""
-        return getattr(engine.engine_config, "strategy", None) in FSDP
+        return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
         """Note the rows of micro-batches, each of which is a forward."""

@@ -130,7 +130,6 @@ class WorkerHooks:
                     self._update = self._begin_padded(data, told)
         update = self._update
         if update is not None:
-            self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, update.policy_version)
             self.account.tell_of(update.batch.step, update.policy_version)
             if worker.engine.is_mp_src_rank_with_outputs():
                 update.engine = worker.engine
@@ -144,6 +143,9 @@ class WorkerHooks:
                 self._keep(update.is_last)
 
     def mini_batch(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._update is not None and not self._update.num_mini_batches:
+            # Before, verl may have its parameters elsewhere (param_offload).
+            self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)
         finally:
@@ -172,7 +174,8 @@ class WorkerHooks:
     def infer(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward without a loss, of rows that are at hand."""
         asked = {name: data.get(name, None) for name in ("temperature", "no_lora_adapter")}
-        if self._scoring is not None and self.session.is_recording and hasattr(data, "batch_size"):
+        is_heard = self._scoring is not None and self.session.is_recording and Forwards.are_known(worker.engine)
+        if is_heard and hasattr(data, "batch_size"):
             with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
                 data[ROW_KEY] = _arange(data.batch_size[0])
                 self._listen(worker.engine)
@@ -180,14 +183,15 @@ class WorkerHooks:
             output = original(worker, data, *args, **kwargs)
         finally:
             forwards, self._forwards = self._forwards, None
-            if forwards is not None:
+            if is_heard:
                 data.pop(ROW_KEY, None)
         if self._scoring is not None and output is not None and self.session.is_recording:
+            # The actor without its adapter is its own reference.
+            pass_name = REFERENCE if plain(asked["no_lora_adapter"]) else self._scoring
             with self.session.guard("the contract of the trainer's logprobs"):
-                # The actor without its adapter is its own reference.
-                pass_name = REFERENCE if plain(asked["no_lora_adapter"]) else self._scoring
                 self._declare(worker.engine, pass_name, plain(asked["temperature"]), output["log_probs"].dtype)
-                if forwards is not None:
+            if forwards is not None:
+                with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
                     self._add_column(output, pass_name, forwards)
         return output
 
