@@ -211,7 +211,8 @@ SCORES_TABLE = Table(
         Column(
             name="pad_right",
             type=pa.int32(),
-            doc="padding after the response in that forward; the width is pad_left + prompt + response + pad_right",
+            doc="padding after the response in that forward; the width is pad_left + prompt + response + pad_right, and of packed "
+            "rows their sum",
             unit="tokens",
         ),
         Column(
