@@ -16,8 +16,10 @@ from builders import PROGRAMS, Finished, run
 from runs import Run
 from shared import made_once
 
+NEWEST = "0.9.1"
+
 PACKAGES = (
-    "verl==0.9.1", "ray==2.55.1", "tensordict==0.10.0", "TransferQueue==0.1.11", "hydra-core==1.3.8", "omegaconf==2.4.0",
+    "ray==2.55.1", "tensordict==0.10.0", "TransferQueue==0.1.11", "hydra-core==1.3.8", "omegaconf==2.4.0",
     "antlr4-python3-runtime==4.9.3", "codetiming==1.4.0", "torchdata==0.11.0", "pylatexenc==2.11", "pybind11==3.1.0",
     "tensorboard==2.21.0", "wandb==0.31.0", "platformdirs", "colorful==0.5.8", "opencensus==0.11.4", "aiohttp_cors==0.8.1",
     "smart_open==9.0.2", "virtualenv", "orjson", "pyvers==0.2.3", "cachetools", "trl==0.27.0", "mathruler==0.1.0", "msgpack",
@@ -38,6 +40,28 @@ EDITS = (
 )
 """File of the installed verl, text, what it becomes, how often: it knows no CPU as a trainer's device, and calls a function as
 vLLM had it before 0.32."""
+
+_RAY = "verl/single_controller/ray/base.py"
+_OLDER_EDITS = (
+    (*EDITS[0][:3], 1),
+    *EDITS[1:],
+    (_RAY, 'elif device_name == "cuda":', 'elif device_name in ("cuda", "cpu"):', 1),
+    (_RAY, 'if use_gpu and device_name == "cuda":', 'if use_gpu and device_name in ("cuda", "cpu"):', 1),
+    (
+        "verl/utils/vllm/vllm_fp8_utils.py",
+        'raise ImportError("FP8 quantization not available") from e',
+        "FusedMoE = LinearBase = object",
+        1,
+    ),
+    (
+        "verl/workers/rollout/vllm_rollout/utils.py",
+        "return current_platform.get_device_uuid(device_id)",
+        'return "CPU-0"',
+        1,
+    ),
+)
+RELEASES = {NEWEST: EDITS, "0.8.0": _OLDER_EDITS, "0.7.1": _OLDER_EDITS}
+"""Release of verl -> what is edited there; below 0.9 programs/verl_cpu/cpu_device.py does what a platform does there."""
 
 SETTINGS = """
 algorithm.adv_estimator=grpo data.train_batch_size=4 data.max_prompt_length=32 data.max_response_length=16
@@ -89,8 +113,8 @@ REFERENCE = (
 )  # fmt: skip
 
 
-def verl_environment():
-    """The Python of an environment that has verl beside this one's packages. Skips where it cannot be made."""
+def verl_environment(release=NEWEST):
+    """The Python of an environment that has a release of verl beside this one's packages. Skips where it cannot be made."""
 
     def make(folder):
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
@@ -98,7 +122,7 @@ def verl_environment():
         packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
         # Its .pth files count, too: tim-trace may be installed by one.
         (packages / "beside.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-        done = run(python, "-m", "pip", "install", "--quiet", "--no-deps", *PACKAGES)
+        done = run(python, "-m", "pip", "install", "--quiet", "--no-deps", f"verl=={release}", *PACKAGES)
         (folder / "problem.txt").write_text(done.stderr[-300:] if done.code else "")
         if done.code:
             return
@@ -106,21 +130,21 @@ def verl_environment():
         stub = packages / "vllm-0.32.0.dist-info"
         stub.mkdir()
         (stub / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-        for name, old, new, count in EDITS:
+        for name, old, new, count in RELEASES[release]:
             text = (packages / name).read_text()
             assert text.count(old) == count, name
             (packages / name).write_text(text.replace(old, new))
 
-    folder = made_once(("verl environment",), make)
+    folder = made_once(("verl environment", release), make)
     problem = (folder / "problem.txt").read_text()
     if problem:
         pytest.skip(f"verl and Ray cannot be installed here: {problem}")
     return folder / "venv/bin/python"
 
 
-def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=False, modules=()):
+def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=False, modules=(), release=NEWEST):
     """Some steps of verl under `tim-trace record`, or bare; the same run once a session. `modules` are plugins of verl's."""
-    python = verl_environment()
+    python = verl_environment(release)
     recording = () if is_bare else ("-m", "tim_trace", "record", "-o", "run", "--", python)
 
     def make(folder):
@@ -130,7 +154,7 @@ def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=Fals
         env = {
             "PYTHONPATH": os.pathsep.join([str(PROGRAMS / "verl_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "VERL_PLATFORM": "cpu",
-            "VERL_USE_EXTERNAL_MODULES": ",".join(("cpu_platform", *modules)),
+            "VERL_USE_EXTERNAL_MODULES": ",".join(("cpu_platform", *modules) if release == NEWEST else modules),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "CUDA_VISIBLE_DEVICES": "0,1",
@@ -152,7 +176,7 @@ def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=Fals
         assert done.code == 0, (done.stdout + done.stderr)[-3000:]
         (folder / "done.json").write_text(json.dumps(asdict(done)))
 
-    folder = made_once(("verl", settings, head_rows, main, is_bare, modules), make)
+    folder = made_once(("verl", release, settings, head_rows, main, is_bare, modules), make)
     done = Finished(**json.loads((folder / "done.json").read_text()))
     return Run(done, {"logged": logged(done.stdout), "texts": texts(folder / "dump")}, folder / "run")
 

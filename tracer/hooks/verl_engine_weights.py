@@ -192,9 +192,11 @@ def _has_one_rank(model: Any) -> bool:
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
     """A whole model's tensors under the names by which verl gives them, as `trainer_tensors` has them of TRL."""
     from verl.utils.model import convert_weight_keys
-    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+    from verl.workers.engine.fsdp import utils
 
     own = convert_weight_keys(model_tensors(engine.module), _inner(engine))
     whole = ((name, tensor.to_local() if hasattr(tensor, "to_local") else tensor) for name, tensor in own.items())
-    for name, tensor in unfuse_moe_params(whole, engine.model_config.hf_config.model_type):
+    if hasattr(utils, "unfuse_moe_params"):  # verl 0.9 and newer
+        whole = utils.unfuse_moe_params(whole, engine.model_config.hf_config.model_type)
+    for name, tensor in whole:
         yield name, tensor, None
