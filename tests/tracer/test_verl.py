@@ -510,13 +510,13 @@ def test_workers_that_are_not_hooked_are_named_at_the_start(session, capfd, work
     switch = {"use_legacy_worker_impl": "auto"} if has_switch else {}
     hooks = TrainerHooks(session)
     hooks._tell_of_workers(SimpleNamespace(role_worker_mapping=mapping, **switch))
-    found = [line for line in capfd.readouterr().err.splitlines() if "not recorded: current logprobs" in line]
+    found = [line for line in capfd.readouterr().err.splitlines() if "are not hooked: current logprobs" in line]
     if wanted is None:
         assert found == []
     else:
         (line,) = found
         assert wanted in line
-        assert f"those of {workers[0]};" in line
+        assert f"workers in {workers[0]} are" in line
 
 
 def test_of_trainers_that_have_no_function_for_an_update_the_way_by_dumps_is_told(session, monkeypatch):
@@ -533,7 +533,7 @@ def test_of_trainers_that_have_no_function_for_an_update_the_way_by_dumps_is_tol
     trainer().fit()
     patches.restore()
     (sentence,) = told
-    assert sentence.startswith("verl 0.6.1: metrics alone are recorded")
+    assert sentence.startswith("verl 0.6.1: only metrics are recorded")
     assert "trainer.rollout_data_dir=DIR" in sentence
     assert "tim-trace import verl DIR -o RUN" in sentence
 

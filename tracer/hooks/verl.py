@@ -40,15 +40,14 @@ _SYNC = "verl.trainer.main_ppo_sync"
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
-    "not recorded: current logprobs, weights, the contracts of the trainer's passes, and which rows went through the model "
-    "together: the actor's workers are those of {}; {}"
+    "verl's workers in {} are not hooked: current logprobs, weights, contracts of the trainer's passes and the rows of each forward "
+    "are not recorded; {}"
 )
-_LEGACY = "trainer.use_legacy_worker_impl=disable makes verl use the workers that are recorded; so does verl 0.8"
+_LEGACY = "set trainer.use_legacy_worker_impl=disable, or use verl 0.8 or newer"
 _OWN_WORKERS = f"derive them from {_WORKERS}.ActorRolloutRefWorker"
 _DUMPS_ALONE = (
-    "verl {}: metrics alone are recorded, and no sequences and passes, since its trainer has no function of its own for an update; "
-    "for texts and rewards set trainer.rollout_data_dir=DIR, and after the run: tim-trace import verl DIR -o RUN; verl 0.7 and newer "
-    "are recorded"
+    "verl {}: only metrics are recorded, since this release's trainer has no function for an actor update; for texts and rewards set "
+    "trainer.rollout_data_dir=DIR, and after the run: tim-trace import verl DIR -o RUN; verl 0.7 and newer are recorded"
 )
 
 _NO_DISTRIBUTIONS = "of verl's passes the taken tokens' logprobs are recorded, and no distributions (--capture {})"
@@ -103,7 +102,7 @@ def install_older(session: Session, module: Any) -> Patches:
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Let a program of verl's that is run with `python -m`, trainer and all, be imported where Ray runs it, so that it is hooked there."""
+    """Import a trainer that runs with `python -m` under its module's name, so that it is hooked in the process where Ray runs it."""
     patches = Patches()
 
     def run_ppo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +185,7 @@ class TrainerHooks:
     def compute_older_logprobs(
         self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Put what the workers say of their forwards beside the logprobs, so that it stays with its rows."""
+        """Put the workers' columns of forwards beside the logprobs, so that they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -339,7 +338,7 @@ def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
 
 
 def _workers_not_hooked(trainer: Any) -> list[str]:
-    """The modules of the actor's workers, where these are none that are hooked."""
+    """Return the modules of the actor's workers that are not hooked."""
     found = set()
     for role, worker in (getattr(trainer, "role_worker_mapping", None) or {}).items():
         if str(getattr(role, "name", role)).startswith("Actor"):

@@ -17,11 +17,11 @@ from .verl_contract import FSDP
 ROW_KEY = "tim_trace_row"
 """Rides along in a worker's batch, so that a shuffled micro-batch tells which rows it holds."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Pass that the driver records -> column in which its workers say of each row what `Forwards` holds."""
+"""Pass that the driver records -> column of the workers' output, as `Forwards.column` has it."""
 
 
 class Forwards:
-    """The forwards of one call of an engine: of each row the forward, its place and the rows there, and the padding after it."""
+    """The forwards of one call of an engine: each row's forward, its place there, the rows of that forward, the padding after it."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         """`numbers` counts the forwards of this process."""
@@ -36,7 +36,7 @@ class Forwards:
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
         """Note the rows of micro-batches, each of which is a forward."""
-        # A driver records rows of several processes, each of which counts for itself.
+        # The driver records rows of several processes, and each counts from 0.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
             rows = part[ROW_KEY].tolist()
@@ -58,18 +58,18 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> np.ndarray | None:
-        """[B, 4] int64: what is known of each row; None unless it is known of all."""
+        """[B, 4] int64: forward, place, rows and padding of each row; None unless every row was in a forward."""
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
         return np.array(found, np.int64) if len(found) == num_rows else None
 
     def of(self, rows: Sequence[int]) -> Forward | None:
-        """The forwards of these rows; None unless they are known of all."""
+        """Return the forwards of these rows; None unless every row was in one."""
         known = all(int(row) in self._of_row for row in rows)
         return forward_of([np.array(self._of_row[int(row)]) for row in rows]) if known else None
 
 
 def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
-    """What a worker's column says of rows, an array each."""
+    """Return the forwards that a worker's column holds, an array [4] each row."""
     if values is None or not len(values):
         return None
     ids, places, rows, after = np.stack(values).astype(np.int64).T
