@@ -35,7 +35,13 @@ ROWS = (
     VerlRow(release="0.9.1", settings=("trainer.use_v1=False",)),
     VerlRow(release="0.8.0", main="verl.trainer.main_ppo_sync", settings=(_PACKED,)),
     VerlRow(release="0.8.0"),
-    VerlRow(release="0.7.1", settings=("trainer.use_legacy_worker_impl=disable",)),
+    VerlRow(
+        release="0.7.1",
+        settings=(
+            "trainer.use_legacy_worker_impl=disable",
+            "+actor_rollout_ref.actor.fsdp_config.strategy=fsdp2",
+        ),
+    ),
     VerlRow(
         release="0.7.1",
         recorded=("rollout", "train"),

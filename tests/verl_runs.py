@@ -162,8 +162,10 @@ def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=Fals
             "RAY_TMPDIR": ray,
             "RAY_worker_niceness": "0",  # 15 is what Ray gives them
         }
+        # Releases below 0.8 have no TransferQueue, and no settings for one.
+        known = [word for word in SETTINGS.split() if release >= "0.8" or not word.startswith("transfer_queue.")]
         given = [
-            *SETTINGS.split(),
+            *known,
             f"actor_rollout_ref.model.path={folder / 'model'}",
             f"reward.custom_reward_function.path={folder / 'reward.py'}",
             f"trainer.default_local_dir={folder / 'checkpoints'}",
