@@ -39,7 +39,7 @@ ROWS = (
         release="0.7.1",
         settings=(
             "trainer.use_legacy_worker_impl=disable",
-            "+actor_rollout_ref.actor.fsdp_config.strategy=fsdp2",
+            "actor_rollout_ref.actor.fsdp_config.strategy=fsdp2",
         ),
     ),
     VerlRow(

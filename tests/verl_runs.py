@@ -60,7 +60,8 @@ _OLDER_EDITS = (
         1,
     ),
 )
-RELEASES = {NEWEST: EDITS, "0.8.0": _OLDER_EDITS, "0.7.1": _OLDER_EDITS}
+_LEGACY = (("verl/workers/fsdp_workers.py", *EDITS[0][1:3], 1),)
+RELEASES = {NEWEST: EDITS, "0.8.0": _OLDER_EDITS, "0.7.1": _OLDER_EDITS + _LEGACY}
 """Release of verl -> what is edited there; below 0.9 programs/verl_cpu/cpu_device.py does what a platform does there."""
 
 SETTINGS = """
