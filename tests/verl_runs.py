@@ -60,8 +60,13 @@ _OLDER_EDITS = (
         1,
     ),
 )
-_LEGACY = (("verl/workers/fsdp_workers.py", *EDITS[0][1:3], 1),)
-RELEASES = {NEWEST: EDITS, "0.8.0": _OLDER_EDITS, "0.7.1": _OLDER_EDITS + _LEGACY}
+_MODULES = 'getattr(model, "_no_split_modules", None)'
+_OLDEST_EDITS = (
+    *_OLDER_EDITS,
+    ("verl/workers/fsdp_workers.py", *EDITS[0][1:3], 1),
+    ("verl/utils/fsdp_utils.py", _MODULES, f"list({_MODULES} or [])", 1),  # a set in transformers 5
+)
+RELEASES = {NEWEST: EDITS, "0.8.0": _OLDER_EDITS, "0.7.1": _OLDEST_EDITS}
 """Release of verl -> what is edited there; below 0.9 programs/verl_cpu/cpu_device.py does what a platform does there."""
 
 SETTINGS = """
