@@ -22,6 +22,9 @@ _ENGINE = (
 FSDP = ("fsdp", "fsdp2")
 """Strategies that cast the parameters to the dtype of the forward."""
 
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""verl's name of a dtype -> torch's."""
+
 _AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-sum": "sequence_sum",
@@ -40,8 +43,12 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     model = _model(engine)
     kind = "micro_batch_size_per_gpu", "max_token_len_per_gpu"
     rows, tokens = kind if grad else tuple(f"infer_{name}" for name in kind)
-    parameters = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
-    autocast = None if parameters in ("None", "float32") else parameters  # verl uses none there
+    is_fsdp = getattr(settings, "strategy", None) in FSDP
+    cast = parameters = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
+    if is_fsdp and cast == "None":  # verl 0.7 has bfloat16 there, whatever the parameters are cast to
+        precision = (getattr(settings, "mixed_precision", None) or {}).get("param_dtype", "bf16")
+        cast, parameters = "bfloat16", _PRECISIONS.get(precision, precision)
+    autocast = None if cast in ("None", "float32") else cast  # verl uses none there
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -50,7 +57,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "grad_enabled": grad,
         "settings": {name: as_json(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
         "autocast": autocast,
-        "parameters_dtype": parameters if getattr(settings, "strategy", None) in FSDP else None,
+        "parameters_dtype": parameters if is_fsdp else None,
         "temperature": temperature,
         "logprobs_of": "logits divided by the temperature, over every row of the head",
         "logprobs_dtype": str(dtype).removeprefix("torch."),
