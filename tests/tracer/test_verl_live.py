@@ -137,10 +137,12 @@ def test_later_updates_of_a_step_have_their_own_logprobs_and_no_version(exact):
     """
     assert rows(exact, query) == [(0, False, 4), (0, True, 4), (1, True, 8)]
     query = """
-        SELECT a.policy_version IS NULL AS is_later, bool_or(a.logprobs <> b.logprobs) FROM scores AS a
-        JOIN scores AS b USING (step, seq_id) WHERE a.pass = 'current' AND b.pass = 'train' GROUP BY ALL ORDER BY ALL
+        SELECT a.policy_version IS NULL AS is_later, max(list_max([abs(x[1] - x[2]) FOR x IN list_zip(a.logprobs, b.logprobs)]))
+        FROM scores AS a JOIN scores AS b USING (step, seq_id) WHERE a.pass = 'current' AND b.pass = 'train' GROUP BY ALL
     """
-    assert rows(exact, query) == [(False, False), (True, True)]
+    found = dict(rows(exact, query))
+    assert found[False] < 1e-6  # the same weights, in other micro-batches
+    assert found[True] > 1e-3
 
 
 def test_the_weights_of_each_version_are_recorded_from_the_model_that_was_given_on(exact):
@@ -157,9 +159,9 @@ def test_the_weights_of_each_version_are_recorded_from_the_model_that_was_given_
 def forwards(run):
     """Pass -> how many rows went through the model with how many others, each forward once."""
     query = """
-        SELECT pass, list(forward_rows ORDER BY ALL) FROM (
+        SELECT pass, list(forward_rows) FROM (
             SELECT DISTINCT pass, step, iteration, writer, forward_id, forward_rows FROM scores WHERE pass <> 'rollout'
-        ) GROUP BY ALL
+        ) GROUP BY pass
     """
     return dict(rows(run, query))
 
