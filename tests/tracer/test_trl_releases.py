@@ -80,6 +80,10 @@ def test_no_reason_is_made_up_where_end_tokens_are_not_known():
     assert why_ended({1}, [1, 2, None]) == ["stop", "length", None]
 
 
+class Trainer(SimpleNamespace):
+    """As much of a trainer as the account of the engine's weights asks; unlike its base it can be referred to weakly."""
+
+
 @contextmanager
 def server(info):
     """The address of a vLLM server as TRL's client sees it; without `info` it has no development endpoints."""
@@ -153,7 +157,7 @@ def test_a_sharded_trainer_that_cannot_be_heard_is_noted(session, hooked, monkey
     hooked()
     accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     state = SimpleNamespace(global_step=0)
-    trainer = SimpleNamespace(model=torch.nn.Linear(1, 1), state=state, accelerator=accelerator)
+    trainer = Trainer(model=torch.nn.Linear(1, 1), state=state, accelerator=accelerator)
     session.engine_weights.hold(trainer)
     list(session.engine_weights.heard([("weight", torch.zeros(4))]))
     session.engine_weights.tell(1)
