@@ -8,6 +8,7 @@
 # make stress  the long forms of tests that kill processes, some minutes
 # make bench   the benchmarks, as ratios within one run
 # make bench-gpu  measure what a GPU gives and write docs/gpu.md; benchmarks/gpu.py --quick needs torch and transformers alone
+# make matrix  record and replay a short training with older releases of TRL, vLLM and verl; some GB and most of an hour
 # make fuzz    damage traces at random in 5,000 ways and judge what every verb says to that
 # make docs    write the generated parts of docs/ anew
 # make outputs  run the commands whose output README.md and docs/ show on the demos, and write it anew; demo-smollm2 if it was made
@@ -44,7 +45,7 @@ INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	else $(NO_BROWSER); fi
 endif
 
-.PHONY: demo demo-collapse demo-smollm2 test test-slow test-all lint stress bench bench-gpu fuzz docs outputs clean
+.PHONY: demo demo-collapse demo-smollm2 test test-slow test-all lint stress bench bench-gpu matrix fuzz docs outputs clean
 
 demo: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
@@ -110,6 +111,9 @@ bench: $(VENV)/test-installed
 
 bench-gpu: $(VENV)/test-installed
 	PATH="$(BIN):$$PATH" "$(BIN)/python" benchmarks/gpu.py
+
+matrix: $(VENV)/test-installed
+	PATH="$(BIN):$$PATH" "$(BIN)/python" benchmarks/matrix.py --remove
 
 fuzz: $(VENV)/test-installed
 	"$(BIN)/python" tests/fuzz.py --cases 5000 --seed 1

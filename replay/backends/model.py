@@ -131,7 +131,11 @@ def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
 def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any], device: str) -> Any:
     import torch
     from transformers import AttentionInterface
-    from transformers.initialization import no_init_weights
+
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
 
     packing.register()
     # Without memory first: what a config asks for is known before any of it is there.

@@ -1,5 +1,6 @@
 """A tiny Qwen3 with random weights and a tokenizer of its own, for programs that tests run."""
 
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -29,7 +30,16 @@ def make_tokenizer():
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    names = ["input_ids", "attention_mask"]  # transformers 4 adds token_type_ids, which Qwen3 does not take
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", model_input_names=names
+    )
+
+
+def config_of(config_class, settings):
+    """A trainer's config with those settings that this release of TRL knows."""
+    known = {field.name for field in dataclasses.fields(config_class)}
+    return config_class(**{name: value for name, value in settings.items() if name in known})
 
 
 def save_model(folder, dtype=torch.float32, moe=False):

@@ -204,7 +204,7 @@ def train(arguments, stack):
     }
     trainer = trainer_class(
         model=model,
-        args=config_class(**settings),
+        args=tiny.config_of(config_class, settings),
         reward_funcs=[digits, short],
         train_dataset=Dataset.from_list(prompts),
         eval_dataset=Dataset.from_list(prompts[:4]) if arguments.evaluate else None,

@@ -11,19 +11,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .versions import TESTED, untested, version_sentence
-
-NEEDED = ("_generate_and_score_completions", "_generate")
-"""Functions without which no sequence is recorded."""
-
-NEEDED_ASYNC = ("_sync_weight", "_streaming_iter")
-"""Functions of a trainer whose samples come from a queue, as AsyncGRPOTrainer's do."""
+from .trl_release import NEEDED, NEEDED_ASYNC, OUTPUT
+from .versions import tested_releases, untested, version_sentence
 
 TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
 """Modules whose losses are known."""
-
-OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
-"""What `_generate_and_score_completions` returns by name, of what is recorded."""
 
 
 def name_of(trainer_class: type) -> str:
@@ -62,7 +54,7 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
     version = trl_version()
     release = ""
     if version is not None and untested("trl", version):
-        release = f" (trl {version} is not a tested version; tested: {' and '.join(TESTED['trl'])}.x)"
+        release = f" (trl {version} is not a tested version; tested: {tested_releases('trl')})"
     return (
         f"a trainer of module {trainer_class.__module__} was seen and is not recorded: {trainer_class.__qualname__}, because "
         f"{reason}{release}; trainers are recorded by the functions of TRL's GRPOTrainer, a loop of your own by "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,17 +11,8 @@ from .patches import Patches
 from .session import Session
 from .trainer_class import is_asynchronous, lacks, trl_version, unrecorded
 from .trl_async import AsyncTrainerHooks
+from .trl_release import POINTS, engine_classes
 from .trl_trainer import TrainerHooks
-
-POINTS = {
-    "train": "steps that a second call of train() makes again, apart from those of the first",
-    "_calculate_rewards": "rewards",
-    "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
-    "compute_loss": "current logprobs",
-    "_maybe_log_save_evaluate": "learning rate and grad norm of every step, statistics of the optimizer",
-    "log": "logged metrics",
-}
-"""Function that a recorded trainer may lack -> what it gives."""
 
 
 def install(session: Session, module: Any) -> Patches:
@@ -123,24 +113,26 @@ def _hook_engines(session: Session, patches: Patches) -> None:
     def send(original: Callable[..., Any], client: Any, metadata: Any, named_params: Any) -> Any:
         return original(client, metadata, session.engine_weights.heard(named_params))
 
+    def send_one(original: Callable[..., Any], client: Any, name: str, weights: Any) -> Any:
+        ((name, weights),) = session.engine_weights.heard([(name, weights)])
+        return original(client, name, weights)
+
     def generate(original: Callable[..., Any], generation: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(generation, "mode", None) != "server" or getattr(generation, "logprobs", 0) is not None:
             return original(generation, *args, **kwargs)
         # RLOO asks its server for no logprobs. They are asked for here, and taken out of what it gets.
         generation.logprobs = 0
         try:
-            prompt_ids, response_ids, logprobs, *_ = original(generation, *args, **kwargs)
+            prompt_ids, response_ids, logprobs, *more = original(generation, *args, **kwargs)
         finally:
             generation.logprobs = None
         if session.generation is not None and logprobs is not None:
             session.generation.server_logprobs.append(logprobs)
-        return prompt_ids, response_ids, None, None
+        return prompt_ids, response_ids, None, *(None if isinstance(value, list) else value for value in more)
 
-    for module, owner, name, wrapper in (
-        ("vllm_generation", "VLLMGeneration", "_iter_named_params", gather),
-        ("vllm_client", "VLLMClient", "update_named_params", send),
-        ("vllm_generation", "VLLMGeneration", "generate", generate),
-    ):
-        found = getattr(sys.modules.get(f"trl.generation.{module}"), owner, None)
-        if found is not None:
-            patches.wrap(found, name, wrapper)
+    for owner in engine_classes("VLLMGeneration"):
+        patches.wrap(owner, "_iter_named_params", gather)
+        patches.wrap(owner, "generate", generate)
+    for owner in engine_classes("VLLMClient"):
+        # Before 1.11 each tensor is sent by itself.
+        patches.wrap(owner, "update_named_params", send) or patches.wrap(owner, "update_named_param", send_one)

@@ -5,12 +5,10 @@ Shapes: S samples of a packed row, N its tokens, T tokens of the longest respons
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
 
@@ -23,15 +21,14 @@ from ..writer import Part
 from .packed_rows import PackedRow, PackedSample, of_bytes, to_bytes
 from .session import Session
 from .trainer_class import name_of
-from .trl_batches import right_padded
+from .trl_batches import right_padded, why_ended
 from .trl_contract import packed_contract, sampling, uses_server, worker_contract
+from .trl_release import end_tokens
 from .trl_state import TrainerState
 from .trl_trainer import TrainerHooks
 
 ROW_KEY = "tim_trace_row"
 """Rides along in the trainer's batches: the samples of each process's packed row."""
-
-_SERVER_TIMEOUT_S = 10
 
 _REWARDS = "rewards/"
 """What the names of rewards begin with among a sample's metrics."""
@@ -192,11 +189,8 @@ class AsyncTrainerHooks(TrainerHooks):
                 aggregation="micro_token_mean",
             )
         )
-        server: list[Any] = [None]
-        with self.session.guard("the server's configuration", otherwise=lambda _: None):
-            if uses_server(trainer):
-                server = [_server_info(trainer.vllm_client.server_url)]
-        recorder.add_contract(ROLLOUT, worker_contract(trainer, server[0]))
+        server = self._server_info(trainer) if uses_server(trainer) else None
+        recorder.add_contract(ROLLOUT, worker_contract(trainer, server))
 
     def _record_row(self, trainer: Any, state: TrainerState, row: PackedRow, inputs: Any, tap: OutputTap) -> None:
         state.refresh_contracts()
@@ -224,7 +218,6 @@ class AsyncTrainerHooks(TrainerHooks):
         samples = row.samples
         names = sorted({name for sample in samples for name in sample.rewards if name != "reward"})
         rewards = {name: [sample.rewards.get(name, np.nan) for sample in samples] for name in names}
-        ends = set(getattr(trainer, "eos_token_ids", ()))
         batch: Batch = self.session.recorder.add_sequences(
             step=int(trainer.state.global_step) + 1,
             seq_ids=[sample.name for sample in samples],
@@ -242,7 +235,7 @@ class AsyncTrainerHooks(TrainerHooks):
             min_p=settings.get("min_p") or 0.0,
             repetition_penalty=settings.get("repetition_penalty"),
             max_tokens=settings.get("max_completion_length"),
-            finish_reason=["stop" if int(sample.ids[-1]) in ends else "length" for sample in samples],
+            finish_reason=why_ended(end_tokens(trainer), [int(sample.ids[-1]) for sample in samples]),
         )
         return batch
 
@@ -280,12 +273,6 @@ class AsyncTrainerHooks(TrainerHooks):
             policy_version=version,
             forward=forward,
         )
-
-
-def _server_info(url: str) -> Any:
-    """A vLLM server's configuration, where it has its development endpoints, as the transfer of weights needs them."""
-    with urlopen(f"{url}/server_info?config_format=json", timeout=_SERVER_TIMEOUT_S) as response:
-        return json.load(response)["vllm_config"]
 
 
 def _spread(values_M: Any, row: PackedRow) -> Any:

@@ -5,7 +5,7 @@ Shapes: B rows of one process's generation batch, T padded response width, F rew
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from ...schemas.passes import REFERENCE, TRAIN
 from .calls import arguments
 from .engine_call import EngineCall
+from .trl_release import PAD_TOKEN, REWARD_NAMES, REWARD_WEIGHTS, end_tokens, find, sampled_logprobs
 from .trl_state import Generation, Loss, Recorded, Scoring
 
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
@@ -75,13 +76,13 @@ def row_keys(index: int, rows: int) -> Any:
 def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, Any]:
     """This process's rewards: each function's, and their weighted sum as the trainer adds it up."""
     per_func = generation.rewards_per_func
-    if per_func is None:
+    weights, names = find(trainer, REWARD_WEIGHTS), find(trainer, REWARD_NAMES)
+    if per_func is None or weights is None or names is None:
         return {}
     first = trainer.accelerator.process_index * rows
     per_func = per_func[first : first + rows]
-    reward = (per_func * trainer.reward_weights.to(per_func.device).unsqueeze(0)).nansum(dim=1)
+    reward = (per_func * weights.to(per_func.device).unsqueeze(0)).nansum(dim=1)
     reward = reward.masked_fill(per_func.isnan().all(dim=1), float("nan"))
-    names = list(trainer.reward_func_names)
     return {"reward": reward, "rewards": {name: per_func[:, column] for column, name in enumerate(names)}}
 
 
@@ -94,9 +95,11 @@ def engine_call_of(generation: Generation) -> EngineCall | None:
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    """The sampled tokens' logprobs, where one call of a server gave exactly the rows of this batch."""
-    if len(generation.server_logprobs) != 1 or generation.response_lengths is None:
+    """The sampled tokens' logprobs, where `_generate` returned them or one call of a server gave exactly the rows of this batch."""
+    if generation.response_lengths is None:
         return None
+    if len(generation.server_logprobs) != 1:
+        return sampled_logprobs(generation.returned, generation.response_lengths.tolist())
     given = generation.server_logprobs[0]
     if [len(positions) for positions in given] != generation.response_lengths.tolist():
         return None
@@ -107,8 +110,14 @@ def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation
     """The engine's word, else `stop` for a response that ends with an end token and `length` for another."""
     if call is not None:
         return call.finish_reasons
-    ends = {*getattr(trainer, "eos_token_ids", ()), trainer._tokenizer.pad_token_id}
-    return [None if token is None else "stop" if token in ends else "length" for token in generation.last_tokens]
+    ends = end_tokens(trainer)
+    return why_ended(ends and ends | {find(trainer, PAD_TOKEN)}, generation.last_tokens)
+
+
+def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | None]:
+    """Why each response ended, by its last token; None where that or the tokens that end one are not known."""
+    known = (None if token is None or not ends else token in ends for token in last_tokens)
+    return [None if is_end is None else "stop" if is_end else "length" for is_end in known]
 
 
 def right_padded(width: int, lengths: np.ndarray) -> np.ndarray:

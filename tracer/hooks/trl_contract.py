@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+from urllib.request import urlopen
 
 from ...schemas.contract import PREFIX_TREE, Contract
 from .. import environment
 from ..weights.layout import model_parameters, num_elements
 from .model_contract import as_json, class_path, dtypes, numerics
 from .trainer_tensors import trained_model
+from .trl_release import SERVER_URL, TEMPERATURE, find, fused_lm_head
+
+_SERVER_TIMEOUT_S = 10
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
@@ -33,14 +38,14 @@ def _contract(trainer: Any, scorer: Any, *, source: str, grad: bool) -> Contract
         "engine": "trl",
         "source": source,
         "scoring_function": f"{scorer.__module__}.{scorer.__qualname__}",
-        "fused_lm_head": _fused_lm_head(scorer),
+        "fused_lm_head": fused_lm_head(),
         "grad_enabled": grad,
         "training_mode": bool(trainer.model.training),
         "autocast": accelerator.mixed_precision,
         "cast_lm_head_to_fp32": bool(getattr(args, "cast_lm_head_to_fp32", False)),
         "gradient_checkpointing": bool(args.gradient_checkpointing),
         "torch_compile": bool(args.torch_compile),
-        "temperature": trainer.temperature,
+        "temperature": find(trainer, TEMPERATURE),
         "logprobs_of": "logits divided by the temperature, over the whole vocabulary",
         "prompt_padding_side": "left",
         "response_padding_side": "right",
@@ -84,13 +89,22 @@ def generation_contract(trainer: Any) -> Contract:
     }
 
 
-def server_contract(trainer: Any) -> Contract:
-    """What decides rollouts of a vLLM server, as far as it tells."""
-    client = getattr(trainer.vllm_generation, "vllm_client", None)
+def server_info(trainer: Any) -> Any:
+    """Return the configuration of a trainer's vLLM server; raises OSError where it does not give it.
+
+    It gives it by its development endpoints, which TRL needs from 1.11 on.
+    """
+    url = f"{find(trainer, SERVER_URL)}/server_info?config_format=json"
+    with urlopen(url, timeout=_SERVER_TIMEOUT_S) as response:
+        return json.load(response)["vllm_config"]
+
+
+def server_contract(trainer: Any, server: Any) -> Contract:
+    """What decides rollouts of a vLLM server. `server` is its configuration, or None."""
     return {
         "engine": "vllm",
-        "function": "a server, through trl.generation.vllm_client.VLLMClient.generate",
-        "server": None if client is None else client.get_server_info(),
+        "function": "a server, through TRL's VLLMClient.generate",
+        "server": server,
         "sampling": sampling(trainer),
         "versions": environment.numeric_versions(),
     }
@@ -159,10 +173,3 @@ def _autocast_dtype(accelerator: Any) -> Any:
     with accelerator.autocast():
         kind = accelerator.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _fused_lm_head(scorer: Any) -> str | None:
-    """The function that gives TRL's model its fused head, where this TRL has one: replaying calls the same."""
-    import trl.trainer.utils as utils
-
-    return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None

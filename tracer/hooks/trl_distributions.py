@@ -15,6 +15,7 @@ from ..projection import Projection
 from ..weights.layout import is_sharded, model_parameters
 from ..writer import Part
 from .session import Session
+from .trl_release import TEMPERATURE, find
 
 
 class HeadTap:
@@ -70,7 +71,7 @@ class HeadTap:
             return None
         projection = Projection(model=self._model, dtype=self._dtype())
         hidden = [self._hidden[int(row)] for row in self.rows]
-        return projection.distribution(hidden, self._session.capture, self._trainer.temperature)
+        return projection.distribution(hidden, self._session.capture, find(self._trainer, TEMPERATURE))
 
     def _dtype(self) -> Any:
         """The trainer's fused head's compute dtype; None for that of the hidden states."""

@@ -61,6 +61,8 @@ class Generation:
     response_lengths: np.ndarray | None = None
     last_tokens: list[int | None] = field(default_factory=list)
     """[B] the response's last token; None for an empty one."""
+    returned: Any = ()
+    """What `_generate` returned."""
     rewards_per_func: Any = None
     """[all processes' rows, F] tensor"""
     scorings: list[Scoring] = field(default_factory=list)

@@ -48,8 +48,10 @@ from .trl_contract import (
     sampling,
     scoring_contract,
     server_contract,
+    server_info,
 )
 from .trl_distributions import HeadTap
+from .trl_release import ATTRIBUTES, NUM_GENERATIONS, find, lost
 from .trl_routing import routing_tap, tell_of_routing
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
 
@@ -59,7 +61,7 @@ OPTIMIZER_STEPS = 5
 
 def _sends_weights(trainer: Any) -> bool:
     """Whether this process sends its weights to an engine outside of it."""
-    is_server = getattr(trainer, "use_vllm", False) and trainer.vllm_mode == "server"
+    is_server = getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_mode", None) == "server"
     return bool(is_server and trainer.is_world_process_zero())
 
 
@@ -117,6 +119,7 @@ class TrainerHooks:
                 generation.prompt_lengths = np.array([len(ids) for ids in prompt_ids], np.int64)
                 generation.response_lengths = np.array([len(ids) for ids in response_ids], np.int64)
                 generation.last_tokens = [ids[-1] if len(ids) else None for ids in response_ids]
+                generation.returned = result
         return result
 
     def calculate_rewards(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -260,7 +263,7 @@ class TrainerHooks:
         step = version if split == EVAL_SPLIT else version + 1
         batch = state.name_of_generation(split, step)
         seq_ids = [f"{batch}-{first + row}" for row in range(rows)]
-        num_generations = getattr(trainer, "num_generations", 1)
+        num_generations = find(trainer, NUM_GENERATIONS) or 1
         if split == EVAL_SPLIT:
             num_generations = getattr(trainer, "num_generations_eval", num_generations)
         group_ids = [f"{batch}-{(first + row) // num_generations}" for row in range(rows)]
@@ -283,6 +286,8 @@ class TrainerHooks:
         self.session.recorder.describe(
             model=model_identity(trainer), tokenizer=tokenizer_identity(trainer.processing_class)
         )
+        for loss in lost(trainer, ATTRIBUTES):
+            self.session.note(loss)
         if sentence := own_loss(type(trainer)):
             self.session.note(sentence)
 
@@ -295,8 +300,15 @@ class TrainerHooks:
         recorder = self.session.recorder
         if not getattr(trainer, "use_vllm", False):
             recorder.add_contract(ROLLOUT, generation_contract(trainer))
-        elif trainer.vllm_mode == "server" and trainer.is_world_process_zero():
-            recorder.add_contract(ROLLOUT, server_contract(trainer))
+        elif _sends_weights(trainer):
+            recorder.add_contract(ROLLOUT, server_contract(trainer, self._server_info(trainer)))
+
+    def _server_info(self, trainer: Any) -> Any:
+        """The configuration of a trainer's server, or None and a note."""
+        try:
+            return server_info(trainer)
+        except (OSError, ValueError, KeyError) as error:
+            self.session.note(f"the configuration of the vLLM server is not recorded: it does not give it ({error})")
 
     def _train_rows(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> TrainRows | None:
         """The rows of a call that gives the `train` pass; None for another call."""
@@ -378,12 +390,12 @@ class TrainerHooks:
             captured=generation.captured,
             masks_attention=bool(getattr(trainer, "mask_truncated_completions", False)),
         )
-        self._record_rollout(generation, batch, call, output)
+        self._record_rollout(trainer, generation, batch, call, output)
         self._record_passes(trainer, state, generation, recorded, output)
         output[ROW_KEY] = row_keys(state.keep(recorded), rows)
 
     def _record_rollout(
-        self, generation: Generation, batch: Batch, call: EngineCall | None, output: dict[str, Any]
+        self, trainer: Any, generation: Generation, batch: Batch, call: EngineCall | None, output: dict[str, Any]
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
@@ -393,6 +405,11 @@ class TrainerHooks:
         if logprobs is None:
             logprobs = server_logprobs(generation)
         if logprobs is None:
+            if getattr(trainer, "use_vllm", False):
+                self.session.note(
+                    f"rollout logprobs of {name_of(type(trainer))} are not recorded: it keeps none, and no call of vLLM gave exactly "
+                    "the rows of one process (several turns, tensor parallelism, or a server that was asked for none)"
+                )
             return
         captured = call.captured() if call is not None and self.session.capture.dense else []
         self.session.recorder.add_scores(

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-TESTED: Mapping[str, Sequence[str]] = {"trl": ("1.16",), "verl": ("0.9",), "vllm": ("0.32",)}
-"""Library -> its tested releases, major.minor."""
+TESTED: Mapping[str, Sequence[str]] = {
+    "trl": ("0.24", "1.0", "1.8", "1.12", "1.16"),
+    "verl": ("0.9",),
+    "vllm": ("0.17", "0.27", "0.32"),
+}
+"""Library -> its tested releases, major.minor: those of `make matrix`."""
 
 
 def untested(library: str, version: str) -> bool:
     """Whether this release is none of the tested ones."""
     return ".".join(version.split("+")[0].split(".")[:2]) not in TESTED[library]
+
+
+def tested_releases(library: str) -> str:
+    """Return the tested releases as a sentence names them."""
+    return ", ".join(f"{release}.x" for release in TESTED[library])
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
@@ -20,7 +29,6 @@ def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> 
     """
     if not missing and not untested(library, version):
         return None
-    tested = " and ".join(TESTED[library])
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())
     found = f"not recorded: {lost}" if missing else "every function that recording needs was found, unverified"
-    return f"{library} {version} is not a tested version (tested: {tested}.x), training is not affected; {found}"
+    return f"{library} {version} is not a tested version (tested: {tested_releases(library)}), training is not affected; {found}"
