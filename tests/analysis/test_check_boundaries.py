@@ -57,7 +57,7 @@ def pair_data(a, b, lengths=None, *, tokens=None, steps=None, settings=None, ent
     def side(name, values):
         return PassSample(
             name=name, logprobs=values, is_null=np.isnan(values), entropy=entropy if name == "train" else None,
-            versions=np.full(num, np.nan), contracts=[None] * num, writers=["w"] * num,
+            versions=np.ma.masked_all(num, np.int64), contracts=[None] * num, writers=["w"] * num,
         )  # fmt: skip
 
     sample = Sample(
@@ -65,7 +65,7 @@ def pair_data(a, b, lengths=None, *, tokens=None, steps=None, settings=None, ent
         tokens=np.arange(len(a)) % 50 if tokens is None else np.asarray(tokens), mask=np.ones(len(a), bool),
         starts=np.concatenate([[0], np.cumsum(lengths)]), steps=np.ones(num, int) if steps is None else np.asarray(steps),
         seq_ids=[f"s{row}" for row in range(num)], group_ids=["g"] * num, prompts=prompts or [None] * num,
-        versions=np.full(num, np.nan),
+        versions=np.ma.masked_all(num, np.int64),
         settings={name: np.full(num, np.nan) for name in SETTINGS} | (settings or {}),
     )  # fmt: skip
     d2 = sample.d[np.isfinite(sample.d)] ** 2
