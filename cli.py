@@ -160,7 +160,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         if sys.stdout is None:  # closed by who started this: a file that takes nothing
-            sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w")
+            sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
         try:
             with _plain_warnings(), speaking_options():
                 return super().invoke(ctx)

@@ -52,6 +52,8 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         raise StorageError(
             f"{url}: no file system is known for it ({first_line(error)}); name a folder, or a URL as s3://bucket/run"
         ) from error
+    if not path.strip("/"):
+        raise StorageError(f"{url}: names no folder; name one, as s3://bucket/run")
     return filesystem, path
 
 
@@ -169,9 +171,8 @@ class Store:
     def read_bytes(self, relative: str) -> bytes:
         """A whole file. Raises DamagedTrace for one that cannot be in this machine's memory."""
         size = self.file_size(relative)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if size > memory // 2:
-            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, and this machine a memory of {memory:,}")
+        if (said := too_large(size)) is not None:
+            raise DamagedTrace(f"{self.shown(relative)}: {said}")
         return self.read_range(relative, 0, size)
 
     def file_size(self, relative: str) -> int:
@@ -483,6 +484,12 @@ def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
     if isinstance(error, StorageError):
         return error
     return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a copy")
+
+
+def too_large(size: int, times: int = 2) -> str | None:
+    """What to say of bytes that take `times` as many in memory, where this machine does not have these."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"has {size:,} bytes, and this machine a memory of {memory:,}" if size * times > memory else None
 
 
 def first_line(error: BaseException) -> str:
