@@ -495,7 +495,7 @@ def routed(monkeypatch, num, times=100.0, *, of=10_000, mixture=True, effect=0.0
 
 @pytest.mark.parametrize(
     ("mixture", "versions", "expected"),
-    [(None, 3.0, "router_flips"), (None, 4.0, None), (None, np.nan, "router_flips"), (True, 4.0, "router_flips")],
+    [(None, 3, "router_flips"), (None, 4, None), (None, np.ma.masked, "router_flips"), (True, 4, "router_flips")],
 )
 def test_weights_that_are_declared_to_be_others_are_not_taken_for_experts(monkeypatch, mixture, versions, expected):
     b = np.full(10_000, math.log(0.5))
@@ -1127,7 +1127,7 @@ def test_weights_differ_by_size_or_by_tokens(monkeypatch, level, effect, persist
 @pytest.mark.parametrize(("versions", "expected"), [((6, 4), ("rollout", 2)), ((3, 4), ("train", 1)), ((4, 4), None)])
 def test_the_side_with_the_older_recorded_version_is_behind(versions, expected):
     data = noisy()
-    data.sample.a.versions, data.sample.b.versions = (np.full(8, float(version)) for version in versions)
+    data.sample.a.versions, data.sample.b.versions = (np.ma.array([version] * 8) for version in versions)
     found = weight_mismatch.find_declared(data)
     assert (None if not found else tuple(found[0].numbers[name] for name in ("side", "updates_behind"))) == expected
 

@@ -41,7 +41,7 @@ class DumpFolder:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
-        """List the files below a folder, or take the one file. Raises ImportFailed.
+        """List the files below a folder, or take the one file. Raises ImportFailed and StorageError.
 
         No link that leads out of the folder is followed, and nothing but regular files is opened.
         """

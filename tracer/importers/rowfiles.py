@@ -51,7 +51,7 @@ class RowFiles:
     def of(cls, url: str) -> RowFiles:
         """Find the files at a path, in a folder or of a pattern with `*`; those called metrics.* stand apart.
 
-        Raises ImportFailed.
+        Raises ImportFailed and StorageError.
         """
         filesystem, path = file_system(url)
         with explained(url, "a folder"):
