@@ -149,7 +149,6 @@ class NotInstalled(TimTraceError, ImportError):
 
 _WAYS_OUT = {
     errno.ENOSPC: "; make room on its disk",
-    errno.EDQUOT: "; make room within the quota",
     errno.EFBIG: "; raise the limit of the size of files (ulimit -f)",
     errno.EMFILE: "; raise the limit of open files (ulimit -n)",
     errno.EACCES: "; check your access to it",

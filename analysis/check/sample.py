@@ -216,7 +216,7 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
     """int64, masked for NULL."""
-    return np.ma.array(pc.fill_null(values, 0).to_numpy(), mask=values.is_null().to_numpy())
+    return np.ma.MaskedArray(pc.fill_null(values, 0).to_numpy(), mask=values.is_null().to_numpy())  # type: ignore[no-untyped-call]
 
 
 def _numbers(values: pa.ChunkedArray) -> np.ndarray:

@@ -59,11 +59,6 @@ class RemoteFile:
         with _told(self.url):
             return bytes(self.filesystem.cat_file(self.path))
 
-    def num_bytes(self) -> int:
-        """Its size."""
-        with _told(self.url):
-            return int(self.filesystem.size(self.path) or 0)
-
 
 DumpFile = Path | RemoteFile
 """One file of a dump, here or on object storage."""
@@ -77,7 +72,7 @@ def opened(path: DumpFile) -> BinaryIO:
 def whole_content(path: DumpFile, times: int = 2) -> bytes:
     """All that a file holds. Raises ImportFailed, also where memory has no room for `times` its bytes."""
     try:
-        size = path.num_bytes() if isinstance(path, RemoteFile) else path.stat().st_size
+        size = int(path.filesystem.size(path.path) or 0) if isinstance(path, RemoteFile) else path.stat().st_size
         if (said := too_large(size, times)) is not None:
             raise ImportFailed(f"{path}: {said}; divide it, or import it on a larger machine")
         return path.read_bytes()
