@@ -71,10 +71,11 @@ def opened(path: DumpFile) -> BinaryIO:
 
 def whole_content(path: DumpFile, times: int = 2) -> bytes:
     """All that a file holds. Raises ImportFailed, also where memory has no room for `times` its bytes."""
-    try:
+    with _told(str(path)):
         size = int(path.filesystem.size(path.path) or 0) if isinstance(path, RemoteFile) else path.stat().st_size
-        if (said := too_large(size, times)) is not None:
-            raise ImportFailed(f"{path}: {said}; divide it, or import it on a larger machine")
+    if (said := too_large(size, times)) is not None:
+        raise ImportFailed(f"{path}: {said}; divide it, or import it on a larger machine")
+    try:
         return path.read_bytes()
     except OSError as error:
         raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
