@@ -48,6 +48,17 @@ def interruptible() -> Iterator[None]:
         raise
 
 
+def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> Made:
+    """Run a query of somebody else's, which Ctrl-C ends at once: on the main thread DuckDB may go on without a look at it."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            raw.interrupt()
+            raise
+
+
 class Connection:
     """A DuckDB connection that is asked questions of our own. What it does not define is DuckDB's."""
 
