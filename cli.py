@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TextIO, get_args
@@ -30,6 +30,7 @@ from .schemas.errors import (
     InvalidQuery,
     TimTraceError,
     TimTraceWarning,
+    of_system,
     speaking_options,
     tell_damage,
 )  # fmt: skip
@@ -113,6 +114,8 @@ def _plain_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", TimTraceWarning)
+        # NumPy's words for infinities that were recorded, as rewards may be.
+        warnings.filterwarnings("ignore", r"(invalid value|overflow|divide by zero) encountered in ", RuntimeWarning)
         warnings.showwarning = show
         yield
 
@@ -122,6 +125,17 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def _print(text: str, **how: Any) -> None:
+    """Print to stdout. Where it takes nothing more, what it still holds is dropped: the interpreter would write it at its end."""
+    try:
+        click.echo(text, **how)
+    except BrokenPipeError:  # as `| head` does: click ends quietly
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise of_system(error, "stdout") from error
 
 
 _SUMMED_TOKENS = 1_000_000
@@ -145,13 +159,18 @@ class Commands(click.Group):
         super().add_command(cmd, name)
 
     def invoke(self, ctx: click.Context) -> Any:
+        if sys.stdout is None:  # closed by who started this: a file that takes nothing
+            sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
         try:
             with _plain_warnings(), speaking_options():
                 return super().invoke(ctx)
-        except TimTraceError as error:
+        except (TimTraceError, OSError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            told = error if isinstance(error, TimTraceError) else of_system(error)
             command = self.commands.get(ctx.invoked_subcommand or "")
             failure = _Failure(
-                error, [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
+                told, [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
             )
             _let_go(error)
         raise failure from None
@@ -579,7 +598,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     if name is None:
         form.table(listed())
     elif as_sql:
-        click.echo(named_query(name).over(*parse_pair(pair)).rstrip())
+        _print(named_query(name).over(*parse_pair(pair)).rstrip())
     elif not traces:
         raise click.UsageError(f"query {name}: name a trace, or print it with --sql")
     else:
@@ -1454,20 +1473,21 @@ def _print_json(value: Any) -> None:
     from .analysis.rows import to_json
 
     found = value if isinstance(value, dict) else {"rows": value}
-    click.echo(to_json({"damaged": list(_damage_told)} | found))
+    _print(to_json({"damaged": list(_damage_told)} | found))
 
 
 def _print_csv(rows: Rows) -> None:
     from .analysis.rows import to_csv
 
     for line in to_csv(rows):
-        click.echo(_harmless(line), color=True)  # otherwise click takes escapes out of what was recorded
+        _print(_harmless(line), color=True)  # otherwise click takes escapes out of what was recorded
 
 
 def _tell(sentence: str) -> None:
     from .analysis.rows import printable_lines
 
-    click.echo(f"tim-trace: {printable_lines(sentence)}", file=_stderr())
+    with suppress(OSError):  # of a full disk that stderr goes to: the command that is recorded goes on
+        click.echo(f"tim-trace: {printable_lines(sentence)}", file=_stderr())
 
 
 def _harmless(line: str) -> str:
@@ -1481,7 +1501,7 @@ def _say(text: str) -> None:
     """Print a text for reading; what would act on a terminal is spelled out."""
     from .analysis.rows import printable_lines
 
-    click.echo(printable_lines(text))
+    _print(printable_lines(text))
     if _left_out:
         _tell(f"{' '.join(dict.fromkeys(_left_out))} --wide shows every column, --json and --csv every digit")
         _left_out.clear()

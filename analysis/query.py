@@ -10,7 +10,7 @@ import duckdb
 from ..schemas.errors import InvalidQuery, TimTraceError, option
 from ..tracer.trace_files import PROTOCOL
 from .rows import Rows
-from .trace.connection import NOT_OF_FILES
+from .trace.connection import NOT_OF_FILES, ended_by_ctrl_c
 from .trace.database import Database, Traces
 from .trace.macros import words_of
 
@@ -45,7 +45,16 @@ class Session:
 
     def ask(self, query: str) -> Rows:
         """Run one query; of several statements the last one's rows are given."""
+        return ended_by_ctrl_c(self._database.connection.raw, lambda: self._answer(query))
+
+    def _answer(self, query: str) -> Rows:
         connection = self._database.connection.raw
+        try:
+            query.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidQuery(
+                f"sql: the query is no UTF-8 from character {error.start + 1} on; write it in UTF-8"
+            ) from None
         self._database.macros.define_named(words_of(query))
         try:
             statements = connection.extract_statements(query)

@@ -153,7 +153,7 @@ def _forward_columns(step: int, batches: Sequence[ForwardBatch], kept: np.ndarra
     sizes = [len(batch.rows) for batch in batches]
     chosen = slice(None) if kept is None else kept
     return Forward(
-        ids=(np.repeat(np.arange(len(batches)), sizes).astype(np.int64) + (step << 20))[chosen],
+        ids=(np.repeat(np.arange(len(batches)), sizes).astype(np.int64) + (step << 20) % 2**63)[chosen],
         places=np.concatenate([np.arange(size) for size in sizes]).astype(np.int32)[chosen],
         rows=np.repeat(sizes, sizes).astype(np.int32)[chosen],
         pad_left=np.concatenate([left for left, _ in parts]).astype(np.int32)[chosen],

@@ -1,5 +1,7 @@
 """Every error and warning that tim-trace raises on purpose; anything else is a bug and keeps its traceback."""
 
+import errno
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -94,7 +96,7 @@ class DamagedTrace(TimTraceError, ValueError):
 
 
 class StorageError(TimTraceError, OSError):
-    """The trace's folder cannot be written."""
+    """A file, a folder or a URL cannot be reached or written."""
 
 
 class StorageStalled(StorageError, TimeoutError):
@@ -143,6 +145,25 @@ class WrongType(TimTraceError, TypeError):
 
 class NotInstalled(TimTraceError, ImportError):
     """A library that is asked for is not installed."""
+
+
+_WAYS_OUT = {
+    errno.ENOSPC: "; make room on its disk",
+    errno.EFBIG: "; raise the limit of the size of files (ulimit -f)",
+    errno.EMFILE: "; raise the limit of open files (ulimit -n)",
+    errno.EACCES: "; check your access to it",
+}
+
+
+def of_system(error: OSError, where: str | None = None) -> StorageError:
+    """What the operating system refused, as an error of ours; `where` is the file, where the error does not name it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return StorageError("the working directory was removed; change to one that exists")
+    what = where or error.filename or "the operating system refused"
+    said = error.strerror or (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return StorageError(f"{what}: {said}{_WAYS_OUT.get(error.errno or 0, '')}")
 
 
 class TimTraceWarning(UserWarning):

@@ -18,7 +18,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from ..schemas.documents import MAX_BYTES
-from ..schemas.errors import DamagedTrace, TraceNotFound
+from ..schemas.errors import DamagedTrace, StorageError, TraceNotFound, of_system
 from ..schemas.layout import (
     BUILT_PREFIX,
     FOLDERS,
@@ -42,6 +42,45 @@ _READ_BYTES = 64 << 20
 """Bytes that the system is asked for at once: it takes room for all that it is asked for."""
 
 
+def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of a URL, and the path on it. Raises StorageError."""
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except OSError as error:
+        raise of_system(error, url) from error
+    except Exception as error:  # whatever a file system's library raises
+        raise StorageError(
+            f"{url}: no file system is known for it ({first_line(error)}); name a folder, or a URL as s3://bucket/run"
+        ) from error
+    if not path.strip("/"):
+        raise StorageError(f"{url}: names no folder; name one, as s3://bucket/run")
+    return filesystem, path
+
+
+class _Reached:
+    """A file system of another machine: what its libraries raise, each in classes of its own, becomes StorageError."""
+
+    def __init__(self, filesystem: fsspec.AbstractFileSystem, url: str):
+        self._filesystem, self._url = filesystem, url
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._filesystem, name)
+        if not callable(found):
+            return found
+
+        def reached(*arguments: Any, **options: Any) -> Any:
+            try:
+                return found(*arguments, **options)
+            except (FileNotFoundError, NotADirectoryError, NotImplementedError):
+                raise
+            except Exception as error:  # whatever a file system's library raises
+                raise StorageError(
+                    f"{self._url}: cannot be reached ({first_line(error)}); check the URL and your access"
+                ) from error
+
+        return reached
+
+
 class Store:
     """Reads a trace's folder on any file system that fsspec knows.
 
@@ -53,9 +92,14 @@ class Store:
         self.url = os.fspath(url)
         self.filesystem: fsspec.AbstractFileSystem
         if "://" in self.url:
-            self.filesystem, root = fsspec.core.url_to_fs(self.url)
+            self.filesystem, root = file_system(self.url)
+            if not self.is_local:
+                self.filesystem = _Reached(self.filesystem, self.url)
         else:
-            self.filesystem, root = LocalFileSystem(), os.path.abspath(os.path.expanduser(self.url))
+            try:
+                self.filesystem, root = LocalFileSystem(), os.path.abspath(os.path.expanduser(self.url))
+            except FileNotFoundError as error:  # of the working directory
+                raise of_system(error) from error
         self.root: str = root.rstrip("/")
         self._listed: dict[str, list[dict[str, Any]]] = {}
         """Folder of a trace on object storage -> what lay there at the last look."""
@@ -127,9 +171,8 @@ class Store:
     def read_bytes(self, relative: str) -> bytes:
         """A whole file. Raises DamagedTrace for one that cannot be in this machine's memory."""
         size = self.file_size(relative)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if size > memory // 2:
-            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, and this machine a memory of {memory:,}")
+        if (said := too_large(size)) is not None:
+            raise DamagedTrace(f"{self.shown(relative)}: {said}")
         return self.read_range(relative, 0, size)
 
     def file_size(self, relative: str) -> int:
@@ -318,6 +361,8 @@ class Store:
                 f"{self.url}: holds no {MANIFEST}, so it is not a trace; name the folder that `tim-trace record -o` or "
                 "`tim-trace import` wrote"
             ) from error
+        except StorageError:
+            raise
         except OSError as error:
             raise DamagedTrace(f"{where}: cannot be read ({error}); check the path and your access to it") from error
         return parse_manifest(content, where)
@@ -434,9 +479,17 @@ class Store:
             )
 
 
-def unreadable(where: str, error: OSError) -> DamagedTrace:
-    """What to say of a file of a trace that the system does not give."""
+def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
+    """What to say of a file of a trace that the system does not give; a file system that cannot be reached damages none."""
+    if isinstance(error, StorageError):
+        return error
     return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a copy")
+
+
+def too_large(size: int, times: int = 2) -> str | None:
+    """What to say of bytes that take `times` as many in memory, where this machine does not have these."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"has {size:,} bytes, and this machine a memory of {memory:,}" if size * times > memory else None
 
 
 def first_line(error: BaseException) -> str:

@@ -39,10 +39,6 @@ class Upload:
             there = next(iter(self._store.filesystem.find(self._store.root)), None)
         except FileNotFoundError:
             return False
-        except Exception as error:  # whatever a file system's library raises
-            raise StorageError(
-                f"{self.url}: cannot be reached ({first_line(error)}); check the URL and your access"
-            ) from error
         if there is not None and (run_id is None or self._run_there() != run_id):
             raise TraceExists(f"{self.url}: something lies there already; name another URL, or remove it")
         return there is not None
@@ -141,7 +137,7 @@ class Upload:
                     return
                 if attempt == tries:
                     raise StorageError(
-                        f"{self._store.shown(path)}: cannot be written ({first_line(error)}); check your access"
+                        f"{self._store.shown(path)}: cannot be written ({first_line(error.__cause__ or error)}); check your access"
                     ) from error
 
     def _moved(self, num_bytes: int) -> None:

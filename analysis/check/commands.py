@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 
-import numpy as np
-
 from ...schemas.steps import ALL_STEPS
 from ..advice import Advice
 from .pair_data import PairData
@@ -65,7 +63,7 @@ def weights_replay(data: PairData) -> Advice:
     """`tim-trace replay` with the weights before and with quantised ones, and what each removes; what to record first without
     weights."""
     sample = data.sample
-    known = sample.versions[np.isfinite(sample.versions)]
+    known = sample.versions.compressed()
     version = max(int(known.max()) - 1, 0) if len(known) else 1
     trace = _trace(data) if data.has_weights or data.is_import else "RUN"
     asked = (

@@ -82,7 +82,7 @@ class PairData:
     @cached_property
     def updates_behind(self) -> np.ndarray:
         """[S] updates that pass b's weights are behind pass a's, as recorded policy versions say; 0 where they do not."""
-        return np.asarray(np.nan_to_num(self.sample.a.versions - self.sample.b.versions))
+        return np.asarray((self.sample.a.versions - self.sample.b.versions).filled(0))
 
     @cached_property
     def entropy(self) -> np.ndarray | None:

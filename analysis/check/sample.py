@@ -35,8 +35,8 @@ class PassSample:
     """[N] bool: not recorded."""
     entropy: np.ndarray | None
     """[N] float64, nats, NaN where there is none; None where none was recorded at all."""
-    versions: np.ndarray
-    """[S] policy version of the scoring weights; NaN where unknown."""
+    versions: np.ma.MaskedArray
+    """[S] int64, policy version of the scoring weights; masked where unknown."""
     contracts: list[str | None]
     """[S] hash of each row's contract."""
     writers: list[str]
@@ -61,8 +61,8 @@ class Sample:
     group_ids: list[str | None]
     prompts: list[list[int] | None]
     """[S] token ids of each prompt."""
-    versions: np.ndarray
-    """[S] policy version of the sampling weights; NaN where unknown."""
+    versions: np.ma.MaskedArray
+    """[S] int64, policy version of the sampling weights; masked where unknown."""
     settings: dict[str, np.ndarray]
     """Sampling setting -> [S] values, NaN where unknown."""
 
@@ -196,7 +196,7 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
         seq_ids=table["seq_id"].to_pylist(),
         group_ids=table["group_id"].to_pylist(),
         prompts=table["prompt_ids"].to_pylist(),
-        versions=_numbers(table["policy_version"]),
+        versions=_versions(table["policy_version"]),
         settings={name: _numbers(table[name]) for name in SETTINGS},
     )
 
@@ -208,10 +208,15 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
         logprobs=logprobs.astype(np.float64),
         is_null=flat(table[side])[0].is_null().to_numpy(zero_copy_only=False),
         entropy=None if entropy.null_count == len(entropy) else fitted(entropy, lengths).astype(np.float64),
-        versions=_numbers(table[f"version_{side}"]),
+        versions=_versions(table[f"version_{side}"]),
         contracts=table[f"contract_{side}"].to_pylist(),
         writers=table[f"writer_{side}"].to_pylist(),
     )
+
+
+def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
+    """int64, masked for NULL."""
+    return np.ma.MaskedArray(pc.fill_null(values, 0).to_numpy(), mask=values.is_null().to_numpy())  # type: ignore[no-untyped-call]
 
 
 def _numbers(values: pa.ChunkedArray) -> np.ndarray:

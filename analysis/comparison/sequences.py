@@ -293,7 +293,7 @@ def _logprobs(rows: _Rows, at: int, name: str, num: int) -> np.ndarray:
 
 
 def _read(database: Database, steps: range, passes: Sequence[str], columns: str = "") -> _Rows:
-    within = step_condition(steps, steps)
+    within = step_condition(steps)
     names = [f"p{number}" for number in range(len(passes))]
     query = _ROWS.format(
         columns=columns + "".join(f", {name}.logprobs AS {name}" for name in names),

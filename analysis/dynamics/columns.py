@@ -32,8 +32,10 @@ class Column:
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
     """A query's columns with NULL as NaN; `step`, as int64, says what each row is of."""
     rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
-    columns = {name: np.asarray(np.ma.filled(column.astype(np.float64), np.nan)) for name, column in rows.items()}
-    return columns | {"step": columns["step"].astype(np.int64)}
+    steps = np.asarray(rows.pop("step"), np.int64)  # float64 does not hold every one
+    return {"step": steps} | {
+        name: np.asarray(np.ma.filled(column.astype(np.float64), np.nan)) for name, column in rows.items()
+    }
 
 
 def columns_of(

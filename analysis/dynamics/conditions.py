@@ -11,6 +11,7 @@ from ...schemas.layout import HYPERPARAMETER
 from ..trace.cache import cached
 from ..trace.columns import sequence_columns
 from ..trace.database import Database, quoted
+from ..trace.sampling import tokens_by_step
 from .columns import by_step
 from .logged import NAMES
 from .quantities import LENGTH, LINEAR, LOG, LOGIT, Series
@@ -204,14 +205,15 @@ def _of_metrics(database: Database) -> Iterator[Series]:
     names = np.asarray(rows["name"]).astype(str)
     steps, values = np.asarray(rows["step"], np.int64), np.asarray(rows["value"], float)
     taken = {name for aliases in NAMES.values() for name in aliases} - set(NAMES["learning_rate"])
-    last = int(steps.max(initial=0))
+    every = np.union1d(steps, np.array(list(tokens_by_step(database)), np.int64))
+    every = every[(every >= 1) & (every <= steps.max(initial=0))]
     for name in np.unique(names):
         of_name = names == name
         at, value = steps[of_name], values[of_name]
         if name in taken or len(at) < 2:
             continue
         if name.startswith(HYPERPARAMETER):
-            held = np.arange(max(int(at[0]), 1), last + 1)
+            held = every[every >= at[0]]
             filled = value[np.searchsorted(at, held, side="right") - 1]
             is_set = is_held(filled) or (begins_held(filled) and not _is_learning_rate(str(name)))
             kind = SETTING if is_set else LOGGED

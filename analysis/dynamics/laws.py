@@ -59,7 +59,7 @@ def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Gro
     if k3 is None:
         return ()
     there = k3.known & (k3.values > 0)
-    steps, logs = k3.steps[there].astype(float), np.log(k3.values[there])
+    steps, logs = k3.steps[there], np.log(k3.values[there])
     jumps = [change.high for change in changes if change.kind == SHIFT]
     last = max(len(steps) - len(steps) // 3, int(np.searchsorted(steps, max(jumps, default=-1), side="right")))
     parts = [("last third", steps[last:], logs[last:])]
@@ -71,8 +71,9 @@ def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Gro
 def _growth(part: str, steps: np.ndarray, logs: np.ndarray) -> Growth:
     from scipy.stats import linregress
 
-    t = steps - steps.mean()
-    slope = float(linregress(steps, logs).slope)
+    t = (steps - steps[0]).astype(float)  # float64 does not tell large numbers apart
+    t -= t.mean()
+    slope = float(linregress(t, logs).slope)
     scatter = highest_long_run_variance(logs - logs.mean() - slope * t, 2)
     reach = student_quantile(0.975, len(t) - 2) * math.sqrt(scatter / float(t @ t))
     decided = abs(slope) > reach

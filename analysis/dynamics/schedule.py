@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .length_decay import LengthDecay
 from .length_surge import LengthSurge
@@ -53,45 +54,39 @@ class Schedule:
 
 
 def schedule_of(length: Series) -> Schedule:
-    """Run the scheduler's own detector over the recorded lengths; a step without responses keeps the length before it."""
-    lengths = _observed(length)
-    decay = LengthDecay()
-    decays = list(_decays(decay, lengths))
+    """Run the scheduler's own detector over the recorded steps; a step without responses keeps the length before it."""
+    decay = LengthDecay(_surge(length))
+    last = int(length.steps[-1])
     return Schedule(
         surge_step=decay.surge.step,
         decay_period=decay.decay_period,
-        decays=tuple(decays),
-        sensitivity=tuple(_under(kappa, variant, lengths) for kappa in KAPPAS for variant in VARIANTS),
+        decays=tuple(_decays(decay, last)),
+        sensitivity=tuple(_under(kappa, variant, length) for kappa in KAPPAS for variant in VARIANTS),
     )
 
 
-def _observed(length: Series) -> list[float | None]:
-    """[n] lengths as a training loop observes them, one a step from step 1; steps without one repeat the last."""
-    known = {int(step): float(value) for step, value in zip(length.steps, length.values, strict=True) if value == value}
-    lengths: list[float | None] = []
-    for step in range(1, int(length.steps[-1]) + 1):
-        lengths.append(known.get(step, lengths[-1] if lengths else None))
-    return lengths
+def _surge(length: Series, **settings: Any) -> LengthSurge:
+    """The detector after the run. Steps may be numbered with gaps, as by timestamps: its clock shows the number of each."""
+    surge = LengthSurge(**settings)
+    held = None
+    for step, value in zip(length.steps.tolist(), length.values.tolist(), strict=True):
+        held = held if value != value else value
+        surge.num_steps = step - 1
+        surge.observe(held)
+    return surge
 
 
-def _decays(decay: LengthDecay, lengths: list[float | None]) -> Iterator[Decay]:
-    before = 1.0
-    for step, length in enumerate(lengths, 1):
-        if decay.observe(length) != before:
-            before = decay.scale
-            yield Decay(step=step, scale=before, is_within_run=True)
-    step = len(lengths)
+def _decays(decay: LengthDecay, last: int) -> Iterator[Decay]:
+    """Decays at the multiples of the period, the first of which comes after the surge."""
+    step = 0
     while decay.decay_period is not None and decay.scale > decay.floor:
-        step += 1
-        if decay.observe(None) != before:
-            before = decay.scale
-            yield Decay(step=step, scale=before, is_within_run=False)
+        step += decay.decay_period
+        decay.surge.num_steps = step - 1
+        yield Decay(step=step, scale=decay.observe(None), is_within_run=step <= last)
 
 
-def _under(kappa: float, variant: dict[str, int], lengths: list[float | None]) -> Sensitivity:
-    surge = LengthSurge(kappa=kappa, **variant)
-    for length in lengths:
-        surge.observe(length)
+def _under(kappa: float, variant: dict[str, int], length: Series) -> Sensitivity:
+    surge = _surge(length, kappa=kappa, **variant)
     period = LengthDecay(surge).decay_period
     return Sensitivity(
         kappa=kappa, window=surge.window, gap=surge.gap, above=surge.above, of=surge.of, surge_step=surge.step,

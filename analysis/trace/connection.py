@@ -12,7 +12,7 @@ from weakref import WeakSet
 import duckdb
 import pyarrow as pa
 
-from ...schemas.errors import TimTraceError
+from ...schemas.errors import StorageError, TimTraceError
 from .macros import words_of
 from .threads import is_limited, mapped, num_threads
 
@@ -35,6 +35,28 @@ NOT_OF_FILES = (
 
 
 def _nothing() -> None: ...
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise Ctrl-C as Python does: DuckDB makes another error of it, in its own code and where it reads through Python."""
+    try:
+        yield
+    except Exception as error:
+        if str(error) == "Query interrupted" or "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from error
+        raise
+
+
+def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> Made:
+    """Run a query of somebody else's, which Ctrl-C ends at once: on the main thread DuckDB may go on without a look at it."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            raw.interrupt()
+            raise
 
 
 class Connection:
@@ -90,9 +112,10 @@ class Connection:
     def explained(self) -> Iterator[None]:
         """Raise an error of ours in the place of one that the traces' files are the cause of."""
         try:
-            yield
+            with interruptible():
+                yield
         except (duckdb.Error, pa.ArrowException, OSError) as error:
-            if isinstance(error, NOT_OF_FILES):
+            if isinstance(error, (*NOT_OF_FILES, StorageError)):
                 raise
             raise self._explain(error) from error
 

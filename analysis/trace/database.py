@@ -623,13 +623,15 @@ def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) 
     >>> step_condition([3, 6])
     'step BETWEEN 3 AND 6 AND step IN (3, 6)'
     """
+    if isinstance(steps, range):  # as long as it may be where steps are timestamps: none of it is gone through
+        return f"step BETWEEN {steps.start} AND {steps.stop - 1}" if steps else "false"
     if not len(steps):
         return "false"
     first, last = min(steps), max(steps)
     # The range lets DuckDB pass over row groups, which it does not for a long list.
     within = f"step BETWEEN {first} AND {last}"
-    known = range(first, last + 1) if recorded is None else [step for step in recorded if first <= step <= last]
-    return within if len(known) == len(set(steps)) else f"{within} AND step IN ({', '.join(map(str, steps))})"
+    num_known = last + 1 - first if recorded is None else sum(first <= step <= last for step in recorded)
+    return within if num_known == len(set(steps)) else f"{within} AND step IN ({', '.join(map(str, steps))})"
 
 
 def _list(paths: list[str]) -> str:

@@ -57,7 +57,7 @@ def pair_data(a, b, lengths=None, *, tokens=None, steps=None, settings=None, ent
     def side(name, values):
         return PassSample(
             name=name, logprobs=values, is_null=np.isnan(values), entropy=entropy if name == "train" else None,
-            versions=np.full(num, np.nan), contracts=[None] * num, writers=["w"] * num,
+            versions=np.ma.masked_all(num, np.int64), contracts=[None] * num, writers=["w"] * num,
         )  # fmt: skip
 
     sample = Sample(
@@ -65,7 +65,7 @@ def pair_data(a, b, lengths=None, *, tokens=None, steps=None, settings=None, ent
         tokens=np.arange(len(a)) % 50 if tokens is None else np.asarray(tokens), mask=np.ones(len(a), bool),
         starts=np.concatenate([[0], np.cumsum(lengths)]), steps=np.ones(num, int) if steps is None else np.asarray(steps),
         seq_ids=[f"s{row}" for row in range(num)], group_ids=["g"] * num, prompts=prompts or [None] * num,
-        versions=np.full(num, np.nan),
+        versions=np.ma.masked_all(num, np.int64),
         settings={name: np.full(num, np.nan) for name in SETTINGS} | (settings or {}),
     )  # fmt: skip
     d2 = sample.d[np.isfinite(sample.d)] ** 2
@@ -495,7 +495,7 @@ def routed(monkeypatch, num, times=100.0, *, of=10_000, mixture=True, effect=0.0
 
 @pytest.mark.parametrize(
     ("mixture", "versions", "expected"),
-    [(None, 3.0, "router_flips"), (None, 4.0, None), (None, np.nan, "router_flips"), (True, 4.0, "router_flips")],
+    [(None, 3, "router_flips"), (None, 4, None), (None, np.ma.masked, "router_flips"), (True, 4, "router_flips")],
 )
 def test_weights_that_are_declared_to_be_others_are_not_taken_for_experts(monkeypatch, mixture, versions, expected):
     b = np.full(10_000, math.log(0.5))
@@ -1127,7 +1127,7 @@ def test_weights_differ_by_size_or_by_tokens(monkeypatch, level, effect, persist
 @pytest.mark.parametrize(("versions", "expected"), [((6, 4), ("rollout", 2)), ((3, 4), ("train", 1)), ((4, 4), None)])
 def test_the_side_with_the_older_recorded_version_is_behind(versions, expected):
     data = noisy()
-    data.sample.a.versions, data.sample.b.versions = (np.full(8, float(version)) for version in versions)
+    data.sample.a.versions, data.sample.b.versions = (np.ma.array([version] * 8) for version in versions)
     found = weight_mismatch.find_declared(data)
     assert (None if not found else tuple(found[0].numbers[name] for name in ("side", "updates_behind"))) == expected
 

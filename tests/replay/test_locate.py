@@ -563,6 +563,12 @@ def test_the_bound_of_a_norm_allows_numbers_below_the_range_of_float16():
     assert 0.3 < ((given - exact).abs() / bounds.of_module(norm, (x.double(),), exact, 0, rounding)).max() < 1
 
 
+@pytest.mark.parametrize("patch", rest_slow(["kinds", "layers"]))
+def test_operators_in_float32_are_put_into_a_model_in_float64(traces, patch):
+    found = locate(traces("llama"), arm="dtype=fp32", against="dtype=fp64", sequences="s2", patch=patch)
+    assert {each.taker for each in found.patches} == {"a", "b"}
+
+
 def test_layers_and_sequences_can_be_chosen(traces):
     found = locate(traces("llama"), arm="dtype=bf16", sequences="s2,s4", layers="1", patch="layers")
     assert {each.layer for each in found.operators} == {None, 1}

@@ -8,7 +8,7 @@ import pytest
 from builders import make_batch, tim_trace
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
-from tim_trace.schemas.errors import ImportFailed, TraceExists
+from tim_trace.schemas.errors import ImportFailed, StorageError, TraceExists
 from tim_trace.tracer.importers.neutral import import_parquet
 
 ROW = {
@@ -503,7 +503,7 @@ def test_paths_that_hold_nothing_are_named(tmp_path):
         with pytest.raises(ImportFailed, match=r"x\.parquet: not readable as Parquet") as caught:
             import_parquet(tmp_path / "x.parquet", output=tmp_path / "run")
         assert "\n" not in str(caught.value)
-    with pytest.raises(ImportFailed, match="no file system is known"):
+    with pytest.raises(StorageError, match="no file system is known"):
         import_parquet("moon://x.parquet", output=tmp_path / "run")
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROW).encode())[:-12])
     with pytest.raises(ImportFailed, match=r"x\.jsonl\.gz: not readable as JSON"):

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ...schemas.checksums import SealedFile, sealed
 from ...schemas.errors import ImportFailed
-from ..store import first_line
+from ..store import file_system, first_line
 from .fields import Fields
 from .pickles import Budget
 from .remote_file import DumpFile, RemoteFile, opened, whole_content
@@ -41,14 +41,14 @@ class DumpFolder:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
-        """List the files below a folder, or take the one file. Raises ImportFailed.
+        """List the files below a folder, or take the one file. Raises ImportFailed and StorageError.
 
         No link that leads out of the folder is followed, and nothing but regular files is opened.
         """
         url = os.fspath(path)
         local = url
         if "://" in url:
-            filesystem, local = _file_system(url)
+            filesystem, local = file_system(url)
             if not isinstance(filesystem, LocalFileSystem):
                 return cls._remote(url, filesystem, local.rstrip("/"))
         given = Path(os.path.abspath(os.path.expanduser(local)))
@@ -123,14 +123,6 @@ class DumpFolder:
         found = os.path.normpath(os.path.join(os.path.dirname(name), other))
         is_there = found in self.remote if self.filesystem is not None else (self.root / found).is_file()
         return found if is_there else None
-
-
-def _file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    try:
-        filesystem, root = fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError) as error:
-        raise ImportFailed(f"{url}: no file system is known for it ({first_line(error)})") from error
-    return filesystem, root
 
 
 def _in_order(name: str) -> list[Any]:

@@ -10,7 +10,7 @@ from ...schemas.errors import ImportFailed
 from .dump import DumpFolder, Part, Reading
 from .dump_rows import DumpRows
 from .fields import Fields
-from .remote_file import DumpFile, opened
+from .remote_file import DumpFile, lines_of, opened
 from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import as_object, parsed
 
@@ -24,7 +24,7 @@ def read_lines(path: DumpFile, first: int = 1) -> Iterator[tuple[int, dict[str, 
     """
     try:
         with opened(path) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(lines_of(file, path), start=1):
                 if number < first or not line.strip():
                     continue
                 where = f"{path}, line {number}"

@@ -12,11 +12,15 @@ from typing import Any, BinaryIO
 import fsspec
 
 from ...schemas.errors import ImportFailed
-from ..store import first_line
+from ..store import first_line, too_large
 
 AHEAD_BYTES = 8 << 20
 """Bytes that are asked for at once by who reads on."""
 _BUFFER_BYTES = 1 << 20
+MAX_LINE = 256 << 20
+"""Bytes of a line: a sequence of a million tokens takes less."""
+TIMES_AS_JSON = 16
+"""Bytes in memory of a byte of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +69,28 @@ def opened(path: DumpFile) -> BinaryIO:
     return path.open("rb") if isinstance(path, RemoteFile) else path.open("rb", buffering=_BUFFER_BYTES)
 
 
-def whole_content(path: DumpFile) -> bytes:
-    """All that a file holds. Raises ImportFailed."""
+def whole_content(path: DumpFile, times: int = 2) -> bytes:
+    """All that a file holds. Raises ImportFailed, also where memory has no room for `times` its bytes."""
+    with _told(str(path)):
+        size = int(path.filesystem.size(path.path) or 0) if isinstance(path, RemoteFile) else path.stat().st_size
+    if (said := too_large(size, times)) is not None:
+        raise ImportFailed(f"{path}: {said}; divide it, or import it on a larger machine")
     try:
         return path.read_bytes()
     except OSError as error:
         raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def lines_of(file: Any, where: object) -> Iterator[Any]:
+    """The lines of a file, as bytes or as text. Raises ImportFailed for one without an end."""
+    number = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        if len(line) > MAX_LINE:
+            raise ImportFailed(
+                f"{where}, line {number}: has no end within {MAX_LINE:,} bytes; is it a file of lines, and whole?"
+            )
+        yield line
 
 
 class _Stream(io.RawIOBase):

@@ -10,7 +10,7 @@ from .dump import DumpFolder, Part, Reading
 from .dump_rows import DumpRows
 from .fields import Fields
 from .line_files import first_object, read_lines
-from .remote_file import DumpFile
+from .remote_file import TIMES_AS_JSON, DumpFile, whole_content
 from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import parsed
 
@@ -45,7 +45,7 @@ def objects(path: DumpFile, first: int = 1) -> Iterator[tuple[int, Mapping[str, 
     if path.suffix != ".json" or begins not in (b"[", b"{"):
         yield from read_lines(path, first)
         return
-    found = parsed(path.read_bytes(), str(path), "a .json file is one response, or an array of them")
+    found = parsed(whole_content(path, TIMES_AS_JSON), str(path), "a .json file is one response, or an array of them")
     for number, item in enumerate(found if isinstance(found, list) else [found], start=1):
         if not isinstance(item, Mapping):
             raise ImportFailed(f"{path}, response {number}: is no object")

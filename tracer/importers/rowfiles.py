@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import fsspec
 
 from ...schemas.errors import ImportFailed
+from ..store import file_system
 from .arrowfiles import RowGroups, arrow_names, arrow_rows, parquet_groups, parquet_names, parquet_rows
 from .rowbatch import RowBatch, explained
 from .textfiles import csv_names, csv_rows, json_names, json_rows
@@ -50,12 +51,9 @@ class RowFiles:
     def of(cls, url: str) -> RowFiles:
         """Find the files at a path, in a folder or of a pattern with `*`; those called metrics.* stand apart.
 
-        Raises ImportFailed.
+        Raises ImportFailed and StorageError.
         """
-        try:
-            filesystem, path = fsspec.core.url_to_fs(url)
-        except (ValueError, ImportError) as error:
-            raise ImportFailed(f"{url}: no file system is known for it ({error})") from error
+        filesystem, path = file_system(url)
         with explained(url, "a folder"):
             found = _found(filesystem, path.rstrip("/") or path, url)
         metrics = [name for name in found if _stem(name) == METRICS]

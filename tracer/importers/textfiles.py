@@ -14,6 +14,8 @@ import fsspec
 import msgspec
 
 from ...schemas.errors import ImportFailed
+from ..store import too_large
+from .remote_file import TIMES_AS_JSON, lines_of
 from .rowbatch import ROWS_AT_ONCE, RowBatch, explained, shown_name
 
 
@@ -97,13 +99,15 @@ def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Ro
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
         if _is_array(name) and _first_character(file) == b"[":
             file.seek(0)
+            if (said := too_large(int(filesystem.size(name) or 0), TIMES_AS_JSON)) is not None:
+                raise ImportFailed(f"{name}: {said}; write one object a line, as .jsonl")
             yield from _array_rows(name, file.read())
             return
         file.seek(0)
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
         num_bytes = 0
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(lines_of(file, name), start=1):
             num_bytes += len(line)
             if not line.strip():
                 continue
@@ -203,7 +207,7 @@ def _csv_chunks(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[li
         filesystem.open(name, "rb", compression="infer") as file,
         io.TextIOWrapper(file, "utf-8-sig", newline="") as text,
     ):
-        reader = csv.reader(text, strict=True)
+        reader = csv.reader(lines_of(text, name), strict=True)
         while chunk := _chunk(reader):
             yield chunk
 

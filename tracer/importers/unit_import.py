@@ -35,7 +35,7 @@ from ..whole_file import write_whole
 from .arrowfiles import RowGroups
 from .dump import DumpFolder, Part
 from .placeholders import ZeroLists
-from .remote_file import RemoteFile, opened
+from .remote_file import MAX_LINE, RemoteFile, opened
 from .row_import import RowImport
 
 UNITS = 64
@@ -177,7 +177,7 @@ def cut_lines(folder: DumpFolder, name: str, first: int, most: int) -> Iterator[
             number, start = number + 1, start + len(line)
         end, count = start, 0
         while block := file.read(min(most, _BLOCK_BYTES)):
-            block += file.readline()
+            block += file.readline(MAX_LINE)
             end, count = end + len(block), count + block.count(b"\n")
             if end - start >= most:
                 yield Lines(first=number, start=start, end=end)

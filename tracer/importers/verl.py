@@ -22,6 +22,7 @@ from .experts import routed
 from .fields import Fields
 from .line_files import first_object, rows_of_lines
 from .pickles import BYTES, Budget, Known, NotPlain
+from .remote_file import opened
 from .row_import import REWARD_PREFIX
 from .rowbatch import RowBatch
 from .torch_files import read_bytes, tensors_in, unpickled
@@ -67,8 +68,11 @@ def _parts(folder: DumpFolder) -> list[Part]:
 def _step_of(folder: DumpFolder, name: str) -> int | None:
     """The step that the file meta.json beside a batch gives, or the folder's own name."""
     meta = folder.beside(name, "meta.json")
+    found = None
     try:
-        found = None if meta is None else json.loads(folder.path(meta).read_bytes()[:65536]).get("global_steps")
+        if meta is not None:
+            with opened(folder.path(meta)) as file:
+                found = json.loads(file.read(65536)).get("global_steps")
     except (ValueError, AttributeError, RecursionError):
         found = None
     if type(found) is int and found >= 0:

@@ -279,9 +279,9 @@ def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) 
 
 def _is_range(values: list[Any], rows: np.ndarray) -> bool:
     """Whether the values of some rows, [S] bool, are neighbours: a range, or all but a range."""
-    number = np.array([np.nan if value is None else float(value) for value in values])
-    known = np.unique(number[np.isfinite(number)])
-    inside = np.array([bool(rows[number == value].any()) for value in known])
+    known = sorted({value for value in values if value is not None})
+    marked = {value for value, is_marked in zip(values, rows.tolist(), strict=True) if is_marked}
+    inside = np.array([value in marked for value in known])
     return int(np.sum(inside[1:] != inside[:-1])) <= 2
 
 

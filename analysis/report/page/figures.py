@@ -64,7 +64,7 @@ def stacked(charts: Iterable[LineChart]) -> list[figure]:
         return []
     ends = [(line.x.min(), line.x.max()) for one in charts for line in one.lines if len(line.x)]
     low, high = float(min(low for low, _ in ends)), float(max(high for _, high in ends))
-    room = max((high - low) * 0.015, 0.5)
+    room = max((high - low) * 0.015, 0.5, math.ulp(high))
     steps = Range1d(low - room, high + room, bounds=(low - 2 * room, high + 2 * room))
     plots = [_of_series(one, steps) for one in charts]
     for plot in plots[:-1]:
