@@ -149,6 +149,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
     for kind in ("png", "svg"):
         write_figures(examples(), folder / kind, kind)
+    (folder / "pdf").mkdir()
     write_pdf(examples(), folder / "pdf" / "all.pdf", title="a $run_1$")
     return folder
 
@@ -238,12 +239,14 @@ def test_bins_that_hold_what_is_beyond_say_so():
 
 
 PROGRAM = """
+import os
 import sys
 sys.path[:0] = {folders!r}
 import test_paper
 from tim_trace.analysis.report.paper.files import write_figures, write_pdf
 for kind in ("png", "svg"):
     write_figures(test_paper.examples(), sys.argv[1] + "/" + kind, kind)
+os.mkdir(sys.argv[1] + "/pdf")
 write_pdf(test_paper.examples(), sys.argv[1] + "/pdf/all.pdf", title="a $run_1$")
 print("matplotlib.pyplot" in sys.modules)
 """
@@ -365,7 +368,9 @@ def test_files_that_are_there_stay_unless_forced(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be written"):
+    with pytest.raises(StorageError, match="there is no folder"):
         write_figures((series(line([1.0])),), tmp_path / "file" / "figures", "svg")
+    with pytest.raises(StorageError, match="cannot be written"):
+        write_figures((series(line([1.0])),), tmp_path / "file", "svg")
     with pytest.raises(StorageError, match="local folder"):
         write_pdf((), "s3://bucket/a.pdf")
