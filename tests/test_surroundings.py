@@ -3,8 +3,10 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from importlib.util import find_spec
@@ -228,3 +230,30 @@ def test_a_long_line_is_read_and_one_without_end_is_not(tmp_path, monkeypatch):
     assert next(found) == (1, {})
     with pytest.raises(ImportFailed, match="line 2: has no end within 100 bytes"):
         next(found)
+
+
+def test_an_endpoint_that_never_answers_is_asked_a_few_times_and_named(no_access, monkeypatch):
+    s3fs = pytest.importorskip("s3fs")
+    num_asked = 0
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+
+        def accept():
+            nonlocal num_asked
+            held = []
+            while True:
+                try:
+                    held.append(silent.accept())
+                except OSError:
+                    return
+                num_asked += 1
+
+        threading.Thread(target=accept, daemon=True).start()
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 0.3)
+        s3fs.S3FileSystem.clear_instance_cache()
+        with pytest.raises(StorageError, match=r"s3://bucket/run: cannot be reached"):
+            Store("s3://bucket/run").manifest()
+        s3fs.S3FileSystem.clear_instance_cache()
+    assert 0 < num_asked <= 10

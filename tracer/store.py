@@ -42,10 +42,18 @@ _READ_BYTES = 64 << 20
 """Bytes that the system is asked for at once: it takes room for all that it is asked for."""
 
 
+_BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+_S3_TRIES = 2
+"""s3fs tries so often, squared for a read, and botocore as often again each time: 4 tries of 15 s are enough to wait."""
+
+
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of a URL, and the path on it. Raises StorageError."""
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        is_s3 = url.startswith(("s3://", "s3a://"))
+        filesystem, path = fsspec.core.url_to_fs(url, **(_BOTO_TRIES if is_s3 else {}))
+        if is_s3:
+            filesystem.retries = _S3_TRIES
     except OSError as error:
         raise of_system(error, url) from error
     except Exception as error:  # whatever a file system's library raises
