@@ -29,6 +29,8 @@ RESULT = "results.json"
 LIMIT_S = 1800
 BEGIN, END = "<!-- begin matrix -->\n", "<!-- end matrix -->"
 TRAIN = ("train.py", "--steps", "2")
+PACKED = ("actor_rollout_ref.model.use_remove_padding=True",)
+FSDP2 = "actor_rollout_ref.actor.fsdp_config.strategy=fsdp2"
 TRANSFORMERS_4 = (
     "transformers==4.57.1", "huggingface_hub<1", "tokenizers<0.23", "datasets==4.7.0", "accelerate==1.12.0", "peft==0.18.0",
 )  # fmt: skip
@@ -43,6 +45,8 @@ class Environment:
     """As the table names them."""
     runs: dict[str, tuple[str, ...]]
     """How it samples -> a program of tests/programs with its arguments; it is given --model and --result."""
+    verl: str | None = None
+    """A release of verl: tests/verl_runs.py makes its environment, and `runs` are settings of it, or main=MODULE."""
     packages: tuple[str, ...] = ()
     """Installed with what they require."""
     alone: tuple[str, ...] = ()
@@ -84,7 +88,19 @@ ENVIRONMENTS = (
             "vLLM alone": ("generate.py",),
         },
     ),
-    # Environments of verl are added here: `alone=("verl==0.8.0",)` and what it requires, with a program of tests/programs.
+    *(
+        Environment(name=f"verl-{release}", releases=f"verl {release}, vLLM 0.32.0", verl=release, runs=runs)
+        for release, runs in {
+            "0.9.1": {"trainer v1, packed rows": PACKED, "RayPPOTrainer, padded rows": ("trainer.use_v1=False",)},
+            "0.8.0": {
+                "main_ppo_sync, packed rows": ("main=verl.trainer.main_ppo_sync", *PACKED), "RayPPOTrainer, padded rows": (),
+            },
+            "0.7.1": {
+                "engine workers, padded rows": ("trainer.use_legacy_worker_impl=disable", FSDP2),
+                "legacy workers, padded rows": (),
+            },
+        }.items()
+    ),
 )  # fmt: skip
 
 
@@ -119,7 +135,10 @@ def run_all(environment, folder):
         shutil.rmtree(room, ignore_errors=True)
         room.mkdir(parents=True)
         try:
-            cells = row_of(installed(environment, folder), program, room)
+            if environment.verl:
+                cells = row_of_verl(environment.verl, program, room)
+            else:
+                cells = row_of(installed(environment, folder), program, room)
         except subprocess.CalledProcessError as error:
             cells = f"does not install: {last_line(error.stderr)}", "", ""
         print(f"  {mode}: {' | '.join(cells)} ({time.monotonic() - begin:.0f} s)", file=sys.stderr, flush=True)
@@ -196,6 +215,31 @@ def row_of(python, program, room):
         return f"no: {last_line(error.stderr)}", "", ""
     except subprocess.TimeoutExpired:
         return f"no: it did not end within {LIMIT_S} s", "", ""
+    return cells_of(tim_trace, trace, info, room)
+
+
+def row_of_verl(release, settings, room):
+    """Record two steps of verl in float32 with dynamic batches, and replay them: the cells recorded, replayed, missing."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import shared
+    import verl_runs
+
+    shared.FOLDER = room.parent
+    main = next((one.partition("=")[2] for one in settings if one.startswith("main=")), "verl.trainer.main_ppo")
+    given = [one for one in settings if not one.startswith("main=")]
+    try:
+        found = verl_runs.verl_run(
+            *verl_runs.FLOAT32, *verl_runs.DYNAMIC, *given, main=main, release=release, head_rows=35
+        )
+    except AssertionError as error:  # verl_run asserts that verl ended well
+        return f"no: {last_line(str(error))}", "", ""
+    tim_trace = [verl_runs.verl_environment(release), "-m", "tim_trace"]
+    info = json.loads(run([*tim_trace, "info", found.trace, "--json"], cwd=room))
+    return cells_of(tim_trace, found.trace, info, room)
+
+
+def cells_of(tim_trace, trace, info, room):
+    """The cells recorded, replayed and missing of a trace."""
     passes = [one["name"] for one in info["passes"] if one["num_rows"]]
     recorded = f"{info['num_sequences']} sequences: {', '.join(passes) or 'no logprobs'}"
     missing = "; ".join(sentence for sentence in info["missing"] if "is not a tested version" not in sentence)
