@@ -33,7 +33,7 @@ RAN = {
     "verl 0.9 (PPOTrainer": (
         "tracer/test_verl_live.py::test_verl_s_numbers_come_out_as_verl_logged_them",
         "tracer/test_verl_live.py::test_in_verl_s_own_precision_every_bit_comes_back_of_two_workers",
-        "tracer/test_verl_live.py::test_replaying_gives_the_trainer_s_logprobs_to_the_last_digits_of_float32",
+        "tracer/test_verl_live.py::test_replaying_gives_every_bit_of_the_trainer_s_logprobs",
         "tracer/test_verl_live.py::test_the_trainer_of_before_is_recorded_with_every_pass_and_the_numbers_that_it_logged",
     ),
     "verl's fully asynchronous trainer": (
