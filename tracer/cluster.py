@@ -17,6 +17,7 @@ from ..schemas.errors import (
     InvalidOption,
     NotInstalled,
     TimTraceError,
+    TimTraceWarning,
     option,
     speaking_options,
     speaks_options,
@@ -39,6 +40,10 @@ _UNIT_CHARACTERS = 200
 """Of a unit's name in an error."""
 PATIENCE = 6
 """Such looks in a row that may find none: a cluster that grows takes a while."""
+
+
+HELD_UP = 3
+"""Such looks in a row without any actor after which it is said what is waited for."""
 
 
 class Worker(Protocol):
@@ -234,7 +239,7 @@ class _Pool:
 
     def run(self, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         waiting, deaths, empty, stillborn = deque(range(len(units))), Counter[int](), 0, 0
-        known = self._ray.exceptions
+        known, held_up = self._ray.exceptions, 0
         while waiting or any(number is not None for number, _ in self._running.values()):
             while waiting and self._idle:
                 actor = self._idle.pop()
@@ -242,6 +247,16 @@ class _Pool:
                 self._running[actor.run.remote(units[number])] = number, actor
             ended, _ = self._ray.wait(list(self._running), timeout=LOOK_S)
             empty = 0 if ended or self.room else empty + 1
+            is_held_up = not ended and all(number is None for number, _ in self._running.values())
+            held_up = held_up + 1 if is_held_up else 0
+            if held_up == HELD_UP:
+                free = self._ray.available_resources().get("CPU", 0.0)
+                warnings.warn(
+                    f"no actor has started for {held_up * LOOK_S:g} s: {free:g} CPUs of the cluster are free and one needs "
+                    f"{self._num_cpus:g}; this waits until other jobs end, or stop it and ask without a cluster",
+                    TimTraceWarning,
+                    stacklevel=2,
+                )
             if empty >= PATIENCE:
                 raise ClusterFailed(
                     f"no node of the cluster has {self._num_cpus:g} CPUs and {self._num_gpus:g} GPUs for an actor (the largest: "

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import tim_trace
 from clusters import two_nodes
 from segmented import make_run
 from tim_trace import stats
-from tim_trace.schemas.errors import ClusterFailed, InvalidOption
+from tim_trace.schemas.errors import ClusterFailed, InvalidOption, TimTraceWarning
 from tim_trace.tracer import cluster
 from tim_trace.tracer.cluster import connected, run_units
 
@@ -37,6 +38,22 @@ class Writer:
 
     def close(self):
         Path(self.last).touch()
+
+
+class Mortal:
+    """A worker whose process is killed at unit 2, once."""
+
+    def __init__(self, died):
+        self.died = died
+
+    def run(self, unit):
+        if unit == 2 and not Path(self.died).exists():
+            Path(self.died).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 2 * unit
+
+    def close(self):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +176,37 @@ def test_no_room_for_an_actor_is_told_with_what_there_is(address, monkeypatch):
     told = r"no node of the cluster has 1 CPUs and 2 GPUs for an actor \(the largest: 1 CPUs, 0 GPUs\); add a node, or ask for less with gpus_per_arm="
     with pytest.raises(ClusterFailed, match=told):
         list(run_units(address, None, [1], num_cpus=1, num_gpus=2))
+
+
+@pytest.mark.slow
+def test_two_drivers_share_a_cluster_and_the_one_that_waits_says_what_for(tmp_path, address, monkeypatch):
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find the tests
+    monkeypatch.setattr(cluster, "LOOK_S", 1.0)
+    with connected(address) as ray:
+        held = [ray.remote(num_cpus=1)(Writer).remote(str(tmp_path / "other")) for _ in range(2)]
+        ray.get([one.run.remote(str(tmp_path / f"held-{number}")) for number, one in enumerate(held)])
+
+        def let_go():
+            for one in held:
+                ray.kill(one)
+
+        timer = threading.Timer(10.0, let_go)
+        timer.start()
+        with pytest.warns(TimTraceWarning, match=r"no actor has started for 3 s: 0 CPUs of the cluster are free"):
+            done = list(
+                run_units(address, Writer(str(tmp_path / "last")), [str(tmp_path / "unit")], num_cpus=1, num_gpus=0)
+            )
+        timer.join()
+    assert done == [(0, str(tmp_path / "unit"))]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_replaced(tmp_path, address):
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find the tests
+    done = list(run_units(address, Mortal(str(tmp_path / "died")), [1, 2, 3], num_cpus=1, num_gpus=0))
+    assert sorted(done) == [(0, 2), (1, 4), (2, 6)]
+    assert (tmp_path / "died").exists()
