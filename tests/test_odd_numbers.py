@@ -73,7 +73,7 @@ QUICK = {
     ],
 )
 def test_every_verb_answers(traces, tmp_path, name, verb):
-    answer(verb, run=traces(name), new=tmp_path / "new")
+    answer(verb, run=traces(name), new=tmp_path / "new", refuses=verb == "weights")  # these traces have none
 
 
 def test_steps_beyond_2_53_are_told_to_the_last_digit(traces):
