@@ -25,9 +25,6 @@ ASKED = "tim_trace_digests"
 NAIVE = "naive"
 """verl's way of giving weights to an engine on the same devices."""
 
-_MOST_S = 120.0
-"""How long a training waits for its engine to say what it holds."""
-
 _APART = (
     "the engine's weights are not accounted for: verl's checkpoint engine {} gives them to engines in other processes; "
     "trainer.v1.trainer_mode=sync gives them in the worker itself, and is accounted for"
@@ -131,7 +128,7 @@ class VerlEngineWeights(EngineWeights):
             if not self._is_due(own) or not self._reads_held:
                 return
             try:
-                self._found = await _held_of(worker.rollout, self._shapes)
+                self._found = await _held_of(worker.rollout, self._shapes, self._session.order.max_wait)
             except Exception as error:
                 self._reads_held = False
                 self._session.note(_NOT_HELD.format(f"{type(error).__name__}: {error}"))
@@ -159,11 +156,11 @@ def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) 
     Path(path).write_text(json.dumps(read_digests(held)))
 
 
-async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s: float) -> dict[str, int]:
     # verl's server passes on no answer of a worker.
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as folder:
         path = Path(folder) / "held.json"
-        await rollout._execute_method(ASKED, timeout=_MOST_S, kwargs={"path": str(path), "shapes": shapes})
+        await rollout._execute_method(ASKED, timeout=timeout_s, kwargs={"path": str(path), "shapes": shapes})
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
