@@ -48,7 +48,7 @@ class Sender:
                 "or remove it"
             )
         self._upload = Upload(self.folder, url)
-        self._upload.has_part_of(None)
+        self._upload.has_part_of()
         self._is_stuck = False
         self.folder.parent.mkdir(parents=True, exist_ok=True)
 

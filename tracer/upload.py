@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..schemas.checksums import whole_hash
-from ..schemas.errors import StorageError, TimTraceError, TraceExists
+from ..schemas.errors import StorageError, TraceExists
 from ..schemas.layout import INDEX, JOURNAL, MANIFEST, TEMPORARY_PREFIX, WRITERS
 from ..schemas.writer_state import parse_writer_state
 from .index import write_index
@@ -33,20 +33,20 @@ class Upload:
         self.num_bytes = 0
         """Bytes sent so far, of a file on its way too: while this grows, the storage answers."""
 
-    def has_part_of(self, run_id: str | None) -> bool:
-        """Return whether the URL holds a part of this run. Raises TraceExists if it holds anything else, and StorageError."""
+    def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
+        """Return whether the URL holds some of a run's `files` and nothing else, as an interrupted upload leaves it.
+
+        Raises TraceExists if it holds anything else, and StorageError if it cannot be reached.
+        """
         try:
-            there = next(iter(self._store.filesystem.find(self._store.root)), None)
+            found = self._store.filesystem.find(self._store.root)
         except FileNotFoundError:
             return False
-        if there is not None and (run_id is None or self._run_there() != run_id):
+        names = {path.removeprefix(self._store.root).strip("/") for path in found}
+        others = {name for name in names if name not in files and not name.startswith(f"{INDEX}/")}
+        if others or (MANIFEST in names and self._store.manifest().run_id != run_id):
             raise TraceExists(f"{self.url}: something lies there already; name another URL, or remove it")
-        return there is not None
-
-    def _run_there(self) -> str | None:
-        with contextlib.suppress(TimTraceError):
-            return self._store.manifest().run_id
-        return None
+        return bool(names)
 
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
         """Send what is finished and was not sent yet. Raises StorageError after `tries` attempts at one file.

@@ -44,7 +44,7 @@ def merge_to(
         return _write(snapshot, Path(output), file_bytes, force, progress, None if ray is None else Actors(address=ray))
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as room:
         upload = Upload(Path(room, "trace"), output)
-        replaces_part = upload.has_part_of(snapshot.manifest.run_id)
+        replaces_part = upload.has_part_of(snapshot.manifest.run_id, store.walk(""))
         actors = None if ray is None else Actors(address=ray, upload=upload)
         merged = _write(snapshot, upload.folder, file_bytes, force, progress, actors)
         upload.send(progress)
