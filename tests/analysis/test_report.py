@@ -357,6 +357,7 @@ def test_the_package_is_named_like_what_it_makes_before_and_after_it_is_imported
 
 @pytest.mark.slow
 def test_the_command_says_the_verdict_and_where_the_file_is(run, tmp_path):
+    (tmp_path / "out").mkdir()
     done = command("report", run, "-o", tmp_path / "out" / "report.html")
     assert done.code == 0, done.stderr
     assert done.stdout.strip() == report(run).verdicts[0].sentence
