@@ -226,9 +226,10 @@ def test_only_steps_without_sums_are_computed(tmp_path, monkeypatch):
     computed_steps = []
     compute = sums._compute
 
-    def noted(database, pair, chunk, *arguments):
+    def noted(database, unit):
+        _, chunk, _ = unit
         computed_steps.append((chunk.first_step, chunk.last_step))
-        return compute(database, pair, chunk, *arguments)
+        return compute(database, unit)
 
     monkeypatch.setattr(sums, "_compute", noted)
     database = Database(path)

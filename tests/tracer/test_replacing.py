@@ -134,7 +134,7 @@ def test_an_import_for_which_the_disk_is_too_small_leaves_the_old_trace(tmp_path
     make_trace(tmp_path / "run")
     before = tree(tmp_path / "run")
     rows = rows_file(tmp_path / "rows.jsonl", 40_000)
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # noqa: E731
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
     done = subprocess.run(
         [TIM_TRACE, "import", "parquet", rows, "-o", tmp_path / "run", "--force"], capture_output=True, text=True,
         preexec_fn=limit, check=False,
