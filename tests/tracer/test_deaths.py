@@ -94,7 +94,9 @@ def check_deaths(tmp_path, work, seed, count):
         check_sums.expected = whole["there"]["mean_abs_d"]
     if work == "record":
         started = [event for event, _ in whole["changes"]].index("subprocess.Popen")
-        removed = [i for i, (event, path) in enumerate(whole["changes"]) if event == "os.remove" and ".tmp-replaced-" in path]
+        removed = [
+            i for i, (event, path) in enumerate(whole["changes"]) if event == "os.remove" and ".tmp-replaced-" in path
+        ]
         assert removed
         assert started < min(removed), "the old trace is removed once the command has started"
     for told in (whole, *found):

@@ -59,8 +59,10 @@ SERVER_URL = Attribute(  # from 0.28 on, before, and of AsyncGRPOTrainer
     "the server's configuration",
     ("vllm_generation.vllm_client.base_url", "vllm_client.base_url", "vllm_client.server_url"),
 )
-ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS, REWARD_WEIGHTS, REWARD_NAMES)
-"""What every trainer that generates has."""
+ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
+"""What every trainer has."""
+GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
+"""What a trainer has that generates; samples from a queue bring their rewards along."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:

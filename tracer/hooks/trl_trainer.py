@@ -24,7 +24,7 @@ from .engine_call import EngineCall
 from .model_weights import keeps_weights, own_tensors
 from .session import Session
 from .tokenizer import tokenizer_identity
-from .trainer_class import name_of, own_loss, unknown_output
+from .trainer_class import is_asynchronous, name_of, own_loss, unknown_output
 from .trainer_tensors import trained_model
 from .trl_batches import (
     ROW_KEY,
@@ -51,7 +51,7 @@ from .trl_contract import (
     server_info,
 )
 from .trl_distributions import HeadTap
-from .trl_release import ATTRIBUTES, NUM_GENERATIONS, find, lost
+from .trl_release import ATTRIBUTES, GENERATING, NUM_GENERATIONS, find, lost
 from .trl_routing import routing_tap, tell_of_routing
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
 
@@ -286,7 +286,7 @@ class TrainerHooks:
         self.session.recorder.describe(
             model=model_identity(trainer), tokenizer=tokenizer_identity(trainer.processing_class)
         )
-        for loss in lost(trainer, ATTRIBUTES):
+        for loss in lost(trainer, ATTRIBUTES if is_asynchronous(type(trainer)) else GENERATING):
             self.session.note(loss)
         if sentence := own_loss(type(trainer)):
             self.session.note(sentence)
