@@ -74,7 +74,7 @@ def stats(
             raise InvalidOption("has no effect on a framework's numbers, which one process makes", option="ray")
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
-    if not isinstance(traces, Database) and _keep_each(database, names, progress):
+    if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
         database = opened(traces, steps, ray)
     tell_sampled(database, names)
     routed = _is_routed(database, names)
