@@ -11,6 +11,7 @@ shapes and scales, so these figures are of this model; speeds are those of its s
 """
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -74,7 +75,7 @@ ENGINES = {
 }
 """Settings with which vLLM samples greedily: sequences diverge only where bits do."""
 
-LAYERS, WIDTH, BATCH, TOKENS, ROUNDS = 12, 2048, 64, 512, 20
+BATCH, TOKENS, ROUNDS, REPEATS = 64, 512, 12, 9
 RESULTS = Path(__file__).parents[1] / "runs" / "gpu.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 
@@ -245,68 +246,117 @@ def _sequences(size):
 
 
 @cache
-def _trace(size, room):
-    """A trace of the model and its two steps."""
-    record_steps(room / "run", _model(size).to("cpu"), _sequences(size), SHAPES[size][1], ROWS)
+def _trace(size, room, device):
+    """A trace of the model and its two steps, scored on the device by a bare loop."""
+    steps, prompt = _sequences(size), SHAPES[size][1]
+    logprobs = [_scores(_model(size).to(device), sequences, prompt) for sequences in steps]
+    record_steps(room / "run", _model(size).to("cpu"), steps, prompt, ROWS, logprobs)
     return room / "run"
+
+
+def _scores(model, sequences, prompt):
+    """Logprobs of the responses as a trainer takes them: forward, the chosen logit less logsumexp in float32."""
+    import torch
+
+    found = []
+    for start in range(0, len(sequences), ROWS):
+        ids_BW = torch.from_numpy(np.stack(sequences[start : start + ROWS])).to(model.device)
+        with torch.no_grad():
+            logits_BTV = model(ids_BW, logits_to_keep=ids_BW.shape[1] - prompt + 1).logits[:, :-1].float()
+            chosen_BT = logits_BTV.gather(-1, ids_BW[:, prompt:, None]).squeeze(-1)
+            found.extend((chosen_BT - logits_BTV.logsumexp(-1)).cpu().numpy())
+    return found
 
 
 def _recording(arguments, room):
     """Recording from the device.
 
-    A loop of matrix products with a recorder beside it over the same loop alone, in turn; the calls on the thread that trains;
-    and what digests, weights and the optimizer's statistics of the whole model take.
+    A training step (forward, backward and AdamW over the sequences of a step, eight rows at a time) with a recorder beside it over
+    the same step alone, in turn; the calls on the thread that trains; and what digests, weights and the optimizer's statistics of
+    the whole model take. The first two versions of weights find memory that nobody has touched yet.
     """
     return [
-        ("a step with recording over one without", partial(_copies, arguments, room, "ratio")),
-        ("calls in the thread that trains, ns a token", partial(_copies, arguments, room, "calls")),
+        ("a training step alone, ms", partial(_step, arguments, room, "alone")),
+        (
+            "a training step, its tokens, metrics and optimizer recorded, over one without",
+            partial(_step, arguments, room, "tokens"),
+        ),
+        ("the same, with all weights kept at each step", partial(_step, arguments, room, "weights")),
+        ("the calls for its tokens in the thread that trains, ns a token", partial(_step, arguments, room, "calls")),
         (
             "values overwritten right after the call: tokens that were recorded changed",
             partial(_overwritten, arguments, room),
         ),
         ("digests of the model, ms", partial(_digests, arguments)),
-        ("add_weights of the model, ms in the thread that trains", partial(_weights, arguments, room)),
+        (
+            "add_weights of the model, first two versions, ms in the thread that trains",
+            partial(_weights, arguments, room, slice(2)),
+        ),
+        (
+            "add_weights of the model, later versions, ms in the thread that trains",
+            partial(_weights, arguments, room, slice(2, None)),
+        ),
         ("add_optimizer of the model, ms", partial(_optimizer, arguments, room)),
     ]
 
 
 @cache
-def _copied(device, room):
-    """Seconds of rounds alone, with recording, and of the recorder's calls."""
+def _trained(size, device, room):
+    """Seconds of steps alone, with tokens recorded, with weights too; and of the calls for tokens, ns a token."""
     import torch
     from tim_trace.tracer.recorder import Recorder
 
-    layers, width, batch = (LAYERS, WIDTH, BATCH) if device == "cuda" else (2, 256, 8)
-    weights = [torch.randn(width, width, device=device) for _ in range(layers)]
-    logprobs = -torch.rand(batch, TOKENS, device=device)
-    ids = torch.randint(0, 1000, (batch, TOKENS))
+    prompt = SHAPES[size][1]
+    rows = np.stack(_sequences(size)[0])
+    model = copy.deepcopy(_model(size)).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
     def train():
-        values = torch.ones(width, width, device=device)
-        for weight in weights:
-            values = torch.tanh(values @ weight)
-        return float(values.sum())  # waits, as the logging of a loss does
+        found = []
+        for ids_BW in torch.from_numpy(rows).to(device).split(ROWS):
+            logits_BTV = model(ids_BW, logits_to_keep=ids_BW.shape[1] - prompt + 1).logits[:, :-1]
+            logprobs_BT = logits_BTV.float().log_softmax(-1).gather(-1, ids_BW[:, prompt:, None]).squeeze(-1)
+            (-logprobs_BT.mean() / len(rows) * ROWS).backward()
+            found.append(logprobs_BT.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.cat(found)
 
-    alone, recorded, calls = [], [], []
-    with Recorder(room / "copies") as recorder:
-        for step in range(1, ROUNDS + 1):
-            alone.append(_seconds(train))
+    def timed(record=None):
+        logprobs_BT = train()
+        start = time.perf_counter()
+        taken = record(logprobs_BT) if record else None
+        logprobs_BT.sum().item()  # waits, as the logging of a loss does
+        return taken or time.perf_counter() - start
 
-            def with_recording(step=step):
-                start = time.perf_counter()
-                added = recorder.add_sequences(step=step, response_ids=ids)
-                for name in ("train", "rollout"):
-                    recorder.add_scores(name, added, logprobs=logprobs)
-                calls.append(time.perf_counter() - start)
-                train()
+    steps = iter(range(1, 1000))
 
-            recorded.append(_seconds(with_recording))
-    return alone[2:], recorded[2:], [took / (batch * TOKENS * 2) * 1e9 for took in calls[2:]]
+    def tokens(recorder, logprobs_BT):
+        step, start = next(steps), time.perf_counter()
+        batch = recorder.add_sequences(step=step, prompt_ids=rows[:, :prompt], response_ids=rows[:, prompt:])
+        for name in ("train", "rollout"):
+            recorder.add_scores(name, batch, logprobs=logprobs_BT)
+        calls.append((time.perf_counter() - start) / (2 * logprobs_BT.numel()) * 1e9)
+        recorder.add_metrics(step, {"loss": -logprobs_BT.mean()})
+        recorder.add_optimizer(step, optimizer)
+        return step
+
+    def everything(recorder, logprobs_BT):
+        recorder.add_weights(tokens(recorder, logprobs_BT), model.state_dict())
+
+    calls, taken = [], ([], [], [])
+    with Recorder(room / "tokens") as first, Recorder(room / "everything") as second:
+        for _ in range(ROUNDS):
+            for seconds, record in zip(taken, (None, partial(tokens, first), partial(everything, second)), strict=True):
+                seconds.append(_seconds(lambda record=record: timed(record)))
+    return [seconds[2:] for seconds in taken] + [calls[4:]]
 
 
-def _copies(arguments, room, which):
-    alone, recorded, per_token = _copied(arguments.device, room)
-    return _middle(ratios(recorded, alone), ".3f") if which == "ratio" else _middle(per_token, ".1f")
+def _step(arguments, room, which):
+    alone, with_tokens, with_weights, calls = _trained(arguments.model, arguments.device, room)
+    if which in ("alone", "calls"):
+        return _middle(calls if which == "calls" else [1e3 * seconds for seconds in alone], ".1f")
+    return _middle(ratios(with_tokens if which == "tokens" else with_weights, alone), ".3f")
 
 
 def _overwritten(arguments, room):
@@ -350,20 +400,25 @@ def _digests(arguments):
     return _repeated(arguments.device, lambda: [digest(tensor) for tensor in model.state_dict().values()])
 
 
-def _weights(arguments, room):
+@cache
+def _taken_by_weights(size, device, room):
     import torch
     from tim_trace.tracer.recorder import Recorder
 
-    state = dict(_model(arguments.model).to(arguments.device).state_dict())
+    state = dict(_model(size).to(device).state_dict())
     taken = []
     with Recorder(room / "weights") as recorder:
-        for version in range(4):
-            if arguments.device == "cuda":
+        for version in range(8):
+            if device == "cuda":
                 torch.cuda.synchronize()
             taken.append(_seconds(partial(recorder.add_weights, version, state)) * 1e3)
             recorder.flush()
             next(iter(state.values())).add_(1e-3)
-    return _middle(taken, ".1f")
+    return taken
+
+
+def _weights(arguments, room, which):
+    return _middle(_taken_by_weights(arguments.model, arguments.device, room)[which], ".1f")
 
 
 def _optimizer(arguments, room):
@@ -386,9 +441,29 @@ def _replay(arguments, room):
     """Arms of a replay.
 
     d is against fp64 on the same device, in nats; equal: the share of tokens with the bits of the arm `dtype=bf16`. Seconds
-    have loading and writing in them. Decode, compile, the exact engine and vLLM run on four short sequences.
+    have loading and writing in them. The bare loop adds up all rows of a batch at once, the replay some at a time. Decode, compile, the exact engine and vLLM run on four short sequences.
     """
-    return [(arm, partial(_arm, arguments.model, room, arm)) for arm in arguments.arms]
+    return [
+        ("as recorded, against the bare loop", partial(_identity, arguments, room)),
+        *((arm, partial(_arm, arguments, room, arm)) for arm in arguments.arms),
+    ]
+
+
+def _identity(arguments, room):
+    from tim_trace.analysis.trace.database import Database
+    from tim_trace.replay.engine import replay
+
+    trace = _trace(arguments.model, room, arguments.device)
+    took = _seconds(lambda: replay(trace, steps="1"))
+    query = "SELECT count(*), avg(abs(d)), sqrt(avg(d * d)), max(abs(d)), avg((d = 0)::INT) FROM pair('replay/as-recorded', 'train')"
+    return _cells(took, *Database(trace).ask(query).rows[0])
+
+
+def _cells(took, tokens, mean, rms, largest, equal):
+    return {
+        "replay s": f"{took:.1f}", "tokens": f"{tokens:,}", "mean abs d": f"{mean:.3g}", "rms d": f"{rms:.3g}",
+        "max abs d": f"{largest:.3g}", "equal": f"{equal:.4f}",
+    }  # fmt: skip
 
 
 def _name(arm):
@@ -396,30 +471,28 @@ def _name(arm):
 
 
 @cache
-def _replayed(size, room, arm, step):
+def _replayed(size, device, room, arm, step):
     from tim_trace.replay.engine import replay
 
-    return _seconds(lambda: replay(_trace(size, room), steps=step, arm=[f"{arm},name={_name(arm)}"]))
+    trace = _trace(size, room, device)
+    return _seconds(lambda: replay(trace, steps=step, arm=[f"{arm},name={_name(arm)}"]))
 
 
-def _arm(size, room, arm):
+def _arm(arguments, room, arm):
     from tim_trace.analysis.trace.database import Database
 
     step = ARMS.get(arm, "2")
     for other in (REFERENCE, BASE):
-        _replayed(size, room, other, step)
-    took = _replayed(size, room, arm, step)
+        _replayed(arguments.model, arguments.device, room, other, step)
+    took = _replayed(arguments.model, arguments.device, room, arm, step)
     query = (
         "SELECT count(*), avg(abs(d)), sqrt(avg(d * d)), max(abs(d)), avg((d = 0)::INT) FROM pair('replay/{}', 'replay/{}') "
         f"WHERE step = {step}"
     )
-    ask = Database(_trace(size, room)).ask
+    ask = Database(_trace(arguments.model, room, arguments.device)).ask
     tokens, mean, rms, largest, _ = ask(query.format(_name(arm), _name(REFERENCE))).rows[0]
     *_, equal = ask(query.format(_name(arm), _name(BASE))).rows[0]
-    return {
-        "replay s": f"{took:.1f}", "tokens": f"{tokens:,}", "mean abs d": f"{mean:.3g}", "rms d": f"{rms:.3g}",
-        "max abs d": f"{largest:.3g}", "equal": f"{equal:.4f}",
-    }  # fmt: skip
+    return _cells(took, tokens, mean, rms, largest, equal)
 
 
 def _locate(arguments, room):
@@ -432,13 +505,13 @@ def _locate(arguments, room):
         "dtype=bf16 against dtype=fp64": ("dtype=bf16", "dtype=fp64"),
         "dtype=bf16 against dtype=bf16,attention=math": ("dtype=bf16", "dtype=bf16,attention=math"),
     }
-    return [(name, partial(_located, arguments.model, room, *arms)) for name, arms in pairs.items()]
+    return [(name, partial(_located, arguments, room, *arms)) for name, arms in pairs.items()]
 
 
-def _located(size, room, arm, against):
+def _located(arguments, room, arm, against):
     from tim_trace.replay.locate.engine import locate
 
-    found = locate(_trace(size, room), steps="2", arm=arm, against=against, sequences="2")
+    found = locate(_trace(arguments.model, room, arguments.device), steps="2", arm=arm, against=against, sequences="2")
     return {
         "diverges at": found.first.operator if found.first else "nothing but rounding",
         "largest error over its bound": f"{max(each.ratio for each in found.operators):.3g}",
@@ -449,48 +522,53 @@ def _located(size, room, arm, against):
 def _throughput(arguments, room):
     """Tokens a second.
 
-    Prompt and response tokens of one pass over step 1, the median of three.
+    Prompt and response tokens of one pass over nine steps like step 1; of the bare loop the median of three of one such step. A
+    replay of one step beside it takes loading, opening and writing out of the replay's second figure.
     """
     return [
         ("transformers, a bare loop in bf16", partial(_bare, arguments)),
-        ("replay of the arm dtype=bf16, model loaded, identity arm beside it", partial(_replay_speed, arguments, room)),
+        ("replay as recorded", partial(_replay_speed, arguments, room, 0)),
+        ("replay as recorded, loading left out", partial(_replay_speed, arguments, room, 1)),
         ("vLLM, prompt_logprobs", partial(_vllm_speed, arguments, room)),
     ]
 
 
-def _speed(size, seconds):
+def _speed(size, seconds, steps=1):
     count, prompt, response = SHAPES[size]
-    return {"tokens a second": f"{count * (prompt + response) / statistics.median(seconds):,.0f}"}
+    return {"tokens a second": f"{steps * count * (prompt + response) / seconds:,.0f}", "s": f"{seconds:.2f}"}
 
 
 def _bare(arguments):
-    import torch
-
     prompt, (sequences, _) = SHAPES[arguments.model][1], _sequences(arguments.model)
     model = _model(arguments.model).to(arguments.device)
 
     def bare():
-        for start in range(0, len(sequences), ROWS):
-            ids_BW = torch.from_numpy(np.stack(sequences[start : start + ROWS])).to(arguments.device)
-            with torch.no_grad():
-                logits_BTV = model(ids_BW, logits_to_keep=ids_BW.shape[1] - prompt + 1).logits[:, :-1]
-                torch.log_softmax(logits_BTV.float(), -1).gather(-1, ids_BW[:, prompt:, None]).cpu()
+        _scores(model, sequences, prompt)
 
     bare()
-    return _speed(arguments.model, [_seconds(bare) for _ in range(3)])
+    return _speed(arguments.model, statistics.median(_seconds(bare) for _ in range(3)))
 
 
-def _replay_speed(arguments, room):
+def _replay_speed(arguments, room, left_out):
+    whole, one = _replay_seconds(arguments.model, arguments.device, room)
+    return _speed(arguments.model, whole - left_out * one, REPEATS - left_out)
+
+
+@cache
+def _replay_seconds(size, device, room):
+    """Seconds of a replay of all steps, and of one."""
     from tim_trace.replay.engine import replay
 
-    fresh = iter([copy_of(_trace(arguments.model, room), number) for number in range(3)])
-    return _speed(
-        arguments.model, [_seconds(lambda: replay(next(fresh), steps="1", arm=["dtype=bf16"])) for _ in range(3)]
-    )
+    prompt, (sequences, _) = SHAPES[size][1], _sequences(size)
+    logprobs = _scores(_model(size).to(device), sequences, prompt)
+    record_steps(room / "speed", _model(size).to("cpu"), [sequences] * REPEATS, prompt, ROWS, [logprobs] * REPEATS)
+    traces = [copy_of(room / "speed", number) for number in range(3)]
+    replay(traces[0], steps="1")
+    return _seconds(lambda: replay(traces[1])), _seconds(lambda: replay(traces[2], steps="1"))
 
 
 def _vllm_speed(arguments, room):
-    return _speed(arguments.model, _engine_run(arguments, room, {"score": True})["seconds"])
+    return _speed(arguments.model, statistics.median(_engine_run(arguments, room, {"score": True})["seconds"]))
 
 
 def _engines(arguments, room):
@@ -520,7 +598,7 @@ def _engine_run(arguments, room, options):
 
     folder = room / "model"
     if not folder.exists():
-        export(_trace(arguments.model, room), 0, folder, dtype="bf16")
+        export(_trace(arguments.model, room, arguments.device), 0, folder, dtype="bf16")
     result = room / "engine.json"
     result.unlink(missing_ok=True)
     given = options | {"result": str(result), "model": arguments.model, "device": arguments.device}

@@ -53,8 +53,11 @@ def _step(seed):
     return list(np.random.default_rng(seed).integers(0, VOCAB, (BATCHES * ROWS, PROMPT + RESPONSE)))
 
 
-def record_steps(trace, model, steps, prompt, rows):
-    """Record steps of token sequences, scored `rows` at a time in their order, padded on the right."""
+def record_steps(trace, model, steps, prompt, rows, logprobs=None):
+    """Record steps of token sequences, scored `rows` at a time in their order, padded on the right.
+
+    `logprobs` has an array for each sequence of each step; -1 otherwise.
+    """
     with Recorder(trace) as recorder:
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         recorder.describe(model={"class": name, "config": model.config.to_dict()})
@@ -68,8 +71,8 @@ def record_steps(trace, model, steps, prompt, rows):
                 response_ids=responses,
                 policy_version=0,
             )
-            logprobs = [np.full(len(ids), -1.0, np.float32) for ids in responses]
-            recorder.add_scores("train", batch, logprobs=logprobs, forward=forward_of(responses, rows))
+            scored = logprobs[number - 1] if logprobs else [np.full(len(ids), -1.0, np.float32) for ids in responses]
+            recorder.add_scores("train", batch, logprobs=scored, forward=forward_of(responses, rows))
 
 
 def forward_of(responses, rows):

@@ -25,7 +25,22 @@ from tim_trace.tracer.recorder import Recorder
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
-TIM_TRACE = Path(sys.executable).parent / "tim-trace"
+
+
+def _command():
+    """The command `tim-trace`; where the package is linked rather than installed, as on a borrowed GPU, one that is made here."""
+    installed = Path(sys.executable).parent / "tim-trace"
+    if installed.exists():
+        return installed
+    folder = TemporaryDirectory(prefix="tim-trace-command-")
+    register(folder.cleanup)
+    made = Path(folder.name) / "tim-trace"
+    made.write_text(f"#!{sys.executable}\nfrom tim_trace.cli import main\n\nmain()\n")
+    made.chmod(0o755)
+    return made
+
+
+TIM_TRACE = _command()
 
 
 @dataclass

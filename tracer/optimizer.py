@@ -8,8 +8,9 @@ from typing import Any
 PREFIX = "optimizer/"
 """What the names of its metrics begin with."""
 
-CHUNK_BYTES = 16 << 20
-"""Bytes that are worked on at once, of float32 at least: the temporary tensors are a few times as large, whatever the model's are."""
+CHUNK_BYTES = 56 << 20
+"""Bytes that are worked on at once, whatever the model's tensors are. On a GPU there is one temporary tensor as large; a CPU needs
+another two for its sums, so that it takes a third, of float32 at least."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
@@ -77,7 +78,8 @@ def _chunks(optimizer: Any) -> Iterator[Chunk]:
             if not state or not (("exp_avg_sq" in state and "exp_avg" in state) or _buffer(state) is not None):
                 continue
             key = (parameter.device, parameter.dtype, tuple(state), _known_step(state))
-            most = CHUNK_BYTES // max(4, parameter.element_size())
+            item = parameter.element_size()
+            most = CHUNK_BYTES // item if parameter.is_cuda else CHUNK_BYTES // 3 // max(4, item)
             for piece, its_state in _pieces(_local(parameter), state, most):
                 _, tensors, states = alike.setdefault(key, (group, [], []))
                 if sum(tensor.numel() for tensor in tensors) + piece.numel() > most and tensors:
@@ -110,26 +112,42 @@ def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Se
     scale1, scale2 = 1 - beta1**step, 1 - beta2**step
     # With amsgrad the largest second moment so far divides.
     largest = "max_exp_avg_sq" if "max_exp_avg_sq" in states[0] else "exp_avg_sq"
-    below = torch._foreach_sqrt([_local(state[largest]) for state in states])
-    torch._foreach_div_(below, scale2**0.5)
-    torch._foreach_add_(below, group["eps"])
-    update = torch._foreach_div([_local(state["exp_avg"]) for state in states], below)
+    update = torch._foreach_sqrt([_local(state[largest]) for state in states])
+    torch._foreach_div_(update, scale2**0.5)
+    torch._foreach_add_(update, group["eps"])
+    torch._foreach_reciprocal_(update)
+    torch._foreach_mul_(update, [_local(state["exp_avg"]) for state in states])
     torch._foreach_div_(update, scale1)
     if group.get("decoupled_weight_decay") and group.get("weight_decay"):
         torch._foreach_add_(update, weights, alpha=float(group["weight_decay"]))
-    sums = _norms(torch, [_local(state["exp_avg_sq"]) for state in states], 1)
-    return update, sums.sum() / scale2
+    return update, _sum(torch, [_local(state["exp_avg_sq"]) for state in states]) / scale2
 
 
 def _square(torch: Any, tensors: list[Any]) -> Any:
-    """The squared norm of tensors together."""
-    return _norms(torch, tensors, 2).square().sum()
+    """The squared norm of tensors together, added up in float32 at least."""
+    dtype = _dtype_of_sums(torch, tensors)
+    if tensors[0].device.type == "cpu":
+        return torch.stack([_square_on_cpu(torch, tensor.reshape(-1), dtype) for tensor in tensors]).sum().float()
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum().float()
 
 
-def _norms(torch: Any, tensors: list[Any], order: int) -> Any:
-    """[tensors] norms, added up in float32 at least."""
-    dtype = None if tensors[0].dtype in (torch.float32, torch.float64) else torch.float32
-    return torch.stack(torch._foreach_norm(tensors, order, dtype=dtype)).float()
+def _square_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
+    """The squared norm of a vector by pieces: torch's own norm adds one element after another, its sum pairwise."""
+    whole = len(values_N) // width * width
+    norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
+    return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
+
+
+def _sum(torch: Any, tensors: list[Any]) -> Any:
+    """The sum of tensors of which no element is negative, added up in float32 at least."""
+    dtype = _dtype_of_sums(torch, tensors)
+    if tensors[0].device.type == "cpu":
+        return torch.stack([tensor.sum(dtype=dtype) for tensor in tensors]).sum().float()
+    return torch.stack(torch._foreach_norm(tensors, 1, dtype=dtype)).sum().float()
+
+
+def _dtype_of_sums(torch: Any, tensors: list[Any]) -> Any:
+    return torch.promote_types(tensors[0].dtype, torch.float32)
 
 
 def _total(torch: Any, values: list[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ...schemas.errors import CannotReplay
@@ -29,8 +29,9 @@ def forced(attention: str | None) -> Iterator[None]:
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    grouped = _heads_repeated() if attention == "efficient" else nullcontext()
     try:
-        with sdpa_kernel([getattr(SDPBackend, _NAMES[attention])]):
+        with sdpa_kernel([getattr(SDPBackend, _NAMES[attention])]), grouped:
             yield
     except RuntimeError as error:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
@@ -39,6 +40,23 @@ def forced(attention: str | None) -> Iterator[None]:
             f"attention {attention}: torch has no such kernel for this model, mask, dtype and device; try math, which "
             "always works, or eager"
         ) from error
+
+
+@contextmanager
+def _heads_repeated() -> Iterator[None]:
+    """Let transformers give each query head its own copy of its keys and values, for a kernel that cannot share them."""
+    from transformers.integrations import sdpa_attention
+
+    name = "use_gqa_in_sdpa"
+    shares = getattr(sdpa_attention, name, None)
+    if shares is None:  # a release that always repeats them
+        yield
+        return
+    setattr(sdpa_attention, name, lambda *_: False)
+    try:
+        yield
+    finally:
+        setattr(sdpa_attention, name, shares)
 
 
 @contextmanager

@@ -60,6 +60,20 @@ def test_the_second_moment_is_the_mean_of_v_hat():
     assert float(optimizer_statistics(optimizer)["optimizer/second_moment"]) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sums_of_a_large_tensor_are_right_to_single_precision(dtype):
+    """A gradient of ones: torch's own norm on a CPU, which adds one element after another, is off by a percent."""
+    parameter = torch.full((1000, 2000), 0.5, dtype=dtype).requires_grad_()
+    optimizer = torch.optim.AdamW([parameter], lr=1e-4, weight_decay=0.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state, root = optimizer.state[parameter], 2_000_000**0.5
+    found = {name: float(value) for name, value in optimizer_statistics(optimizer).items()}
+    assert found["optimizer/second_moment"] == pytest.approx(float(state["exp_avg_sq"][0, 0]) / (1 - 0.999), rel=1e-6)
+    assert found["optimizer/weight_norm"] == pytest.approx(float(parameter[0, 0].detach()) * root, rel=1e-6)
+    assert found["optimizer/update_norm"] == pytest.approx(1e-4 * root, rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
 def test_reading_changes_neither_weights_nor_state():
     trained = []
     for reads in (False, True):
