@@ -80,6 +80,18 @@ RESULTS = Path(__file__).parents[1] / "runs" / "gpu.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 
 
+WITHOUT_NETWORK = """\
+On a machine without a network, with torch and transformers and the wheels that tim-trace needs (duckdb, numcodecs, pytz, zarr,
+msgspec, google-crc32c, donfig, rich), link the clone as the package and run it in parts. Each row is kept as soon as it is
+measured, and a later run goes on where this one stopped:
+
+    mkdir p && ln -s "$PWD" p/tim_trace && export PYTHONPATH="$PWD/p"
+    python -m pytest -m gpu
+    python benchmarks/gpu.py --quick --results out/gpu.jsonl
+    python benchmarks/gpu.py --parts recording replay --limit 540 --results out/gpu.jsonl
+"""
+
+
 class OutOfTime(BaseException):
     """The time limit has passed; no handler of `Exception` takes it for a failed row."""
 
@@ -168,7 +180,8 @@ def _append(path, row):
 def _page(results, wanted):
     """The page of all results, by machine and part."""
     parts = [
-        "# On a GPU\n\n`make bench-gpu` measures this page and writes it; `benchmarks/gpu.py` says how, in parts.\n"
+        "# On a GPU\n\n`make bench-gpu` measures this page and writes it; `benchmarks/gpu.py` says how, in parts.\n",
+        WITHOUT_NETWORK,
     ]
     for machine in dict.fromkeys(row["machine"] for row in results):
         rows = [row for row in results if row["machine"] == machine]
@@ -440,8 +453,9 @@ def _optimizer(arguments, room):
 def _replay(arguments, room):
     """Arms of a replay.
 
-    d is against fp64 on the same device, in nats; equal: the share of tokens with the bits of the arm `dtype=bf16`. Seconds
-    have loading and writing in them. The bare loop adds up all rows of a batch at once, the replay some at a time. Decode, compile, the exact engine and vLLM run on four short sequences.
+    d is against fp64 on the same device, in nats; equal: the share of tokens with the bits of the arm `dtype=bf16`. The first row
+    is against the bare loop, whose logsumexp adds up all rows of a batch at once, and the replay's some at a time. Seconds have
+    loading and writing in them. Decode, compile, the exact engine and vLLM run on four short sequences.
     """
     return [
         ("as recorded, against the bare loop", partial(_identity, arguments, room)),

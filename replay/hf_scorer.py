@@ -123,6 +123,9 @@ class HfScorer:
                 factory=self.run.model_factory,
                 allow_kernel=self.run.allow_kernel,
             )
+        for buffer in model.buffers() if self.numerics.buffers_dtype else ():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(self.numerics.buffers_dtype)
         if (self.arm.padding in END_TO_END or self.numerics.is_tree) and gives_hidden(model):
             packing.check(model.config)
         return model
@@ -144,7 +147,8 @@ class HfScorer:
     def key(self) -> LoadKey:
         """What decides which model is built."""
         made, arm = self.numerics, self.arm
-        return (arm.dtype, made.dtype, made.attention, made.uses_trl, arm.lm_head, arm.quantize, self.adapter)
+        built = (made.dtype, made.buffers_dtype, made.attention)
+        return (arm.dtype, *built, made.uses_trl, arm.lm_head, arm.quantize, self.adapter)
 
     @property
     def hears_routers(self) -> bool:
@@ -278,7 +282,7 @@ class HfScorer:
                     routing.followed(self._routers, batch, recorded, scored.routing),
                     self.around(batch),
                 ):
-                    scored.logprobs.extend(responses(batch, to_numpy(self._forward(batch).cpu())))
+                    scored.logprobs.extend(responses(batch, to_numpy(self._given(self._scorer, batch).cpu())))
                 if tap.heard:
                     scored.distributions.update(self._distributions(tap))
                 if not tells:
@@ -308,15 +312,13 @@ class HfScorer:
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 
-    def _forward(self, batch: ForwardBatch) -> Any:
-        """Score a forward; the kernels that the first of them uses are noted."""
-        if self.kernels:
-            return self._scorer(batch)
-        with kernels.observed(self.kernels):
-            logprobs_N = self._scorer(batch)
-        if not self.kernels:
-            self.kernels.add(self.numerics.attention)
-        return logprobs_N
+    def _given(self, score: Callable[[ForwardBatch], Any], batch: ForwardBatch) -> Any:
+        """[N] logprobs of a forward as the model gave them out; the kernels that the first forward uses are noted."""
+        with nullcontext() if self.kernels else kernels.observed(self.kernels):
+            logprobs_N = score(batch)
+        self.kernels = self.kernels or {self.numerics.attention}
+        rounded = self.numerics.outputs_dtype
+        return logprobs_N if rounded is None else logprobs_N.to(rounded).float()
 
     def made_by(self) -> Contract:
         """The contract of what this arm gives: the recorded one, with what was really used."""

@@ -26,12 +26,36 @@ class Numerics:
         """torch's name of the dtype that the model is built in: the arm's, or that in which its forward had the parameters."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
-        return str(self.recorded.get("parameters_dtype") or _largest(self.recorded["model"]["dtypes"]))
+        return self._parameters_dtype or _largest(self.recorded["model"]["dtypes"])
 
     @property
     def weights_dtype(self) -> str | None:
         """torch's name of the dtype that every weight is rounded to; None where each keeps its own."""
-        return self.dtype if self.arm.dtype or self.recorded.get("parameters_dtype") else None
+        return self.dtype if self.arm.dtype or self._parameters_dtype else None
+
+    @property
+    def _parameters_dtype(self) -> str | None:
+        """What FSDP cast the parameters to for the recorded forward."""
+        return self.recorded["model"].get("parameters_dtype") or self.recorded.get("parameters_dtype")
+
+    @property
+    def buffers_dtype(self) -> Any:
+        """torch's dtype that FSDP cast buffers to, rotary frequencies among them; None where they stay, and with an arm's dtype."""
+        return self._cast("buffers_dtype")
+
+    @property
+    def outputs_dtype(self) -> Any:
+        """torch's dtype that FSDP rounded logprobs to which the model itself gave; None where it did not, and with an arm's dtype.
+
+        Logits have it already: the head's weights were cast.
+        """
+        return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") else None
+
+    def _cast(self, name: str) -> Any:
+        import torch
+
+        recorded = None if self.arm.dtype else self.recorded["model"].get(name)
+        return getattr(torch, recorded) if recorded else None
 
     @property
     def is_tree(self) -> bool:
@@ -119,6 +143,11 @@ class ExactNumerics(Numerics):
     def is_packed(self) -> bool:
         """Never."""
         return False
+
+    @property
+    def outputs_dtype(self) -> Any:
+        """None: it gives what it computed."""
+        return None
 
     @property
     def attention(self) -> str:

@@ -249,7 +249,7 @@ class _Pool:
             empty = 0 if ended or self.room else empty + 1
             is_held_up = not ended and all(number is None for number, _ in self._running.values())
             held_up = held_up + 1 if is_held_up else 0
-            if held_up == HELD_UP:
+            if held_up == HELD_UP and self.room:
                 free = self._ray.available_resources().get("CPU", 0.0)
                 warnings.warn(
                     f"no actor has started for {held_up * LOOK_S:g} s: {free:g} CPUs of the cluster are free and one needs "

@@ -92,6 +92,9 @@ class _Model(msgspec.Struct):
     dtypes: Annotated[dict[str, int], msgspec.Meta(min_length=1)]
     attention: str | None = None
     experts: str | None = None
+    parameters_dtype: str | None = None
+    buffers_dtype: str | None = None
+    outputs_dtype: str | None = None
 
 
 _Word = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,40}$")]
@@ -138,7 +141,9 @@ def check_contract(contract: Contract, where: str) -> None:
     except msgspec.ValidationError as error:
         raise CannotReplay(f"{where}: its contract is none that can be replayed ({error})") from error
     autocast = (read.torch.autocast_dtype or "None").removeprefix("torch.")
-    for dtype in (None if autocast == "None" else autocast, read.parameters_dtype):
+    model = read.model
+    casts = (read.parameters_dtype, model.parameters_dtype, model.buffers_dtype, model.outputs_dtype)
+    for dtype in (None if autocast == "None" else autocast, *casts):
         if dtype is not None:
             check_dtype(dtype)
 

@@ -108,12 +108,7 @@ class GradientScorer(HfScorer):
         return found
 
     def _differentiable(self, batch: ForwardBatch) -> Any:
-        if self.kernels:
-            return self._scorer.logprobs(batch)
-        with kernels.observed(self.kernels):
-            logprobs_N = self._scorer.logprobs(batch)
-        self.kernels = self.kernels or {self.numerics.attention}
-        return logprobs_N
+        return self._given(self._scorer.logprobs, batch)
 
     def _forwards(self, rows: Sequence[LossRow]) -> Iterator[tuple[ForwardBatch, list[LossRow]]]:
         """Forwards in the arm's batch shape, each with the rows that it is of."""

@@ -46,6 +46,7 @@ class Row:
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.filterwarnings("ignore:(?!arm|engine)")  # vLLM is imported in this process, with warnings of its own
 def test_vllm_divides_a_model_among_two_processes_and_takes_version_after_version():
     model = llama()
     arguments = {"tensor_parallel_size": 2, "enforce_eager": True, "dtype": "float32", "max_model_len": 256}

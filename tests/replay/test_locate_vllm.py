@@ -75,7 +75,7 @@ def test_what_is_planted_in_an_engines_mixture_of_experts_is_found_where_it_lies
             removed = case["removed"]
             assert {"gate a", "gate b", "experts a", "experts b", "attention b", "all operators a"} <= set(removed)
             if dtype == "bf16":  # in float32 the gap is what a logprob can hold
-                assert removed["all operators b"] > 0.5
+                assert removed["all operators b"] > 0.3
             if case["flipped"]:
                 assert min(removed["routes a"], removed["routes b"]) > 0.2
             else:

@@ -100,6 +100,19 @@ def test_other_weights_are_noticed(trace):
     assert rows(trace, "SELECT DISTINCT policy_version FROM scores WHERE pass LIKE 'replay/weights%'") == [(0,)]
 
 
+def test_the_mixed_precision_of_fsdp_is_replayed(tmp_path):
+    """accelerate has FSDP1 cast rotary frequencies, too, and FSDP2 what the model gives: TRL's logprobs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run(*command, PROGRAMS / "fsdp_scores.py", tmp_path)
+    assert done.code == 0, done.stderr
+    for kind in ("fsdp1", "fsdp2"):
+        ((text,),) = rows(tmp_path / kind, "SELECT contract_json FROM passes")
+        casts = {name for name in json.loads(text)["model"] if name.endswith("s_dtype")}
+        assert casts == {"parameters_dtype", "buffers_dtype" if kind == "fsdp1" else "outputs_dtype"}
+        (arm,) = by_arm(replay(tmp_path / kind))
+        assert (kind, arm.share_equal) == (kind, 1.0)
+
+
 @pytest.mark.slow
 def test_when_bits_do_not_come_back_it_says_what_differs(trace):
     def change(contract):

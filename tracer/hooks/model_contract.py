@@ -12,16 +12,31 @@ from ..weights.layout import model_parameters, num_elements
 
 
 def numerics(model: Any) -> dict[str, Any]:
-    """Its class, dtypes, attention, experts, quantization and adapters."""
+    """Its class, dtypes, what FSDP casts, attention, experts, quantization and adapters."""
     return {
         "class": class_path(model),
         "dtypes": dtypes(model),
+        **fsdp_casts(model),
         "attention": getattr(model.config, "_attn_implementation", None),
         "experts": getattr(model.config, "_experts_implementation", None),
         "quantization": str(getattr(model.config, "quantization_config", None) or "") or None,
         "adapters": sorted(getattr(model, "peft_config", None) or {}),
         **facts(model),
     }
+
+
+def fsdp_casts(model: Any) -> dict[str, str]:
+    """What the mixed precision of FSDP casts for a forward, beside autocast: `parameters_dtype`, `buffers_dtype` and `outputs_dtype`.
+
+    Only those that it casts; empty for a model that is not sharded.
+    """
+    if hasattr(type(model), "_get_fsdp_state"):
+        policy = model._get_fsdp_state()._mp_policy
+    else:
+        policy = getattr(model, "mixed_precision", None) if "_fsdp_wrapped_module" in model._modules else None
+    names = {"param_dtype": "parameters_dtype", "buffer_dtype": "buffers_dtype", "output_dtype": "outputs_dtype"}
+    found = {name: getattr(policy, field, None) for field, name in names.items()}
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items() if dtype is not None}
 
 
 def class_path(model: Any) -> str:
