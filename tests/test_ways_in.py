@@ -32,15 +32,15 @@ RAN = {
     ),
     "verl 0.9 (PPOTrainer": (
         "tracer/test_verl_live.py::test_verl_s_numbers_come_out_as_verl_logged_them",
-        "tracer/test_verl_live.py::test_in_verl_s_own_precision_every_bit_comes_back_of_two_workers",
+        "tracer/test_verl_workers.py::test_in_verl_s_own_precision_every_bit_comes_back_of_two_workers",
         "tracer/test_verl_live.py::test_replaying_gives_every_bit_of_the_trainer_s_logprobs",
         "tracer/test_verl_live.py::test_the_trainer_of_before_is_recorded_with_every_pass_and_the_numbers_that_it_logged",
     ),
     "verl's fully asynchronous trainer": (
-        "tracer/test_verl_live.py::test_a_step_of_the_asynchronous_trainer_is_what_verl_logs_under_its_number",
-        "tracer/test_verl_live.py::test_sequences_of_the_asynchronous_trainer_have_the_version_that_sampled_them",
-        "tracer/test_verl_live.py::test_steps_of_the_asynchronous_trainer_are_replayed",
-        "tracer/test_verl_live.py::test_what_of_the_asynchronous_engine_s_weights_is_not_recorded_is_said",
+        "tracer/test_verl_workers.py::test_a_step_of_the_asynchronous_trainer_is_what_verl_logs_under_its_number",
+        "tracer/test_verl_workers.py::test_sequences_of_the_asynchronous_trainer_have_the_version_that_sampled_them",
+        "tracer/test_verl_workers.py::test_steps_of_the_asynchronous_trainer_are_replayed",
+        "tracer/test_verl_workers.py::test_what_of_the_asynchronous_engine_s_weights_is_not_recorded_is_said",
     ),
     "vLLM by itself": (
         "tracer/test_vllm.py::test_every_completion_is_recorded_with_the_engine_s_logprobs",

@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from builders import PROGRAMS, Finished, run
+from builders import PROGRAMS, Finished, run, tim_trace
 from runs import Run
 from shared import made_once
+from tim_trace.analysis.trace.database import connect
 
 NEWEST = "0.9.1"
 
@@ -209,3 +210,28 @@ def texts(folder):
     """What verl's trainer.rollout_data_dir says of each sequence, by its key; by its place where the trainer has none."""
     lines = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
     return {line.get("uid", str(number)): line for number, line in enumerate(lines)}
+
+
+def replayed(run, tmp_path, *arguments):
+    """Both steps replayed in a copy: a row an arm."""
+    trace = shutil.copytree(run.trace, tmp_path / "run")
+    done = tim_trace("replay", trace, "--steps", "1:2", *arguments, "--json")
+    assert done.code == 0, done.stderr
+    found = {}
+    for row in done.json():
+        of_arm = found.setdefault(
+            row["arm"], {"num_steps": 0, "num_equal": 0, "num_tokens": 0, "sum": 0.0, "max_abs_d": 0.0}
+        )
+        of_arm["num_steps"] += 1
+        of_arm["num_equal"] += row["num_equal"]
+        of_arm["num_tokens"] += row["num_tokens"]
+        of_arm["sum"] += row["mean_abs_d"] * row["num_tokens"]
+        of_arm["max_abs_d"] = max(of_arm["max_abs_d"], row["max_abs_d"])
+    return [
+        each | {"share_equal": each["num_equal"] / each["num_tokens"], "mean_abs_d": each["sum"] / each["num_tokens"]}
+        for each in found.values()
+    ]
+
+
+def rows(run, query):
+    return connect(run.trace).execute(query).fetchall()
