@@ -9,27 +9,24 @@ kernels in float32.
 
 import argparse
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from score import recorded
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from recording import recorded, rows
 from tim_trace.replay.locate.engine import locate
 from transformers import LlamaForCausalLM
 
 PROMPT, ROWS_A_FORWARD = 128, 2
 CONFIG = {
-    "class": "transformers.models.llama.modeling_llama.LlamaForCausalLM", "hidden_size": 576, "num_attention_heads": 9,
+    "hidden_size": 576, "num_attention_heads": 9,
     "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
 }  # fmt: skip
-
-
-def initialise(model, seed):
-    """As transformers draws them."""
-    torch.manual_seed(seed)
-    model.init_weights()
 
 
 def spent(run):
@@ -46,11 +43,11 @@ def main():
     asked = parser.parse_args()
     config = CONFIG | {"num_hidden_layers": asked.layers}
     with tempfile.TemporaryDirectory() as folder:
-        trace = recorded(
-            Path(folder, "run"), config, initialise, seed=0, num_rows=asked.rows, prompt=(PROMPT, PROMPT + 1),
-            response=(asked.tokens - PROMPT, asked.tokens - PROMPT + 1), rows_a_forward=ROWS_A_FORWARD,
-        )  # fmt: skip
+        torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaForCausalLM.config_class.from_dict(config)).eval()
+        tokens = rows(CONFIG["vocab_size"], asked.rows, (asked.tokens, asked.tokens + 1))
+        prompts, responses = zip(*((row[:PROMPT], row[PROMPT:]) for row in tokens), strict=True)
+        trace = recorded(Path(folder, "run"), model, prompts, responses, ROWS_A_FORWARD)
         ids = torch.randint(5, CONFIG["vocab_size"], (asked.rows, asked.tokens))
 
         @torch.no_grad()

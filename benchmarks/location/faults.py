@@ -1,1497 +1,2521 @@
-"""Planted faults and harmless re-implementations in real transformers models (written blind)."""
+"""Planted faults and harmless re-codings, written without knowledge of the locator.
 
-from __future__ import annotations
+`CASES` holds pairs of executions of small random models: B is `build(architecture)` after `make`, A the same without.
+A case with a `fault` says which module and operator differ first; a case without one computes the same in other
+words, so that only rounding differs. `python benchmarks/location/faults.py` measures every case without the
+locator and ends nonzero where a fault is too small or a harmless case too large.
+"""
 
 import copy
-import importlib
+import inspect
 import math
+import statistics
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+VOCAB_SIZE = 304
+"""Rows of every embedding and head; tokens of the inputs are below `REAL_TOKENS`."""
+REAL_TOKENS = 290
+SPECIAL_TOKEN = 7
+"""A token that stands in every input, as an end of turn does."""
+INPUT_LENGTHS = (24, 41, 67, 101)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fault:
+    """What B computes otherwise first."""
+
+    modules: set[str]
+    """Names in `model.named_modules()`, any of which is a right answer; "" is the model itself."""
+    operators: set[str]
+    """Any of these is a right answer."""
+    why: str
+    """The code change in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One pair of executions."""
+
     name: str
     architecture: str
-    plant: Callable
-    layer: int | None
-    operator: frozenset
-    detail: str = ""
+    make: Callable[[PreTrainedModel], None]
+    """Changes model B in place."""
+    fault: Fault | None
+    """None: harmless."""
+    inputs: list[Tensor] = field(repr=False)
+    """1-D token tensors, the longest last."""
+    arm_a: str = "dtype=fp32"
+    arm_b: str = "dtype=fp32"
 
 
-# ------------------------------------------------------------------ architectures
-def _arch(cls, cfg, **kw):
-    mod = cls.rpartition(".")[0]
-    conf = getattr(importlib.import_module(mod), cfg)(**kw)
-    d = conf.to_dict()
-    d["class"] = cls
-    if "gemma" in cls:
-        d["attn_implementation"] = "eager"  # sdpa leaves the soft cap out
-    if "moe" in cls:
-        d["experts_implementation"] = "eager"  # grouped_mm has no float64
-    return d
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
 
 
-_T = "transformers.models."
-_base = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How a small model of one architecture is built and what its parts are called."""
+
+    config_class: str
+    model_class: str
+    options: dict[str, object]
+    attention: str = "sdpa"
+    """Kernel of A: soft caps and sinks need eager."""
+    layers: str = "model.layers"
+    attention_name: str = "self_attn"
+
+
+def _rope(theta: float, **options: object) -> dict[str, object]:
+    return {"rope_type": "default", "rope_theta": theta} | options
+
+
+_DENSE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
 ARCHITECTURES = {
-    "llama": _arch(
-        _T + "llama.modeling_llama.LlamaForCausalLM",
-        "LlamaConfig",
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        rope_parameters=dict(
-            rope_type="llama3",
-            rope_theta=10000.0,
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        ),
-        **_base,
+    "qwen2": Architecture(
+        config_class="Qwen2Config",
+        model_class="Qwen2ForCausalLM",
+        options=_DENSE | {"tie_word_embeddings": True, "rope_parameters": _rope(1e4)},
     ),
-    "qwen2": _arch(
-        _T + "qwen2.modeling_qwen2.Qwen2ForCausalLM",
-        "Qwen2Config",
-        vocab_size=400,
-        hidden_size=48,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        **_base,
+    "qwen3": Architecture(
+        config_class="Qwen3Config",
+        model_class="Qwen3ForCausalLM",
+        options=_DENSE | {"head_dim": 24, "num_hidden_layers": 6, "rope_parameters": _rope(5e4)},
     ),
-    "qwen3": _arch(
-        _T + "qwen3.modeling_qwen3.Qwen3ForCausalLM",
-        "Qwen3Config",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=144,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=24,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        **_base,
+    "llama": Architecture(
+        config_class="LlamaConfig",
+        model_class="LlamaForCausalLM",
+        options=_DENSE
+        | {
+            "num_attention_heads": 8,
+            "hidden_size": 128,
+            "rope_parameters": _rope(
+                1e4,
+                rope_type="llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+        },
     ),
-    "gemma2": _arch(
-        _T + "gemma2.modeling_gemma2.Gemma2ForCausalLM",
-        "Gemma2Config",
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        query_pre_attn_scalar=24,
-        sliding_window=16,
-        attn_logit_softcapping=8.0,
-        final_logit_softcapping=6.0,
-        max_position_embeddings=256,
-        **_base,
+    "gemma2": Architecture(
+        config_class="Gemma2Config",
+        model_class="Gemma2ForCausalLM",
+        options=_DENSE
+        | {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 19,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": _rope(1e4),
+        },
+        attention="eager",
     ),
-    "qwen3_moe": _arch(
-        _T + "qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        vocab_size=300,
-        hidden_size=48,
-        intermediate_size=96,
-        moe_intermediate_size=40,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-        decoder_sparse_step=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        **_base,
+    "gemma3": Architecture(
+        config_class="Gemma3TextConfig",
+        model_class="Gemma3ForCausalLM",
+        options=_DENSE
+        | {
+            "hidden_size": 80,
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 17,
+            "final_logit_softcapping": 6.0,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {"full_attention": _rope(1e6), "sliding_attention": _rope(1e4)},
+        },
     ),
-    "gpt_neox": _arch(
-        _T + "gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM",
-        "GPTNeoXConfig",
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        rotary_pct=0.5,
-        use_parallel_residual=True,
-        hidden_act="gelu",
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        **_base,
+    "mistral": Architecture(
+        config_class="MistralConfig",
+        model_class="MistralForCausalLM",
+        options=_DENSE | {"sliding_window": 29, "num_hidden_layers": 4, "rope_parameters": _rope(1e4)},
     ),
-    "olmo2": _arch(
-        _T + "olmo2.modeling_olmo2.Olmo2ForCausalLM",
-        "Olmo2Config",
-        vocab_size=280,
-        hidden_size=64,
-        intermediate_size=120,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        **_base,
+    "mixtral": Architecture(
+        config_class="MixtralConfig",
+        model_class="MixtralForCausalLM",
+        options=_DENSE
+        | {"num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": _rope(1e5)},
     ),
-    "gpt2": _arch(
-        _T + "gpt2.modeling_gpt2.GPT2LMHeadModel",
-        "GPT2Config",
-        vocab_size=360,
-        n_embd=64,
-        n_layer=4,
-        n_head=4,
-        n_positions=128,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        activation_function="gelu_new",
-        **_base,
+    "qwen3_moe": Architecture(
+        config_class="Qwen3MoeConfig",
+        model_class="Qwen3MoeForCausalLM",
+        options=_DENSE
+        | {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "rope_parameters": _rope(1e5),
+        },
+    ),
+    "qwen2_moe": Architecture(
+        config_class="Qwen2MoeConfig",
+        model_class="Qwen2MoeForCausalLM",
+        options=_DENSE
+        | {
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "rope_parameters": _rope(1e4),
+        },
+    ),
+    "olmo2": Architecture(
+        config_class="Olmo2Config",
+        model_class="Olmo2ForCausalLM",
+        options=_DENSE | {"num_key_value_heads": 4, "rope_parameters": _rope(1e5)},
+    ),
+    "phi3": Architecture(
+        config_class="Phi3Config",
+        model_class="Phi3ForCausalLM",
+        options=_DENSE
+        | {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "rope_parameters": _rope(1e4, partial_rotary_factor=0.5),
+            "original_max_position_embeddings": 512,
+        },
+    ),
+    "granite": Architecture(
+        config_class="GraniteConfig",
+        model_class="GraniteForCausalLM",
+        options=_DENSE
+        | {
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 1.5,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "rope_parameters": _rope(1e4),
+        },
+    ),
+    "glm4": Architecture(
+        config_class="Glm4Config",
+        model_class="Glm4ForCausalLM",
+        options=_DENSE | {"head_dim": 16, "rope_parameters": _rope(1e4, partial_rotary_factor=0.5)},
+    ),
+    "gpt_oss": Architecture(
+        config_class="GptOssConfig",
+        model_class="GptOssForCausalLM",
+        options=_DENSE
+        | {
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 21,
+            "swiglu_limit": 2.5,
+            "rope_parameters": _rope(
+                1e4,
+                rope_type="yarn",
+                factor=8.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=64,
+            ),
+        },
+        attention="eager",
+    ),
+    "deepseek_v3": Architecture(
+        config_class="DeepseekV3Config",
+        model_class="DeepseekV3ForCausalLM",
+        options=_DENSE
+        | {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 40,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "rope_parameters": _rope(1e4),
+        },
+    ),
+    "cohere2": Architecture(
+        config_class="Cohere2Config",
+        model_class="Cohere2ForCausalLM",
+        options=_DENSE
+        | {
+            "num_hidden_layers": 4,
+            "sliding_window": 23,
+            "logit_scale": 0.5,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": _rope(1e4),
+        },
+    ),
+    "starcoder2": Architecture(
+        config_class="Starcoder2Config",
+        model_class="Starcoder2ForCausalLM",
+        options=_DENSE | {"tie_word_embeddings": False, "rope_parameters": _rope(1e4)},
+    ),
+    "gpt_neox": Architecture(
+        config_class="GPTNeoXConfig",
+        model_class="GPTNeoXForCausalLM",
+        options={name: value for name, value in _DENSE.items() if name != "num_key_value_heads"}
+        | {"rope_parameters": _rope(1e4, partial_rotary_factor=0.5)},
+        layers="gpt_neox.layers",
+        attention_name="attention",
     ),
 }
 
 
-def build(name, dtype=torch.float32, seed=0):
-    """A model of that architecture with drawn parameters, in eval mode, of that dtype (buffers stay as built)."""
-    d = dict(ARCHITECTURES[name])
-    mod, c = d.pop("class").rsplit(".", 1)
-    cls = getattr(importlib.import_module(mod), c)
-    model = cls(cls.config_class.from_dict(d)).eval()
-    initialise(model, seed)
-    for p in model.parameters():
-        p.data = p.data.to(dtype)
-        p.requires_grad_(False)
-    if "gemma" in name and dtype == torch.float64:
-        finite_mask(model)
-    return model
+def _standard_deviation(name: str, parameter: nn.Parameter, tied: bool) -> float:
+    fan_in = parameter.shape[1 if name.endswith("_proj") and parameter.ndim == 3 else -1]
+    if parameter.ndim == 3 and "experts" in name and not name.endswith("_proj"):
+        return 0.3
+    if "embed" in name:
+        return 2.4 / math.sqrt(fan_in) if tied else 1.0
+    if "lm_head" in name:
+        return 2.4 / math.sqrt(fan_in)
+    if any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value", "gate.weight", "router.weight")):
+        return 1.5 / math.sqrt(fan_in)
+    return 1.1 / math.sqrt(fan_in)
 
 
-def finite_mask(model):
-    """transformers' own eager attention gives NaN in float64 with left padding (float64's least mask value
-    becomes -inf in its float32 softmax, padded rows become NaN); this keeps the mask finite. No fault."""
-    for i in range(len(layers(model))):
-
-        def f(old, *a, **k):
-            if k.get("attention_mask") is not None and k["attention_mask"].is_floating_point():
-                k["attention_mask"] = k["attention_mask"].clamp(min=-1e30)
-            return old(*a, **k)
-
-        wrap(attn(model, i), f)
-
-
-def initialise(model, seed):
-    """Draw all parameters (float32 draws, so every dtype has the same weights up to rounding)."""
-    g = torch.Generator().manual_seed(1000 + seed)
-    kind = type(model).__name__.lower()
-    if "gemma" in kind:  # sdpa leaves the soft cap out in transformers, eager has it
-        model.set_attn_implementation("eager")
-    if "moe" in kind:  # grouped_mm has no float64
-        model.set_experts_implementation("eager")
-    gemma = "gemma" in type(model).__name__.lower()
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    for name, p in model.named_parameters():
-        z = torch.randn(p.shape, generator=g)
-        low = name.lower()
-        if "embed" in low or "wte" in low or "wpe" in low:
-            v = z * (0.15 if tied else 0.05)
-        elif low.endswith("bias"):
-            v = 0.3 * z
-        elif p.dim() == 1:
-            v = 0.3 * z if gemma else 1 + 0.3 * z
+@torch.no_grad()
+def build(architecture: str) -> PreTrainedModel:
+    """Build the small float32 model of an architecture, in eval mode, with the same weights at each call."""
+    parts = ARCHITECTURES[architecture]
+    config = getattr(transformers, parts.config_class)(**copy.deepcopy(parts.options))
+    config._attn_implementation = parts.attention
+    with torch.random.fork_rng():
+        model = getattr(transformers, parts.model_class)(config)
+    model = model.to(torch.float32).eval()
+    generator = torch.Generator().manual_seed(20265000 + list(ARCHITECTURES).index(architecture))
+    centre = 0.0 if architecture in ("gemma2", "gemma3") else 1.0
+    tied = bool(config.tie_word_embeddings)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            value = 0.2 * noise if name.endswith("bias") else centre + 0.25 * noise
+        elif name.endswith("bias") or parameter.ndim == 1:
+            value = 0.3 * noise
         else:
-            fan = p.shape[-1]
-            if "c_attn" in low or "c_proj" in low or "c_fc" in low:
-                fan = p.shape[0]  # Conv1D
-            v = z * (1.2 / math.sqrt(fan))
-        p.data.copy_(v.to(p.dtype))
+            value = _standard_deviation(name, parameter, tied) * noise
+        parameter.copy_(value)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
-# ------------------------------------------------------------------ helpers
-def base(m):
-    for n in ("model", "gpt_neox", "transformer"):
-        if hasattr(m, n):
-            return getattr(m, n)
+def _make_inputs(architecture: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(20266000 + list(ARCHITECTURES).index(architecture))
+    inputs = []
+    for length in INPUT_LENGTHS:
+        tokens = torch.randint(8, REAL_TOKENS, (length,), generator=generator)
+        tokens[5::17] = SPECIAL_TOKEN
+        inputs.append(tokens)
+    return inputs
 
 
-def layers(m):
-    b = base(m)
-    return b.h if hasattr(b, "h") else b.layers
+def _layer(architecture: str, index: int) -> str:
+    return f"{ARCHITECTURES[architecture].layers}.{index}"
 
 
-def attn(m, i):
-    layer = layers(m)[i]
-    for n in ("self_attn", "attention", "attn"):
-        if hasattr(layer, n):
-            return getattr(layer, n)
+def _attention(architecture: str, index: int) -> str:
+    return f"{_layer(architecture, index)}.{ARCHITECTURES[architecture].attention_name}"
 
 
-def final_norm(m):
-    b = base(m)
-    for n in ("norm", "final_layer_norm", "ln_f"):
-        if hasattr(b, n):
-            return getattr(b, n)
+# ---------------------------------------------------------------------------------------------------------------------
+# Own classes: each is mixed into the class of a module, before it
+# Shapes: B batch, T tokens, N heads, K keys, D head size
 
 
-def head(m):
-    return m.get_output_embeddings()
+def _swap(module: nn.Module, own: type) -> None:
+    module.__class__ = type(f"{own.__name__}{type(module).__name__}", (own, type(module)), {})
 
 
-def get(m, path):
-    for x in path.split("."):
-        m = m[int(x)] if x.isdigit() else getattr(m, x)
-    return m
+def _modeling(module: nn.Module) -> object:
+    """The transformers file that a module's class comes from."""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("transformers.models."):
+            return inspect.getmodule(cls)
+    raise AssertionError(type(module))
 
 
-def wrap(mod, fn):
-    """fn(old_forward, *args, **kw) becomes the forward of mod."""
-    old = mod.forward
-    mod.forward = lambda *a, **k: fn(old, *a, **k)
+def _bias_of(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """An additive float32 mask from what the model hands to its attention."""
+    lowest = torch.finfo(torch.float32).min
+    if mask is None:
+        places = torch.arange(query.shape[2]) + key.shape[2] - query.shape[2]
+        mask = torch.arange(key.shape[2])[None, :] <= places[:, None]
+        mask = mask[None, None]
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape).masked_fill(~mask, lowest)
+    return mask.float().clamp_min(lowest)
 
 
-def noise(shape, seed):
+def _repeat(states: Tensor, num_heads: int) -> Tensor:
+    return states.repeat_interleave(num_heads // states.shape[1], dim=1)
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor, scaling: float, soft_cap: float | None) -> Tensor:
+    scores = (query.float() * scaling) @ key.float().transpose(2, 3)
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    return scores + bias
+
+
+def _blocked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scaling: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    block_size: int = 16,
+) -> Tensor:
+    """Softmax attention with a running maximum and sum over blocks of keys, in float32."""
+    key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
+    if sinks is None:
+        top = torch.full((*query.shape[:3], 1), torch.finfo(torch.float32).min)
+        total = torch.zeros_like(top)
+    else:
+        top = sinks.float().reshape(1, -1, 1, 1).expand(*query.shape[:3], 1)
+        total = torch.ones_like(top)
+    weighted = torch.zeros(*query.shape[:3], value.shape[-1])
+    for start in range(0, key.shape[2], block_size):
+        block = slice(start, start + block_size)
+        scores = _scores(query, key[:, :, block], bias[..., block], scaling, soft_cap)
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        shrink = torch.exp(top - new_top)
+        weights = torch.exp(scores - new_top)
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        weighted = weighted * shrink + weights @ value[:, :, block].float()
+        top = new_top
+    return (weighted / total).to(query.dtype)
+
+
+def _split_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scaling: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Two halves of the keys apart, merged by their logsumexp, as flash decoding does."""
+    key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
+    half = key.shape[2] // 2
+    outputs, sums = [], []
+    for part in (slice(0, half), slice(half, None)):
+        scores = _scores(query, key[:, :, part], bias[..., part], scaling, soft_cap)
+        sums.append(scores.logsumexp(-1, keepdim=True))
+        outputs.append(scores.softmax(-1) @ value[:, :, part].float())
+    if sinks is not None:
+        sums.append(sinks.float().reshape(1, -1, 1, 1).expand_as(sums[0]))
+        outputs.append(torch.zeros_like(outputs[0]))
+    shares = torch.cat(sums, -1).softmax(-1)
+    merged = sum(output * shares[..., i : i + 1] for i, output in enumerate(outputs))
+    return merged.to(query.dtype)
+
+
+def _grouped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scaling: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Heads of a group against their key head without repeating it; powers of two in place of exp."""
+    batch, num_heads, length, size = query.shape
+    groups = query.float().reshape(batch, key.shape[1], -1, length, size)
+    scores = torch.einsum("bgrtd,bgkd->bgrtk", groups, key.float()) * scaling
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    scores = (scores + bias[:, :, None]).reshape(batch, num_heads, length, -1)
+    if sinks is not None:
+        scores = torch.cat([sinks.float().reshape(1, -1, 1, 1).expand(batch, -1, length, 1), scores], -1)
+    weights = torch.exp2((scores - scores.amax(-1, keepdim=True)) * math.log2(math.e))
+    weights = weights / weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        weights = weights[..., 1:]
+    weights = weights.reshape(batch, key.shape[1], -1, length, key.shape[2])
+    return torch.einsum("bgrtk,bgkd->bgrtd", weights, value.float()).reshape(batch, num_heads, length, -1).to(query)
+
+
+def _chunked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scaling: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk_size: int = 20,
+) -> Tensor:
+    """A prefill in chunks of queries, each over the keys up to its end."""
+    outputs = []
+    offset = key.shape[2] - query.shape[2]
+    for start in range(0, query.shape[2], chunk_size):
+        stop = min(start + chunk_size, query.shape[2])
+        seen = slice(0, offset + stop)
+        rows = bias[:, :, start:stop, seen] if bias.shape[2] > 1 else bias[..., seen]
+        outputs.append(
+            _blocked_attention(
+                query[:, :, start:stop],
+                key[:, :, seen],
+                value[:, :, seen],
+                rows,
+                scaling,
+                soft_cap,
+                sinks,
+                block_size=chunk_size,
+            )
+        )
+    return torch.cat(outputs, 2)
+
+
+def _by_heads_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scaling: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One head after the other, with keys transposed first and the sum over keys divided last."""
+    outputs = []
+    for head in range(query.shape[1]):
+        group = head * key.shape[1] // query.shape[1]
+        scores = torch.matmul(key[:, group].float(), query[:, head].float().transpose(1, 2)).transpose(1, 2) * scaling
+        if soft_cap is not None:
+            scores = torch.tanh(scores / soft_cap) * soft_cap
+        scores = scores + bias[:, 0]
+        top = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - top)
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks[head].float() - top)
+        outputs.append((weights @ value[:, group].float()) / total)
+    return torch.stack(outputs, 1).to(query.dtype)
+
+
+RECODED_ATTENTION = {
+    "blocks": _blocked_attention,
+    "split-keys": _split_attention,
+    "grouped": _grouped_attention,
+    "chunks": _chunked_attention,
+    "by-heads": _by_heads_attention,
+}
+
+
+def _register(name: str, compute: Callable[..., Tensor]) -> str:
+    """Register `compute` as an attention kernel; soft caps and sinks are handed on."""
+
+    def kernel(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **options: object,
+    ) -> tuple[Tensor, None]:
+        bias = _bias_of(attention_mask, query, key)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = compute(query, key, value, bias, scale, softcap, s_aux)
+        return output.transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS.register(name, kernel)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    return name
+
+
+def _use_kernel(module: nn.Module, name: str) -> None:
+    """Let one attention module alone call another kernel; masks stay those of the model."""
+    module.config = copy.copy(module.config)
+    module.config._attn_implementation = name
+
+
+class OwnAttention:
+    """Projections, head norms, rotation, kernel and output projection as methods of their own, the same in sum."""
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, N, D] each."""
+        if hasattr(self, "query_key_value"):
+            fused = self.query_key_value(hidden)
+            return fused.view(*fused.shape[:-1], -1, 3 * self.head_size).chunk(3, dim=-1)
+        if hasattr(self, "qkv_proj"):
+            kv_size = self.num_key_value_heads * self.head_dim
+            fused = self.qkv_proj(hidden)
+            parts = fused.split([fused.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1)
+        else:
+            parts = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        return tuple(part.view(*part.shape[:-1], -1, self.head_dim) for part in parts)
+
+    def normalise(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if not hasattr(self, "q_norm"):
+            return query, key
+        return self.normalise_one(self.q_norm, query), self.normalise_one(self.k_norm, key)
+
+    def normalise_one(self, norm: nn.Module, states: Tensor) -> Tensor:
+        if norm.weight.numel() == states.shape[-1]:
+            return norm(states)
+        return norm(states.flatten(-2)).view(states.shape)
+
+    def rotates(self) -> bool:
+        return "Cohere2" not in type(self).__name__ or self.sliding_window is not None
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, N, T, D] each."""
+        return _modeling(self).apply_rotary_pos_emb(query, key, cos, sin)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, T, N, D]."""
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, _modeling(self).eager_attention_forward
+        )
+        options = {}
+        if hasattr(self, "sinks"):
+            options["s_aux"] = self.sinks
+        if getattr(self, "attn_logit_softcapping", None) is not None:
+            options["softcap"] = self.attn_logit_softcapping
+        return kernel(self, query, key, value, mask, dropout=0.0, scaling=self.scaling, **options)[0]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: object = None,
+        **options: object,
+    ) -> tuple[Tensor, None]:
+        query, key, value = self.project(hidden_states)
+        query, key = self.normalise(query, key)
+        query, key, value = (states.transpose(1, 2) for states in (query, key, value))
+        if self.rotates():
+            query, key = self.rotate(query, key, *position_embeddings)
+        cache = past_key_values if past_key_values is not None else options.get("layer_past")
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        output = self.attend(query, key, value, attention_mask).reshape(*hidden_states.shape[:-1], -1)
+        return (self.dense if hasattr(self, "dense") else self.o_proj)(output), None
+
+
+class OwnMlp:
+    """Two projections, an activation and a product as methods of their own, the same in sum."""
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if hasattr(self, "gate_up_proj"):
+            return self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.gate_proj(x), self.up_proj(x)
+
+    def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
+        return (self.activation_fn if hasattr(self, "activation_fn") else self.act_fn)(gate) * up
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.multiply(*self.project(x)))
+
+
+class OwnLayer:
+    """A layer of two residual additions with its norms before, or after as in OLMo 2."""
+
+    def add(self, residual: Tensor, update: Tensor) -> Tensor:
+        return residual + update * getattr(self, "residual_multiplier", 1.0)
+
+    def add_attention(self, residual: Tensor, update: Tensor) -> Tensor:
+        return self.add(residual, update)
+
+    def add_mlp(self, residual: Tensor, update: Tensor) -> Tensor:
+        return self.add(residual, update)
+
+    def forward(self, hidden_states: Tensor, **options: object) -> Tensor:
+        residual = hidden_states
+        if hasattr(self, "post_feedforward_layernorm"):
+            update = self.post_attention_layernorm(self.self_attn(hidden_states=residual, **options)[0])
+            residual = self.add_attention(residual, update)
+            return self.add_mlp(residual, self.post_feedforward_layernorm(self.mlp(residual)))
+        update = self.self_attn(hidden_states=self.input_layernorm(residual), **options)[0]
+        residual = self.add_attention(residual, update)
+        update = self.mlp(self.post_attention_layernorm(residual))
+        return self.add_mlp(residual, update[0] if isinstance(update, tuple) else update)
+
+
+def _norm_scale(norm: nn.Module) -> Tensor:
+    """What a norm multiplies by, in float32."""
+    return norm.weight.float() + (1.0 if "Gemma" in type(norm).__name__ else 0.0)
+
+
+def _epsilon(norm: nn.Module) -> float:
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+def _set_epsilon(norm: nn.Module, value: float) -> None:
+    setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", value)
+
+
+def _is_centred(norm: nn.Module) -> bool:
+    return "LayerNorm" in type(norm).__name__
+
+
+class FusedNorm:
+    """All in float32, rounded once: the sum of squares by a product, the root divided by."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.float()
+        if _is_centred(self):
+            x = x - x.sum(-1, keepdim=True) / x.shape[-1]
+        squares = torch.einsum("...h,...h->...", x, x)[..., None]
+        y = x / torch.sqrt(squares / x.shape[-1] + _epsilon(self)) * _norm_scale(self)
+        if getattr(self, "bias", None) is not None:
+            y = y + self.bias.float()
+        return y.to(hidden_states.dtype)
+
+
+class PrescaledNorm:
+    """The weight is multiplied first; the sum of squares is taken over two halves."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.float()
+        if _is_centred(self):
+            x = x - x.mean(-1, keepdim=True)
+        first, second = x.square().chunk(2, dim=-1)
+        mean_square = (first.sum(-1, keepdim=True) + second.sum(-1, keepdim=True)) / x.shape[-1]
+        y = (x * _norm_scale(self)) * (mean_square + _epsilon(self)).rsqrt()
+        if getattr(self, "bias", None) is not None:
+            y = y + self.bias.float()
+        return y.to(hidden_states.dtype)
+
+
+class SplitSumLinear:
+    """A product in parts of the inputs, summed in float32 and rounded once (split-K)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(x.float().split(24, dim=-1), self.weight.float().split(24, dim=-1), strict=True)
+        total = sum(F.linear(states, weight) for states, weight in parts)
+        if self.bias is not None:
+            total = total + self.bias.float()
+        return total.to(x.dtype)
+
+
+class ChunkedHead:
+    """Logits in chunks of the vocabulary, the last one smaller."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([F.linear(x, weight) for weight in self.weight.split(88)], dim=-1)
+
+
+class FusedProjections(OwnAttention):
+    """One product for query, key and value."""
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        layers = self.q_proj, self.k_proj, self.v_proj
+        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+        fused = F.linear(hidden, torch.cat([layer.weight for layer in layers]), bias)
+        parts = fused.split([layer.out_features for layer in layers], dim=-1)
+        return tuple(part.reshape(*part.shape[:-1], -1, self.head_dim) for part in parts)
+
+
+class FusedMlp(OwnMlp):
+    """One product for gate and up; silu as x / (1 + exp(-x)) in float32 where the activation is silu."""
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if hasattr(self, "gate_up_proj"):
+            gate, up = self.gate_up_proj.weight.chunk(2)
+            return F.linear(x, gate), F.linear(x, up)
+        fused = F.linear(x, torch.cat([self.up_proj.weight, self.gate_proj.weight]))
+        up, gate = fused.chunk(2, dim=-1)
+        return gate, up
+
+    def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
+        activation = self.activation_fn if hasattr(self, "activation_fn") else self.act_fn
+        if "silu" in type(activation).__name__.lower():
+            gate32 = gate.float()
+            return (gate32 / (1.0 + torch.exp(-gate32)) * up.float()).to(up.dtype)
+        return (activation(gate.float()) * up.float()).to(up.dtype)
+
+
+class DividedMlp(OwnMlp):
+    """Tensor parallel over two ranks: halves of the intermediate size, their outputs summed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.multiply(*self.project(x))
+        pairs = zip(product.float().chunk(2, -1), self.down_proj.weight.float().chunk(2, -1), strict=True)
+        return sum(F.linear(states, weight) for states, weight in pairs).to(x.dtype)
+
+
+class ComplexRotary(OwnAttention):
+    """Rotation by complex numbers in float32."""
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rotary_size = cos.shape[-1]
+        turn = torch.complex(cos[..., : rotary_size // 2].float(), sin[..., : rotary_size // 2].float())[:, None]
+
+        def turned(states: Tensor) -> Tensor:
+            pairs = states[..., :rotary_size].float().unflatten(-1, (2, -1)).transpose(-1, -2).contiguous()
+            product = torch.view_as_complex(pairs) * turn
+            rotated = torch.view_as_real(product).transpose(-1, -2).flatten(-2).to(states.dtype)
+            return torch.cat([rotated, states[..., rotary_size:]], -1)
+
+        return turned(query), turned(key)
+
+
+class InterleavedLayoutRotary(OwnAttention):
+    """Halves are woven into pairs, pairs rotated, and the weaving undone."""
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        half = cos.shape[-1] // 2
+        cos, sin = cos[:, None, :, :half].float(), sin[:, None, :, :half].float()
+
+        def turned(states: Tensor) -> Tensor:
+            woven = torch.stack([states[..., :half], states[..., half : 2 * half]], -1).flatten(-2).float()
+            even, odd = woven[..., 0::2], woven[..., 1::2]
+            woven = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+            rotated = torch.cat([woven[..., 0::2], woven[..., 1::2]], -1).to(states.dtype)
+            return torch.cat([rotated, states[..., 2 * half :]], -1)
+
+        return turned(query), turned(key)
+
+
+class HalvesLayoutRotary(OwnAttention):
+    """Pairs are laid out as halves, rotated, and laid out as pairs again (GLM-4, Cohere 2)."""
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        size = cos.shape[-1]
+        if "Cohere2" in type(self).__name__:
+            cos, sin = cos[:, None, :, 0::2].float(), sin[:, None, :, 0::2].float()
+        else:
+            cos, sin = cos[:, None, :, : size // 2].float(), sin[:, None, :, : size // 2].float()
+
+        def turned(states: Tensor) -> Tensor:
+            first, second = states[..., 0:size:2].float(), states[..., 1:size:2].float()
+            halves = torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+            rotated = halves.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2).to(states.dtype)
+            return torch.cat([rotated, states[..., size:]], -1)
+
+        return turned(query), turned(key)
+
+
+class Float32Residual(OwnLayer):
+    """Added in place in float32, rounded once."""
+
+    def add(self, residual: Tensor, update: Tensor) -> Tensor:
+        total = update.float().mul_(getattr(self, "residual_multiplier", 1.0))
+        return total.add_(residual.float()).to(residual.dtype)
+
+
+class SortedExperts:
+    """Pairs of token and slot sorted by expert, computed in runs, scattered back and summed over slots."""
+
+    def expert(self, index: int, states: Tensor) -> Tensor:
+        if self.is_transposed:
+            product = self._apply_gate(states @ self.gate_up_proj[index] + self.gate_up_proj_bias[index])
+            return product @ self.down_proj[index] + self.down_proj_bias[index]
+        gate, up = F.linear(states, self.gate_up_proj[index]).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, self.down_proj[index])
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        num_slots = top_k_index.shape[-1]
+        order = top_k_index.flatten().argsort(stable=True)
+        counts = top_k_index.flatten().bincount(minlength=self.num_experts).tolist()
+        runs = hidden_states[order // num_slots].split(counts)
+        outputs = torch.cat([self.expert(index, run) for index, run in enumerate(runs)])
+        places = torch.empty_like(outputs)
+        places[order] = outputs
+        weighted = places.unflatten(0, (-1, num_slots)).float() * top_k_weights.float()[..., None]
+        return weighted.sum(1).to(hidden_states.dtype)
+
+
+class DenseExperts(SortedExperts):
+    """Every expert on every token, weighted with zeros where it was not chosen."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        weights = torch.zeros(hidden_states.shape[0], self.num_experts)
+        weights.scatter_(1, top_k_index, top_k_weights.float())
+        total = torch.zeros_like(hidden_states, dtype=torch.float32)
+        for index in range(self.num_experts):
+            total += self.expert(index, hidden_states).float() * weights[:, index, None]
+        return total.to(hidden_states.dtype)
+
+
+class ChosenSoftmaxRouter:
+    """Softmax over the chosen logits, which is the renormalised softmax over all."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        top, index = logits.float().topk(self.top_k, dim=-1)
+        weights = torch.exp(top - top.logsumexp(-1, keepdim=True))
+        return logits, weights.to(logits.dtype) if "Qwen3" in type(self).__name__ else weights, index
+
+
+class NormalisedLogits:
+    """The model returns logprobs, logits less their logsumexp, as engines do."""
+
+    def forward(self, *args: object, **options: object) -> object:
+        output = super().forward(*args, **options)
+        logits = output.logits.float()
+        output.logits = logits - logits.logsumexp(-1, keepdim=True)
+        return output
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Own classes that are wrong
+
+
+def _bf16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16)
+
+
+class Bf16Linear:
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else _bf16(self.bias)
+        return F.linear(_bf16(x), _bf16(self.weight), bias).to(x.dtype)
+
+
+class Bf16Attention(OwnAttention):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        bias = _bias_of(mask, query, key)
+        query16, key16, value16 = _bf16(query), _bf16(key), _bf16(value)
+        soft_cap = getattr(self, "attn_logit_softcapping", None)
+        output = _blocked_attention(query16, key16, value16, bias, self.scaling, soft_cap)
+        return output.transpose(1, 2).to(query.dtype)
+
+
+class Bf16Mlp(OwnMlp):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = F.linear(_bf16(x), _bf16(self.gate_proj.weight))
+        up = F.linear(_bf16(x), _bf16(self.up_proj.weight))
+        return F.linear(self.act_fn(gate) * up, _bf16(self.down_proj.weight)).to(x.dtype)
+
+
+class Bf16Norm:
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = _bf16(hidden_states)
+        if _is_centred(self):
+            y = F.layer_norm(x, x.shape[-1:], _bf16(self.weight), _bf16(self.bias), _epsilon(self))
+        else:
+            y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _epsilon(self)) * _bf16(_norm_scale(self))
+        return y.to(hidden_states.dtype)
+
+
+class Bf16Experts(SortedExperts):
+    def expert(self, index: int, states: Tensor) -> Tensor:
+        gate, up = F.linear(_bf16(states), _bf16(self.gate_up_proj[index])).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, _bf16(self.down_proj[index])).to(states.dtype)
+
+
+class Bf16Router:
+    """The product of states and weights has bf16 inputs; `_round_router` rounds the weights."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(_bf16(hidden_states).to(hidden_states.dtype))
+
+
+class Bf16Logprobs:
+    def forward(self, *args: object, **options: object) -> object:
+        output = super().forward(*args, **options)
+        output.logits = F.log_softmax(_bf16(output.logits), dim=-1).float()
+        return output
+
+
+class TemperedLogits:
+    def forward(self, *args: object, **options: object) -> object:
+        output = super().forward(*args, **options)
+        output.logits = output.logits / 1.1
+        return output
+
+
+class TiledGroups(OwnAttention):
+    """Key heads are tiled over the query heads, not repeated."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat(1, times, 1, 1), value.repeat(1, times, 1, 1)
+        return _blocked_attention(query, key, value, _bias_of(mask, query, key), self.scaling).transpose(1, 2)
+
+
+class ShiftedWindow(OwnAttention):
+    """The sliding window is one key shorter."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        bias = _bias_of(mask, query, key)
+        places = torch.arange(query.shape[2]) + key.shape[2] - query.shape[2]
+        window = self.sliding_window or self.config.sliding_window
+        outside = places[:, None] - torch.arange(key.shape[2])[None, :] >= window - 1
+        bias = bias.masked_fill(outside, torch.finfo(torch.float32).min)
+        soft_cap = getattr(self, "attn_logit_softcapping", None)
+        sinks = getattr(self, "sinks", None)
+        return _blocked_attention(query, key, value, bias, self.scaling, soft_cap, sinks).transpose(1, 2)
+
+
+class SeenNextToken(OwnAttention):
+    """The causal mask is moved by one key: a token sees its successor."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        bias = _bias_of(mask, query, key)
+        bias = torch.cat([bias[..., :1], bias[..., :-1]], -1)
+        return _blocked_attention(query, key, value, bias, self.scaling).transpose(1, 2)
+
+
+class ForgottenTail(OwnAttention):
+    """The last block of keys is dropped where it is not full and another block is there."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        bias = _bias_of(mask, query, key)
+        full = key.shape[2] // 16 * 16
+        places = torch.arange(query.shape[2])[:, None]
+        dropped = (torch.arange(key.shape[2])[None, :] >= full) & (torch.arange(key.shape[2])[None, :] < places)
+        bias = bias.masked_fill(dropped, torch.finfo(torch.float32).min)
+        return _blocked_attention(query, key, value, bias, self.scaling).transpose(1, 2)
+
+
+class LostChunkBoundary(OwnAttention):
+    """A prefill in chunks of 20: a chunk does not see the last key of the chunk before it."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        bias = _bias_of(mask, query, key)
+        chunk = torch.arange(query.shape[2])[:, None] // 20
+        lost = torch.arange(key.shape[2])[None, :] == chunk * 20 - 1
+        bias = bias.masked_fill(lost, torch.finfo(torch.float32).min)
+        return _blocked_attention(query, key, value, bias, self.scaling).transpose(1, 2)
+
+
+class FirstChunkAlone(OwnAttention):
+    """A prefill in chunks of 48: later chunks see only themselves."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        bias = _bias_of(mask, query, key)
+        other = torch.arange(query.shape[2])[:, None] // 48 != torch.arange(key.shape[2])[None, :] // 48
+        bias = bias.masked_fill(other, torch.finfo(torch.float32).min)
+        return _blocked_attention(query, key, value, bias, self.scaling).transpose(1, 2)
+
+
+class OtherBlock(OwnAttention):
+    """Keys and values of places 16 to 31 come from the cached block of another sequence."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        key, value = key.clone(), value.clone()
+        if key.shape[2] >= 32:
+            key[:, :, 16:32] = self.other_key.to(key)
+            value[:, :, 16:32] = self.other_value.to(value)
+        return super().attend(query, key, value, mask)
+
+
+class KeepsBlock(OwnAttention):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        self.other_key = key[:, :, 16:32].clone()
+        self.other_value = value[:, :, 16:32].clone()
+        return super().attend(query, key, value, mask)
+
+
+class Fp8Cache(OwnAttention):
+    """Keys and values go through e4m3 with a scale that is too small, so that large ones are cut off."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        def stored(states: Tensor) -> Tensor:
+            scale = 0.0035
+            scaled = (states.float() / scale).clamp(-448.0, 448.0)
+            return (scaled.to(torch.float8_e4m3fn).float() * scale).to(states.dtype)
+
+        return super().attend(query, stored(key), stored(value), mask)
+
+
+class Fp8CacheOtherScales(OwnAttention):
+    """Keys are written to an e4m3 cache with one scale and read with another."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        stored = (key.float() / 0.02).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return super().attend(query, (stored.float() * 0.018).to(key.dtype), value, mask)
+
+
+class UnnormalisedQuery(OwnAttention):
+    def normalise(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return query, self.normalise_one(self.k_norm, key)
+
+
+class UnnormalisedHeads(OwnAttention):
+    def normalise(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return query, key
+
+
+class ShardNorm:
+    """The mean square is taken over the half that a tensor-parallel rank holds."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.float().unflatten(-1, (2, -1))
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _epsilon(self))
+        return (y.flatten(-2) * self.weight.float()).to(hidden_states.dtype)
+
+
+class UncentredNorm:
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.float()
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _epsilon(self)) * self.weight.float()
+        if getattr(self, "bias", None) is not None:
+            y = y + self.bias.float()
+        return y.to(hidden_states.dtype)
+
+
+class PlainWeightNorm:
+    """Multiplies by the weight where 1 + weight is meant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self._norm(x.float()) * self.weight.float()).type_as(x)
+
+
+class IdentityNorm:
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
+class PairsRotary(OwnAttention):
+    """Neighbouring channels are rotated as pairs where halves are meant."""
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        half = cos.shape[-1] // 2
+        cos, sin = cos[:, None, :, :half], sin[:, None, :, :half]
+
+        def turned(states: Tensor) -> Tensor:
+            even, odd = states[..., 0 : 2 * half : 2], states[..., 1 : 2 * half : 2]
+            rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+            return torch.cat([rotated, states[..., 2 * half :]], -1)
+
+        return turned(query), turned(key)
+
+
+class HalvesRotary(OwnAttention):
+    """Halves are rotated where neighbouring channels are meant (GLM-4, Cohere 2)."""
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        size = cos.shape[-1]
+        cos, sin = cos[:, None, :, : size // 2], sin[:, None, :, : size // 2]
+
+        def turned(states: Tensor) -> Tensor:
+            first, second = states[..., : size // 2], states[..., size // 2 : size]
+            return torch.cat([first * cos - second * sin, second * cos + first * sin, states[..., size:]], -1)
+
+        return turned(query), turned(key)
+
+
+class Bf16Rotary(OwnAttention):
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return super().rotate(query, key, _bf16(cos).to(cos.dtype), _bf16(sin).to(sin.dtype))
+
+
+class UnrotatedKey(OwnAttention):
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return super().rotate(query, key, cos, sin)[0], key
+
+
+class ShiftedPositions:
+    """A pad between prompt and response is counted: positions from 16 on are one too high."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: object, **options: object) -> tuple[Tensor, Tensor]:
+        return super().forward(x, position_ids + (position_ids >= 16).long(), *args, **options)
+
+
+class RepeatedPosition:
+    """The response's first token gets the position of the prompt's last one, and so on."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: object, **options: object) -> tuple[Tensor, Tensor]:
+        return super().forward(x, position_ids - (position_ids >= 12).long(), *args, **options)
+
+
+class UnscaledUpdate(OwnLayer):
+    """The multiplier of the residual branch is left out behind the MLP."""
+
+    def add_mlp(self, residual: Tensor, update: Tensor) -> Tensor:
+        return residual + update
+
+
+class DroppedResidual(OwnLayer):
+    def add_mlp(self, residual: Tensor, update: Tensor) -> Tensor:
+        return update
+
+
+class Bf16Residual(OwnLayer):
+    def add_attention(self, residual: Tensor, update: Tensor) -> Tensor:
+        return (_bf16(residual) + _bf16(update)).to(residual.dtype)
+
+
+class TwiceAdded(OwnLayer):
+    """Two tensor-parallel ranks each add the residual before the sum over ranks."""
+
+    def add_attention(self, residual: Tensor, update: Tensor) -> Tensor:
+        return 2 * residual + update
+
+
+class SwappedProduct(OwnMlp):
+    """The activation is applied to up, not to gate."""
+
+    def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
+        return super().multiply(up, gate)
+
+
+class ClampedProduct(OwnMlp):
+    """The fused kernel clamps the product as another model's does."""
+
+    def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
+        return super().multiply(gate, up).clamp(-0.7, 0.7)
+
+
+class Bf16Product(OwnMlp):
+    def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
+        activation = self.activation_fn if hasattr(self, "activation_fn") else self.act_fn
+        return (_bf16(activation(gate)) * _bf16(up)).to(up.dtype)
+
+
+class LostTailLinear:
+    """The last 5 inputs are not in a multiple of the kernel's block and are left out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x[..., :-5], self.weight[:, :-5], self.bias)
+
+
+class RepeatedChunkHead:
+    """The last chunk of logits is written from the buffer of the chunk before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = F.linear(x, self.weight)
+        logits[..., -76:] = logits[..., -152:-76].clone()
+        return logits
+
+
+class TwiceBiasedLinear:
+    """Two tensor-parallel ranks each add the bias before the sum over ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
+
+
+class CapacityExperts(SortedExperts):
+    """An expert takes at most a set number of tokens; the others are dropped."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        weights = top_k_weights.clone()
+        for index in range(self.num_experts):
+            tokens, slots = torch.where(top_k_index == index)
+            weights[tokens[20:], slots[20:]] = 0.0
+        return super().forward(hidden_states, top_k_index, weights)
+
+
+class UnweightedExperts(SortedExperts):
+    """Outputs of the chosen experts are averaged, not weighted."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return super().forward(hidden_states, top_k_index, torch.full_like(top_k_weights, 1.0 / top_k_index.shape[1]))
+
+
+class ConcatenatedGateExperts:
+    """Reads gate and up as two halves where they are interleaved."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return super()._apply_gate(torch.stack([gate, up], -1).flatten(-2))
+
+
+class UnshiftedGateExperts:
+    """Leaves the one out of (up + 1) * glu."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate = gate_up[..., ::2].clamp(max=self.limit)
+        up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
+        return up * gate * torch.sigmoid(gate * self.alpha)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Changes of weights, buffers and settings
+
+Make = Callable[[PreTrainedModel], None]
+
+
+def _own(path: str, own: type) -> Make:
+    """Mix a class into one module."""
+    return lambda model: _swap(model.get_submodule(path), own)
+
+
+def _on(path: str, change: Callable[[nn.Module], None]) -> Make:
+    def make(model: PreTrainedModel) -> None:
+        with torch.no_grad():
+            change(model.get_submodule(path))
+
+    return make
+
+
+def _set(path: str, name: str, value: object) -> Make:
+    return _on(path, lambda module: setattr(module, name, value))
+
+
+def _set_config(name: str, value: object) -> Make:
+    return lambda model: setattr(model.config, name, value)
+
+
+def _on_weight(path: str, change: Callable[[Tensor], Tensor], name: str = "weight") -> Make:
+    """Replace a parameter by what `change` makes of it."""
+
+    def replace(module: nn.Module) -> None:
+        parameter = getattr(module, name)
+        parameter.copy_(change(parameter.clone()))
+
+    return _on(path, replace)
+
+
+def _all(*makes: Make) -> Make:
+    def make(model: PreTrainedModel) -> None:
+        for one in makes:
+            one(model)
+
+    return make
+
+
+def _noise(shape: torch.Size, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def step_param(p, rel, seed):
-    s = p.data.float().std()
-    z = noise(p.shape, seed).to(p.device)
-    p.data.copy_((p.data.double() + (rel * s * z).double()).to(p.dtype))
+def _age(module: nn.Module, share: float = 0.05, norms: bool = True) -> None:
+    """Weights of an earlier update: every parameter moved by a share of its spread."""
+    for i, (name, parameter) in enumerate(module.named_parameters()):
+        if norms or "norm" not in name:
+            spread = parameter.float().std().item()
+            parameter.add_((share * spread * _noise(parameter.shape, 70 + i)).to(parameter.dtype))
 
 
-def fp8(x, scale=1.0):
-    y = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-    return y.to(x.dtype)
+def _add_adapter(linear: nn.Module, scale: float, seed: int) -> None:
+    """An adapter of rank 4 merged with too large a scale: the excess is added."""
+    down = _noise((4, linear.in_features), seed) / math.sqrt(linear.in_features)
+    up = _noise((linear.out_features, 4), seed + 1) / 2
+    linear.weight.add_((scale * up @ down).to(linear.weight.dtype))
 
 
-def low(x):
-    """one precision below: bfloat16 in float32/float64 models, float8 in bfloat16 models."""
-    return fp8(x) if x.dtype in (torch.bfloat16, torch.float16) else x.to(torch.bfloat16).to(x.dtype)
+def _untie(model: PreTrainedModel) -> None:
+    """The head is a copy of its own that missed the last update."""
+    weight = model.get_output_embeddings().weight.detach().clone()
+    moved = weight + (0.04 * weight.float().std() * _noise(weight.shape, 11)).to(weight.dtype)
+    model.get_output_embeddings().weight = nn.Parameter(moved)
 
 
-class _Cache:
-    """what attention gets back from the KV cache is another thing than what was put in"""
+def _frequencies(theta: float, rotary_size: int) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, rotary_size, 2).float() / rotary_size)
 
-    def __init__(self, real, fn):
-        self.real, self.fn = real, fn
 
-    def update(self, k, v, *a, **kw):
-        if self.real is not None:
-            k, v = self.real.update(k, v, *a, **kw)
-        return self.fn(k, v)
+def _rotary(architecture: str) -> str:
+    return f"{ARCHITECTURES[architecture].layers.rsplit('.', 1)[0]}.rotary_emb"
 
-    def __getattr__(self, n):
-        return getattr(self.__dict__["real"], n)
 
+def _drop_bias(linear: nn.Module) -> None:
+    linear.bias = None
 
-def kv(i, fn):
-    def plant(m):
-        idx = range(len(layers(m))) if i is None else [i]
-        key = "layer_past" if hasattr(m, "gpt_neox") else "past_key_values"
-        for j in idx:
 
-            def f(old, *a, **k):
-                k[key] = _Cache(k.get(key), fn)
-                return old(*a, **k)
+def _round_router(path: str) -> Make:
+    return _all(_on_weight(path, lambda weight: _bf16(weight).to(weight.dtype)), _own(path, Bf16Router))
 
-            wrap(attn(m, j), f)
 
-    return plant
+def _swap_heads(weight: Tensor) -> Tensor:
+    """Two key heads in the wrong order."""
+    return torch.cat(weight.chunk(2)[::-1])
 
 
-def allowed_of(mask, q, device, n=None):
-    if mask is None:
-        n = n or q
-        return torch.ones(q, n, dtype=torch.bool, device=device).tril(n - q)[None, None]
-    return mask if mask.dtype == torch.bool else mask > -1
+def _exchange(name_a: str, name_b: str) -> Callable[[nn.Module], None]:
+    def exchange(module: nn.Module) -> None:
+        first, second = module.get_submodule(name_a).weight, module.get_submodule(name_b).weight
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
 
+    return exchange
 
-def mask_edit(idx, editor):
-    """editor(allowed [B,1,q,k], rows [q,1], cols [1,k]) -> allowed, in layers idx"""
 
-    def plant(m):
-        for j in idx:
+def _on_experts(path: str, change: Callable[[Tensor], Tensor]) -> Make:
+    """Reorder the experts' weights."""
 
-            def f(old, *a, j=j, **k):
-                h = a[0] if a else k["hidden_states"]
-                mask = k.get("attention_mask")
-                past = k.get("past_key_values", k.get("layer_past"))
-                seen = past.get_seq_length(j) if past is not None else 0
-                al = allowed_of(mask, h.shape[1], h.device, seen + h.shape[1])
-                r = torch.arange(al.shape[-2], device=h.device)[:, None] + al.shape[-1] - al.shape[-2]
-                c = torch.arange(al.shape[-1], device=h.device)[None]
-                new = editor(al, r, c)
-                if mask is not None and mask.dtype != torch.bool:
-                    new = torch.zeros(new.shape, dtype=mask.dtype, device=h.device).masked_fill(
-                        ~new, torch.finfo(mask.dtype).min
-                    )
-                k["attention_mask"] = new
-                return old(*a, **k)
+    def reorder(experts: nn.Module) -> None:
+        for parameter in experts.parameters():
+            parameter.copy_(change(parameter.clone()))
 
-            wrap(attn(m, j), f)
+    return _on(path, reorder)
 
-    return plant
 
+def _second_and_third(parameter: Tensor) -> Tensor:
+    order = list(range(len(parameter)))
+    order[1], order[2] = order[2], order[1]
+    return parameter[order]
 
-def kernel(name, idx, fn):
-    """another attention kernel (registered interface) in layers idx; fn(module,q,k,v,allowed,scaling,softcap)->[B,H,q,d]"""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def run(module, query, key, value, attention_mask, scaling=None, softcap=None, **kw):
-        g = query.shape[1] // key.shape[1]
-        k, v = key.repeat_interleave(g, 1), value.repeat_interleave(g, 1)
-        al = allowed_of(attention_mask, query.shape[2], query.device, key.shape[2])
-        if scaling is None:
-            scaling = query.shape[-1] ** -0.5
-        return fn(module, query, k, v, al, scaling, softcap).transpose(1, 2).contiguous(), None
+def _with_other_block(path: str) -> Make:
+    """Run another sequence, keep a block of its keys and values, and read it for every sequence."""
 
-    ALL_ATTENTION_FUNCTIONS.register("planted_" + name, run)
+    def make(model: PreTrainedModel) -> None:
+        attention = model.get_submodule(path)
+        tokens = torch.randint(8, REAL_TOKENS, (1, 40), generator=torch.Generator().manual_seed(5))
+        plain_class = attention.__class__
+        _swap(attention, KeepsBlock)
+        with torch.no_grad():
+            model(tokens, use_cache=False)
+        attention.__class__ = plain_class
+        _swap(attention, OtherBlock)
 
-    def plant(m):
-        for j in range(len(layers(m))) if idx is None else idx:
-            a = attn(m, j)
-            a.config = copy.copy(a.config)
-            a.config._attn_implementation_internal = "planted_" + name
+    return make
 
-    return plant
 
+def _kernel_everywhere(kind: str) -> Make:
+    """The whole model calls a registered kernel that is written otherwise."""
 
-def scores(q, k, al, s, cap, dt=None):
-    x = (q @ k.transpose(2, 3)) * s
-    if cap is not None:
-        x = torch.tanh(x / cap) * cap
-    return x.masked_fill(~al, -1e30)
+    def make(model: PreTrainedModel) -> None:
+        model.config._attn_implementation = _register(f"fifth_{kind}", RECODED_ATTENTION[kind])
 
+    return make
 
-def out(path, fn):
-    """result of submodule `path` goes through fn"""
 
-    def plant(m):
-        wrap(get(m, path), lambda old, *a, **k: fn(old(*a, **k)))
+def _kernel_in(path: str, kind: str) -> Make:
+    return _on(path, lambda module: _use_kernel(module, _register(f"fifth_{kind}", RECODED_ATTENTION[kind])))
 
-    return plant
 
+def _wrong_kernel_in(path: str, name: str, change: Callable[..., Tensor]) -> Make:
+    return _on(path, lambda module: _use_kernel(module, _register(f"fifth_wrong_{name}", change)))
 
-def inp(path, fn):
-    def plant(m):
-        wrap(get(m, path), lambda old, x, *a, **k: old(fn(x), *a, **k))
 
-    return plant
+def _everywhere(suffixes: tuple[str, ...], own: type) -> Make:
+    """Mix a class into every module whose name ends so."""
 
+    def make(model: PreTrainedModel) -> None:
+        for name, module in list(model.named_modules()):
+            if name.endswith(suffixes):
+                _swap(module, own)
 
-def setattr_(path, name, val):
-    def plant(m):
-        o = get(m, path)
-        setattr(o, name, val(getattr(o, name)) if callable(val) else val)
+    return make
 
-    return plant
 
+def _own_model(own: type) -> Make:
+    return lambda model: _swap(model, own)
 
-def act(path, fn):
-    """another activation function in the submodule `path`"""
 
-    def plant(m):
-        get(m, path).forward = fn
+def _nothing(model: PreTrainedModel) -> None:
+    """B is A; only the arms differ."""
 
-    return plant
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Cases
 
-def param(path, fn):
-    def plant(m):
-        p = get(m, path)
-        p.data.copy_(fn(p.data.clone()).to(p.dtype))
+CASES: list[Case] = []
 
-    return plant
 
-
-def step(path, rel, seed=5):
-    return lambda m: step_param(get(m, path), rel, seed)
-
-
-def eps_all(old_new):
-    def plant(m):
-        for mod in m.modules():
-            for n in ("variance_epsilon", "eps"):
-                if isinstance(getattr(mod, n, None), float):
-                    setattr(mod, n, old_new)
-
-    return plant
-
-
-def inv_freq(fn):
-    def plant(m):
-        r = base(m).rotary_emb
-        r.inv_freq = fn(r.inv_freq.clone(), m.config)
-
-    return plant
-
-
-def theta(new):
-    def f(x, cfg):
-        n = x.shape[0]
-        return 1.0 / (new ** (torch.arange(0, n, device=x.device).to(x.dtype) / n))
-
-    return inv_freq(f)
-
-
-def lora(path, scale, seed=9, transpose=False):
-    """the low-rank update B A is in the recorded weight once; this adds scale times it again, in code"""
-
-    def plant(m):
-        lin = get(m, path)
-        o, i = (lin.weight.shape[1], lin.weight.shape[0]) if transpose else lin.weight.shape
-        A, B = noise((4, i), seed) / math.sqrt(i), noise((o, 4), seed + 1) * 0.1
-
-        def f(old, x):
-            return old(x) + scale * F.linear(F.linear(x, A.to(x)), B.to(x))
-
-        wrap(lin, f)
-
-    return plant
-
-
-def low_layer(i):
-    """one layer in bfloat16 (in a bfloat16 model: float8-rounded activations before its projections)"""
-
-    def plant(m):
-        layer = layers(m)[i]
-        dt = next(layer.parameters()).dtype
-        if dt == torch.bfloat16:
-            for _, s in layer.named_modules():
-                if isinstance(s, torch.nn.Linear):
-                    wrap(s, lambda old, x: old(fp8(x)))
-            return
-        layer.to(torch.bfloat16)
-
-        def cast(x):
-            return x.to(torch.bfloat16) if torch.is_tensor(x) and x.is_floating_point() else x
-
-        def f(old, *a, **k):
-            a = [cast(x) for x in a]
-            k = {n: (tuple(cast(y) for y in x) if isinstance(x, tuple) else cast(x)) for n, x in k.items()}
-            k["attention_mask"] = (
-                None
-                if k.get("attention_mask") is None
-                else (
-                    k["attention_mask"]
-                    if k["attention_mask"].dtype == torch.bool
-                    else k["attention_mask"].clamp(min=torch.finfo(torch.bfloat16).min)
-                )
-            )
-            r = old(*a, **k)
-            return (
-                r.to(dt)
-                if torch.is_tensor(r)
-                else tuple(x.to(dt) if torch.is_tensor(x) and x.is_floating_point() else x for x in r)
-            )
-
-        wrap(layer, f)
-
-    return plant
-
-
-def residual(i, which, fn):
-    """the residual stream of layer i: `which`=mid scales the branch-free part; done on the layer's result"""
-
-    def plant(m):
-        def f(old, h, *a, **k):
-            r = old(h, *a, **k)
-            return fn(r, h) if torch.is_tensor(r) else (fn(r[0], h), *r[1:])
-
-        wrap(layers(m)[i], f)
-
-    return plant
-
-
-def identity_norm(path):
-    def plant(m):
-        get(m, path).forward = lambda x: x
-
-    return plant
-
-
-def mlp_code(i, fn):
-    def plant(m):
-        p = layers(m)[i].mlp
-        p.forward = lambda x: fn(p, x)
-
-    return plant
-
-
-def rot_layer(i, fn):
-    """cos, sin handed to layer i (None: all)"""
-
-    def plant(m):
-        for j in range(len(layers(m))) if i is None else [i]:
-
-            def f(old, *a, **k):
-                k["position_embeddings"] = fn(*k["position_embeddings"])
-                return old(*a, **k)
-
-            wrap(attn(m, j), f)
-
-    return plant
-
-
-def rot_positions(fn):
-    def plant(m):
-        wrap(base(m).rotary_emb, lambda old, x, position_ids, *a, **k: old(x, fn(position_ids), *a, **k))
-
-    return plant
-
-
-def permute_heads(k, v):
-    return k.flip(1), v.flip(1)
-
-
-def interleave_heads(m_layer):
-    """query head h reads kv head h % n_kv instead of h // group: reorder q heads in, outputs back"""
-
-    def fn(module, q, k, v, al, s, cap):
-        n = module.num_key_value_groups
-        kk, vv = k[:, ::n], v[:, ::n]
-        kk, vv = kk.repeat(1, n, 1, 1), vv.repeat(1, n, 1, 1)
-        return torch.softmax(scores(q, kk, al, s, cap).float(), -1).to(q.dtype) @ vv
-
-    return fn
-
-
-def bf16_softmax(module, q, k, v, al, s, cap):
-    x = scores(q, k, al, s, cap)
-    x = (
-        fp8(torch.softmax(x.float(), -1)).to(q.dtype)
-        if x.dtype == torch.bfloat16
-        else torch.softmax(x.bfloat16(), -1).to(x.dtype)
+def _fault(
+    name: str,
+    architecture: str,
+    make: Make,
+    modules: set[str],
+    operators: set[str],
+    why: str,
+    arm_a: str = "dtype=fp32",
+    arm_b: str = "dtype=fp32",
+) -> None:
+    CASES.append(
+        Case(
+            name=f"{architecture}-{name}",
+            architecture=architecture,
+            make=make,
+            fault=Fault(modules=modules, operators=operators, why=why),
+            inputs=_make_inputs(architecture),
+            arm_a=arm_a,
+            arm_b=arm_b,
+        )
     )
-    return x @ v
 
 
-def stale_block(k, v):
-    k, v = k.clone(), v.clone()
-    n = min(16, k.shape[2])
-    if n > 8:
-        z = noise((k.shape[1], n - 8, k.shape[3]), 21).to(k)
-        k[:, :, 8:n] = z * k[:, :, :8].float().std().to(k.dtype)
-    return k, v
-
-
-def block_of_neighbour(k, v):
-    k, v = k.clone(), v.clone()
-    if k.shape[2] >= 24:
-        k[:, :, 8:16], v[:, :, 8:16] = k[:, :, 16:24].clone(), v[:, :, 16:24].clone()
-    return k, v
-
-
-def drop_head(path_o, head_dim, h, factor=0.0):
-    def f(x):
-        x = x.clone()
-        x[..., h * head_dim : (h + 1) * head_dim] *= factor
-        return x
-
-    return inp(path_o, f)
-
-
-def scale_head_attention(i, h, factor):
-    def f(module, q, k, v, al, s, cap):
-        y = torch.softmax(scores(q, k, al, s, cap).float(), -1).to(q.dtype) @ v
-        y = y.clone()
-        y[:, h] *= factor
-        return y
-
-    return f
-
-
-def swap_experts(i, a, b):
-    def plant(m):
-        e = layers(m)[i].mlp.experts
-        for n in ("gate_up_proj", "down_proj"):
-            p = getattr(e, n)
-            d = p.data.clone()
-            p.data[a], p.data[b] = d[b], d[a]
-
-    return plant
-
-
-def stale_expert(i, e, rel):
-    def plant(m):
-        p = layers(m)[i].mlp.experts.gate_up_proj
-        d = p.data[e].float()
-        p.data[e] = (d + rel * d.std() * noise(d.shape, 4)).to(p.dtype)
-
-    return plant
-
-
-def router_code(i, fn):
-    def plant(m):
-        g = layers(m)[i].mlp.gate
-        g.forward = lambda x: fn(g, x.reshape(-1, g.hidden_dim))
-
-    return plant
-
-
-def _route(g, logits, dt, norm=True, topk=None):
-    p = torch.softmax(logits.float(), -1)
-    v, ix = torch.topk(p, topk or g.top_k, dim=-1)
-    if norm:
-        v = v / v.sum(-1, keepdim=True)
-    return logits, v.to(dt), ix
-
-
-def router_low(g, x):
-    lg = F.linear(low(x), low(g.weight))
-    lg = low(lg) if x.dtype == torch.bfloat16 else lg.bfloat16().to(x.dtype)
-    return _route(g, lg, x.dtype)
-
-
-def router_biased(g, x):
-    lg = F.linear(x, g.weight)
-    b = torch.linspace(-0.05, 0.05, g.num_experts, device=x.device).to(lg)
-    return _route(g, lg + b, x.dtype)
-
-
-def router_drop_third(g, x):
-    lg, v, ix = _route(g, F.linear(x, g.weight), x.dtype)
-    v = v.clone()
-    v[:, -1] = 0
-    return lg, v, ix
-
-
-def untie(rel):
-    def plant(m):
-        h = head(m)
-        h.weight = torch.nn.Parameter(h.weight.data.clone(), requires_grad=False)
-        step_param(h.weight, rel, 31)
-
-    return plant
-
-
-def drop_bias(path, sl=None):
-    def plant(m):
-        p = get(m, path)
-        if sl is None:
-            p.data.zero_()
-        else:
-            p.data[sl] = 0
-
-    return plant
-
-
-def neox_bias(part, i):
-    """GPT-NeoX interleaves q,k,v inside each head"""
-
-    def plant(m):
-        a = attn(m, i)
-        b = a.query_key_value.bias.data.view(-1, 3, a.head_size)
-        b[:, part] = 0
-
-    return plant
-
-
-def neox_step(part, i, rel):
-    def plant(m):
-        a = attn(m, i)
-        w = a.query_key_value.weight.data
-        v = w.view(-1, 3, a.head_size, w.shape[-1])
-        d = v[:, part].float()
-        v[:, part] = (d + rel * d.std() * noise(d.shape, 6)).to(w.dtype)
-
-    return plant
-
-
-def tail_rows(n):
-    def f(x):
-        x = x.clone()
-        x[..., -n:] = x[..., -n:] * 0.5 + 1.0
-        return x
-
-    return f
-
-
-def quick_silu(x):
-    return x * torch.clamp(x / 4 + 0.5, 0, 1) * 0.02 + F.silu(x) * 0.98
-
-
-def gemma_no_plus_one(path):
-    def plant(m):
-        n = get(m, path)
-        n.forward = lambda x: (n._norm(x.float()) * n.weight.float()).type_as(x)
-
-    return plant
-
-
-def norm_cast_before(path, eps_name="variance_epsilon"):
-    def plant(m):
-        n = get(m, path)
-
-        def f(x):
-            h = low(x)
-            v = low(low(h * h).mean(-1, keepdim=True))
-            return n.weight * (h * torch.rsqrt(v + getattr(n, eps_name)))
-
-        n.forward = f
-
-    return plant
-
-
-def window(d):
-    """sliding layers of gemma2: the window is 16+d"""
-
-    def plant(m):
-        w = m.config.sliding_window
-        idx = [i for i in range(len(layers(m))) if m.config.layer_types[i] == "sliding_attention"]
-
-        def ed(al, r, c):
-            real = al.diagonal(dim1=-2, dim2=-1)[..., None, :] if al.shape[-1] == al.shape[-2] else True
-            return (c <= r) & (c > r - (w + d)) & real
-
-        mask_edit(idx, ed)(m)
-
-    return plant
-
-
-def causal_leak(al, r, c):
-    """each token also sees the next one (which is no padding)"""
-    nxt = al.diagonal(dim1=-2, dim2=-1)[..., None, :]
-    return al | ((c == r + 1) & nxt)
-
-
-def blind_self(al, r, c):
-    """a token does not see the one before it (if it still sees itself)"""
-    return al & ~((c == r - 1) & (r > 4))
-
-
-# ------------------------------------------------------------------ the faults
-FAULTS: list[Fault] = []
-
-
-def add(name, arch, plant, layer, ops, detail=""):
-    FAULTS.append(Fault(name, arch, plant, layer, frozenset(ops.split("|")), detail))
-
-
-# --- rotary
-add("llama_theta", "llama", theta(500000.0), 0, "rotary", "theta 500000, no llama3 scaling")
-add("llama_no_scaling", "llama", theta(10000.0), 0, "rotary", "llama3 rope scaling left out")
-add(
-    "qwen3_theta_1pct",
-    "qwen3",
-    inv_freq(lambda x, c: x * torch.linspace(1, 0.99, x.shape[0]).to(x)),
-    0,
-    "rotary",
-    "theta slightly off",
-)
-add(
-    "qwen2_rope_interleaved_l2",
-    "qwen2",
-    rot_layer(
+def _harmless(
+    name: str, architecture: str, make: Make = _nothing, arm_a: str = "dtype=fp32", arm_b: str = "dtype=fp32"
+) -> None:
+    CASES.append(
+        Case(
+            name=f"{architecture}-{name}",
+            architecture=architecture,
+            make=make,
+            fault=None,
+            inputs=_make_inputs(architecture),
+            arm_a=arm_a,
+            arm_b=arm_b,
+        )
+    )
+
+
+def _fault_in(
+    name: str,
+    architecture: str,
+    index: int,
+    part: str,
+    make_at: Callable[[str], Make],
+    operators: set[str],
+    why: str,
+    others: tuple[str, ...] = (),
+    **arms: str,
+) -> None:
+    """A fault in one part of a layer; `others` are parts that are as right an answer. "" is the layer itself."""
+    layer = _layer(architecture, index)
+    path = f"{layer}.{part}" if part else layer
+    modules = {path} | {f"{layer}.{other}" if other else layer for other in others}
+    _fault(name, architecture, make_at(path), modules, operators, why, **arms)
+
+
+def _fault_in_attention(
+    name: str, architecture: str, index: int, own: type, operators: set[str], why: str, **arms: str
+) -> None:
+    path = _attention(architecture, index)
+    _fault(name, architecture, _own(path, own), {path}, operators, why, **arms)
+
+
+def _fault_in_rotary(name: str, architecture: str, make: Make, why: str, index: int = 0, **arms: str) -> None:
+    """Tables of all layers: the table's module, or the first attention that reads it, is right."""
+    modules = {_rotary(architecture), _attention(architecture, index)}
+    _fault(name, architecture, make, modules, {"rotary"}, why, **arms)
+
+
+_BOTH_BF16 = {"arm_a": "dtype=bf16", "arm_b": "dtype=bf16"}
+_BOTH_FP16 = {"arm_a": "dtype=fp16", "arm_b": "dtype=fp16"}
+_FP32_TO_BF16 = {"arm_a": "dtype=fp32", "arm_b": "dtype=bf16"}
+
+
+def _list_rotary_faults() -> None:
+    for architecture, theta, size, arms in (
+        ("qwen3", 1e4, 24, {}),
+        ("glm4", 1e5, 8, {}),
+        ("olmo2", 1e4, 16, _BOTH_BF16),
+        ("deepseek_v3", 1e5, 8, {}),
+    ):
+        _fault_in_rotary(
+            "rope-theta",
+            architecture,
+            _set(_rotary(architecture), "inv_freq", _frequencies(theta, size)),
+            "the engine's configuration has another theta",
+            **arms,
+        )
+    _fault_in_rotary(
+        "rope-scaling-ignored",
+        "llama",
+        _set(_rotary("llama"), "inv_freq", _frequencies(1e4, 16)),
+        "llama3 scaling of the frequencies is not read",
+    )
+    _fault_in_rotary(
+        "rope-mscale-ignored",
+        "gpt_oss",
+        _set(_rotary("gpt_oss"), "attention_scaling", 1.0),
+        "yarn's factor on cos and sin is left out",
+    )
+    _fault_in_rotary(
+        "rope-local-theta-everywhere",
+        "gemma3",
+        _set(_rotary("gemma3"), "full_attention_inv_freq", _frequencies(1e4, 16)),
+        "full layers read the table of the sliding ones",
+        index=2,
+    )
+    _fault_in_rotary(
+        "rope-linear-factor",
+        "mistral",
+        _on(_rotary("mistral"), lambda rotary: rotary.inv_freq.div_(2.0)),
+        "positions are divided by 2 as by a linear scaling",
+    )
+    _fault_in_rotary(
+        "rope-full-instead-of-partial",
+        "phi3",
+        _set(_rotary("phi3"), "inv_freq", _frequencies(1e4, 16)),
+        "the partial rotary factor is not read",
+    )
+    for architecture, index in (("qwen2", 0), ("llama", 2), ("qwen3_moe", 4)):
+        _fault_in_attention(
+            "rotary-pairs",
+            architecture,
+            index,
+            PairsRotary,
+            {"rotary"},
+            "neighbouring channels are rotated, not halves",
+        )
+    for architecture, index in (("glm4", 2), ("cohere2", 1)):
+        _fault_in_attention(
+            "rotary-halves",
+            architecture,
+            index,
+            HalvesRotary,
+            {"rotary"},
+            "halves are rotated, not neighbouring channels",
+        )
+    _fault_in_attention("rotary-bf16-tables", "starcoder2", 3, Bf16Rotary, {"rotary"}, "cos and sin are kept in bf16")
+    _fault_in_attention("rotary-bf16-tables", "granite", 0, Bf16Rotary, {"rotary"}, "cos and sin are kept in bf16")
+    _fault_in_attention("rotary-key-missing", "mixtral", 3, UnrotatedKey, {"rotary"}, "keys are cached unrotated")
+    for architecture, own in (
+        ("qwen3", ShiftedPositions),
+        ("glm4", ShiftedPositions),
+        ("olmo2", RepeatedPosition),
+        ("starcoder2", RepeatedPosition),
+        ("qwen2_moe", ShiftedPositions),
+    ):
+        _fault_in_rotary(
+            "positions-after-padding",
+            architecture,
+            _own(_rotary(architecture), own),
+            "positions behind the prompt are off by one",
+        )
+
+
+def _list_norm_faults() -> None:
+    for architecture, index, part, value in (
+        ("qwen2", 0, "input_layernorm", 1e-3),
+        ("granite", 2, "post_attention_layernorm", 1e-3),
+        ("deepseek_v3", 2, "self_attn.q_a_layernorm", 1e-2),
+        ("starcoder2", 4, "input_layernorm", 1e-2),
+        ("gemma2", 1, "post_feedforward_layernorm", 1e-2),
+        ("qwen3", 5, "self_attn.k_norm", 1e-2),
+    ):
+        others = ("self_attn",) if "self_attn" in part else ()
+        _fault_in(
+            "norm-eps",
+            architecture,
+            index,
+            part,
+            lambda path, value=value: _on(path, lambda norm: _set_epsilon(norm, value)),
+            {"norm"},
+            f"eps is {value}",
+            others=others,
+        )
+    _fault(
+        "final-norm-eps",
+        "mixtral",
+        _on("model.norm", lambda norm: _set_epsilon(norm, 1e-2)),
+        {"model.norm"},
+        {"norm"},
+        "eps of the last norm is 1e-2",
+    )
+    for architecture, index, part in (
+        ("qwen3_moe", 0, "k_norm"),
+        ("gemma3", 5, "q_norm"),
+        ("olmo2", 2, "k_norm"),
+        ("deepseek_v3", 3, "kv_a_layernorm"),
+    ):
+        _fault_in(
+            f"{part}-missing",
+            architecture,
+            index,
+            f"self_attn.{part}",
+            lambda path: _own(path, IdentityNorm),
+            {"norm"},
+            "the norm is not applied",
+            others=("self_attn",),
+        )
+    for name, architecture, index, own, why in (
+        ("q_norm-missing", "qwen3", 2, UnnormalisedQuery, "the engine's attention has no norm of queries"),
+        ("head-norms-missing", "qwen3_moe", 3, UnnormalisedHeads, "the engine's attention has no head norms"),
+    ):
+        parts = ("self_attn.q_norm", "self_attn.k_norm")
+        _fault_in(
+            name,
+            architecture,
+            index,
+            "self_attn",
+            lambda path, own=own: _own(path, own),
+            {"norm"},
+            why,
+            others=parts if own is UnnormalisedHeads else parts[:1],
+        )
+    _fault_in(
+        "q_norm-per-rank",
+        "olmo2",
+        0,
+        "self_attn.q_norm",
+        lambda path: _own(path, ShardNorm),
+        {"norm"},
+        "each tensor-parallel rank normalises over its own half",
+        others=("self_attn",),
+    )
+    _fault_in(
+        "norm-not-centred",
+        "cohere2",
         2,
-        lambda c, s: (
-            c[..., : c.shape[-1] // 2].repeat_interleave(2, -1),
-            s[..., : s.shape[-1] // 2].repeat_interleave(2, -1),
+        "input_layernorm",
+        lambda path: _own(path, UncentredNorm),
+        {"norm"},
+        "the mean is not subtracted",
+    )
+    _fault_in(
+        "norm-not-centred",
+        "gpt_neox",
+        0,
+        "input_layernorm",
+        lambda path: _own(path, UncentredNorm),
+        {"norm"},
+        "the mean is not subtracted",
+    )
+    _fault_in(
+        "norm-weight-without-one",
+        "gemma3",
+        1,
+        "pre_feedforward_layernorm",
+        lambda path: _own(path, PlainWeightNorm),
+        {"norm"},
+        "weight is multiplied, not 1 + weight",
+    )
+    for architecture, index, part in (("starcoder2", 2, "post_attention_layernorm"), ("mistral", 0, "input_layernorm")):
+        _fault_in(
+            "norm-bf16",
+            architecture,
+            index,
+            part,
+            lambda path: _own(path, Bf16Norm),
+            {"norm"},
+            "the norm is computed in bf16",
+        )
+
+
+def _list_attention_faults() -> None:
+    for architecture, index in (("gemma2", 2), ("gemma3", 3), ("cohere2", 1), ("gpt_oss", 2)):
+        _fault_in_attention(
+            "window-off-by-one",
+            architecture,
+            index,
+            ShiftedWindow,
+            {"attention"},
+            "the sliding window has one key less",
+        )
+    _fault(
+        "window-off-by-one",
+        "mistral",
+        _set_config("sliding_window", 30),
+        {_attention("mistral", 0)},
+        {"attention"},
+        "the sliding window has one key more, in every layer",
+    )
+    for architecture, index, value in (
+        ("gemma2", 0, 0.25),
+        ("granite", 1, 0.25),
+        ("qwen3", 3, 0.25),
+        ("deepseek_v3", 4, 0.25),
+        ("glm4", 4, 0.125),
+    ):
+        path = _attention(architecture, index)
+        _fault(
+            "score-scale",
+            architecture,
+            _set(path, "scaling", value),
+            {path},
+            {"attention"},
+            f"scores are multiplied by {value}, a scale of another head size",
+        )
+    for architecture, index in (("llama", 2), ("phi3", 0), ("mixtral", 1)):
+        _fault_in_attention(
+            "groups-tiled", architecture, index, TiledGroups, {"attention"}, "key heads are tiled, not repeated"
+        )
+    for architecture, index in (("qwen2", 1), ("mistral", 2), ("gpt_neox", 3)):
+        _fault_in_attention(
+            "chunk-boundary",
+            architecture,
+            index,
+            LostChunkBoundary,
+            {"attention"},
+            "a chunk of a prefill does not see the last key before it",
+        )
+    for architecture, index in (("qwen2_moe", 3), ("starcoder2", 0)):
+        _fault_in_attention(
+            "chunk-sees-itself",
+            architecture,
+            index,
+            FirstChunkAlone,
+            {"attention"},
+            "later chunks of a prefill see only themselves",
+        )
+    for architecture, index in (("llama", 1), ("qwen3", 0), ("gemma3", 2), ("granite", 4)):
+        path = _attention(architecture, index)
+        _fault(
+            "other-sequence-block",
+            architecture,
+            _with_other_block(path),
+            {path},
+            {"attention"},
+            "places 16 to 31 come from the cached block of another sequence",
+        )
+    for architecture, index in (("qwen2", 4), ("llama", 0), ("qwen3_moe", 1)):
+        _fault_in_attention(
+            "fp8-cache-cut-off",
+            architecture,
+            index,
+            Fp8Cache,
+            {"attention"},
+            "the scale of the fp8 cache is too small",
+        )
+    for architecture, index in (("gemma3", 4), ("phi3", 3), ("gpt_oss", 0)):
+        _fault_in_attention(
+            "fp8-cache-two-scales",
+            architecture,
+            index,
+            Fp8CacheOtherScales,
+            {"attention"},
+            "keys are written with one scale and read with another",
+        )
+    for architecture, index in (("llama", 3), ("glm4", 0), ("gemma2", 4)):
+        _fault_in_attention(
+            "attention-bf16", architecture, index, Bf16Attention, {"attention"}, "the kernel computes in bf16"
+        )
+    _fault_in_attention(
+        "mask-off-by-one",
+        "qwen3_moe",
+        2,
+        SeenNextToken,
+        {"attention"},
+        "a token sees its successor",
+        **_BOTH_BF16,
+    )
+    _fault_in_attention(
+        "key-tail-lost", "olmo2", 4, ForgottenTail, {"attention"}, "the last block of keys is read only if full"
+    )
+    path = _attention("gpt_oss", 1)
+    _fault(
+        "sinks-left-out",
+        "gpt_oss",
+        _wrong_kernel_in(
+            path,
+            "no_sinks",
+            lambda query, key, value, bias, scaling, soft_cap, sinks: _blocked_attention(
+                query, key, value, bias, scaling, soft_cap
+            ),
         ),
-    ),
-    2,
-    "rotary",
-    "GPT-J layout of the tables in layer 2",
-)
-add(
-    "olmo2_sin_sign_l2",
-    "olmo2",
-    rot_layer(2, lambda c, s: (c, -s)),
-    2,
-    "rotary",
-    "rotated the other way (scores change as q,k rotate backwards)",
-)
-add(
-    "qwen3_moe_rope_low",
-    "qwen3_moe",
-    rot_layer(None, lambda c, s: (low(c), low(s))),
-    0,
-    "rotary",
-    "tables rounded one precision lower",
-)
-add(
-    "llama_positions_gap",
-    "llama",
-    rot_positions(lambda p: p + (p >= 12).to(p.dtype)),
-    0,
-    "rotary",
-    "position ids one too high after 12 tokens",
-)
-add(
-    "neox_rotary_pct",
-    "gpt_neox",
-    rot_layer(
-        3,
-        lambda c, s: (
-            torch.cat([c[..., :2], torch.ones_like(c[..., 2:])], -1),
-            torch.cat([s[..., :2], torch.zeros_like(s[..., 2:])], -1),
+        {path},
+        {"attention"},
+        "the kernel leaves the sinks out",
+    )
+    path = _attention("deepseek_v3", 0)
+    _fault(
+        "values-in-fp8",
+        "deepseek_v3",
+        _wrong_kernel_in(
+            path,
+            "fp8_values",
+            lambda query, key, value, bias, scaling, soft_cap, sinks: _blocked_attention(
+                query, key, value.to(torch.float8_e4m3fn).to(value.dtype), bias, scaling
+            ),
         ),
-    ),
-    3,
-    "rotary",
-    "fewer rotated dims in layer 3",
-)
-# --- norms
-add("llama_eps_1e-6", "llama", eps_all(1e-6), 0, "input_norm", "eps 1e-6 for 1e-5")
-add("qwen3_eps_1e-5", "qwen3", eps_all(1e-5), 0, "input_norm", "eps 1e-5 for 1e-6")
-add(
-    "qwen3_moe_eps_l0",
-    "qwen3_moe",
-    setattr_("model.layers.0.input_layernorm", "variance_epsilon", 1e-4),
-    0,
-    "input_norm",
-    "eps 1e-4 in one norm",
-)
-add("qwen3_no_qnorm_l3", "qwen3", identity_norm("model.layers.3.self_attn.q_norm"), 3, "q_norm", "q_norm missing")
-add(
-    "qwen3_moe_no_knorm_l2",
-    "qwen3_moe",
-    identity_norm("model.layers.2.self_attn.k_norm"),
-    2,
-    "k_norm",
-    "k_norm missing",
-)
-add(
-    "qwen3_knorm_stale_l4",
-    "qwen3",
-    step("model.layers.4.self_attn.k_norm.weight", 1e-2),
-    4,
-    "k_norm",
-    "stale k_norm weight",
-)
-add(
-    "gemma2_no_plus_one_l2",
-    "gemma2",
-    gemma_no_plus_one("model.layers.2.pre_feedforward_layernorm"),
-    2,
-    "post_norm",
-    "1+w missing in the norm before the mlp",
-)
-add(
-    "gemma2_no_plus_one_final",
-    "gemma2",
-    gemma_no_plus_one("model.norm"),
-    None,
-    "final_norm",
-    "1+w missing in the final norm",
-)
-add(
-    "qwen2_postnorm_low_l1",
-    "qwen2",
-    norm_cast_before("model.layers.1.post_attention_layernorm"),
-    1,
-    "post_norm",
-    "norm computed one precision lower",
-)
-add("llama_finalnorm_stale", "llama", step("model.norm.weight", 2e-2), None, "final_norm", "stale final norm")
-add(
-    "neox_ln_bias_l2",
-    "gpt_neox",
-    drop_bias("gpt_neox.layers.2.post_attention_layernorm.bias"),
-    2,
-    "post_norm",
-    "layer norm bias dropped",
-)
-add(
-    "olmo2_postnorm_scale_l3",
-    "olmo2",
-    param("model.layers.3.post_attention_layernorm.weight", lambda w: w * 1.02),
-    3,
-    "post_norm",
-    "norm weight 2 % too large",
-)
-# --- attention
-add(
-    "gemma2_no_softcap_l3",
-    "gemma2",
-    setattr_("model.layers.3.self_attn", "attn_logit_softcapping", None),
-    3,
-    "attention",
-    "soft cap left out in layer 3",
-)
-add(
-    "gemma2_softcap_30",
-    "gemma2",
-    setattr_("model.layers.1.self_attn", "attn_logit_softcapping", 30.0),
-    1,
-    "attention",
-    "soft cap 30 for 8",
-)
-add("gemma2_window_minus1", "gemma2", window(-1), 0, "attention", "sliding window 15")
-add("gemma2_window_plus1", "gemma2", window(1), 0, "attention", "sliding window 17")
-add(
-    "gemma2_scale_headdim_l2",
-    "gemma2",
-    setattr_("model.layers.2.self_attn", "scaling", 16**-0.5),
-    2,
-    "attention",
-    "head_dim for query_pre_attn_scalar",
-)
-add(
-    "llama_scale_l3",
-    "llama",
-    setattr_("model.layers.3.self_attn", "scaling", lambda s: s * 1.002),
-    3,
-    "attention",
-    "scale 0.2 % off",
-)
-add("llama_gqa_flip_l2", "llama", kv(2, permute_heads), 2, "attention", "kv heads flipped")
-add(
-    "llama_gqa_interleaved",
-    "llama",
-    kernel("gqa_interleave", [1], interleave_heads(1)),
-    1,
-    "attention",
-    "query head h reads kv head h % n",
-)
-add("qwen2_causal_leak_l1", "qwen2", mask_edit([1], causal_leak), 1, "attention", "causal mask off by one")
-add("qwen3_previous_unseen_l2", "qwen3", mask_edit([2], blind_self), 2, "attention", "the token before is not seen")
-add(
-    "llama_chunk_boundary",
-    "llama",
-    mask_edit([0, 1, 2, 3], lambda al, r, c: al & ~((r >= 32) & (c < 16))),
-    0,
-    "attention",
-    "rows past 32 do not see columns before 16",
-)
-add(
-    "olmo2_chunk_boundary_l2",
-    "olmo2",
-    mask_edit([2], lambda al, r, c: al & ~((r >= 24) & (c < 12))),
-    2,
-    "attention",
-    "same, one layer, 24/12",
-)
-add("qwen3_other_block_l3", "qwen3", kv(3, stale_block), 3, "attention|rotary", "keys 8..15 of another sequence")
-add(
-    "gpt2_block_neighbour_l2",
-    "gpt2",
-    kv(2, block_of_neighbour),
-    2,
-    "attention|k_proj",
-    "cached block 8..15 is block 16..23",
-)
-add("qwen2_kv_fp8_l2", "qwen2", kv(2, lambda k, v: (fp8(k), fp8(v))), 2, "attention|rotary", "fp8 KV")
-add(
-    "qwen3_moe_kv_fp8_scale",
-    "qwen3_moe",
-    kv(None, lambda k, v: (fp8(k, 0.002), fp8(v, 0.002))),
-    0,
-    "attention|rotary",
-    "fp8 KV with a scale that saturates",
-)
-add(
-    "llama_v_scale_l3",
-    "llama",
-    kv(3, lambda k, v: (k, v * 1.01)),
-    3,
-    "attention|v_proj",
-    "values dequantised 1 % too large",
-)
-add(
-    "qwen3_softmax_low_l2",
-    "qwen3",
-    kernel("softmax_low", [2], bf16_softmax),
-    2,
-    "attention",
-    "softmax one precision lower",
-)
-add(
-    "neox_head_scaled_l2",
-    "gpt_neox",
-    kernel("head_scaled", [2], scale_head_attention(2, 1, 0.0)),
-    2,
-    "attention",
-    "one head dropped",
-)
-add(
-    "gpt2_head_scaled_l3",
-    "gpt2",
-    kernel("head_scaled_g", [3], scale_head_attention(3, 2, 1.0 / 0.9)),
-    3,
-    "attention",
-    "one head as after dropout 0.1",
-)
-add(
-    "gpt2_scale_l1",
-    "gpt2",
-    setattr_("transformer.h.1.attn", "scaling", lambda s: s * 0.98),
-    1,
-    "attention",
-    "scale 2 % off",
-)
-# --- projections
-add("qwen2_no_vbias_l2", "qwen2", drop_bias("model.layers.2.self_attn.v_proj.bias"), 2, "v_proj", "bias of v dropped")
-add("qwen2_no_qbias_l1", "qwen2", drop_bias("model.layers.1.self_attn.q_proj.bias"), 1, "q_proj", "bias of q dropped")
-add("neox_no_vbias_l3", "gpt_neox", neox_bias(2, 3), 3, "v_proj|q_proj", "value part of the fused bias dropped")
-add("neox_k_stale_l1", "gpt_neox", neox_step(1, 1, 1e-2), 1, "k_proj|q_proj", "key part of the fused weight stale")
-add(
-    "gpt2_qbias_l2",
-    "gpt2",
-    drop_bias("transformer.h.2.attn.c_attn.bias", slice(0, 64)),
-    2,
-    "q_proj",
-    "query part of the fused bias dropped",
-)
-add("qwen3_q_stale_l3", "qwen3", step("model.layers.3.self_attn.q_proj.weight", 1e-3), 3, "q_proj", "stale tensor 1e-3")
-add("llama_k_stale_l2", "llama", step("model.layers.2.self_attn.k_proj.weight", 3e-3), 2, "k_proj", "stale tensor 3e-3")
-add(
-    "llama_v_lora_l3",
-    "llama",
-    lora("model.layers.3.self_attn.v_proj", 1.0),
-    3,
-    "v_proj",
-    "low-rank update applied twice",
-)
-add(
-    "qwen3_o_lora_l2",
-    "qwen3",
-    lora("model.layers.2.self_attn.o_proj", 0.05),
-    2,
-    "o_proj",
-    "low-rank update with another scale",
-)
-add(
-    "qwen2_down_lora_l1",
-    "qwen2",
-    lora("model.layers.1.mlp.down_proj", 0.5),
-    1,
-    "down_proj",
-    "low-rank update 1.5 times",
-)
-add(
-    "gpt2_cproj_lora_l2",
-    "gpt2",
-    lora("transformer.h.2.attn.c_proj", 0.3, transpose=True),
-    2,
-    "o_proj",
-    "low-rank update on c_proj",
-)
-add(
-    "olmo2_o_low_l3",
-    "olmo2",
-    inp("model.layers.3.self_attn.o_proj", low),
-    3,
-    "o_proj|attention",
-    "input of o_proj one precision lower",
-)
-add(
-    "llama_o_stale_l3_tiny",
-    "llama",
-    step("model.layers.3.self_attn.o_proj.weight", 2e-4),
-    3,
-    "o_proj",
-    "stale tensor 2e-4",
-)
-add(
-    "qwen2_gate_stale_l2_tiny",
-    "qwen2",
-    step("model.layers.2.mlp.gate_proj.weight", 2e-4),
-    2,
-    "gate_proj",
-    "stale tensor 2e-4",
-)
-add(
-    "olmo2_scale_l3_tiny",
-    "olmo2",
-    setattr_("model.layers.3.self_attn", "scaling", lambda s: s * 1.0005),
-    3,
-    "attention",
-    "scale 0.05 % off",
-)
-add(
-    "gpt2_v_stale_l3_tiny",
-    "gpt2",
-    param(
-        "transformer.h.3.attn.c_attn.weight",
-        lambda w: torch.cat(
-            [w[:, :128].double(), w[:, 128:].double() + 3e-4 * w.float().std() * noise((64, 64), 8)], 1
-        ),
-    ),
-    3,
-    "v_proj",
-    "value part of the fused weight stale, 3e-4",
-)
-# --- mlp, residual
-add(
-    "qwen2_gate_up_swapped_l2",
-    "qwen2",
-    mlp_code(2, lambda p, x: p.down_proj(p.act_fn(p.up_proj(x)) * p.gate_proj(x))),
-    2,
-    "activation|gate_proj",
-    "gate and up exchanged",
-)
-add("llama_silu_approx_l2", "llama", act("model.layers.2.mlp.act_fn", quick_silu), 2, "activation", "silu approximated")
-add(
-    "gemma2_gelu_exact_l1",
-    "gemma2",
-    act("model.layers.1.mlp.act_fn", F.gelu),
-    1,
-    "activation",
-    "erf gelu for tanh gelu",
-)
-add(
-    "neox_gelu_tanh_l2",
-    "gpt_neox",
-    act("gpt_neox.layers.2.mlp.act", lambda x: F.gelu(x, approximate="tanh")),
-    2,
-    "activation",
-    "tanh gelu for erf gelu",
-)
-add(
-    "gpt2_quickgelu_l3",
-    "gpt2",
-    act("transformer.h.3.mlp.act", lambda x: x * torch.sigmoid(1.702 * x)),
-    3,
-    "activation",
-    "quick gelu",
-)
-add("qwen3_up_stale_l4", "qwen3", step("model.layers.4.mlp.up_proj.weight", 1e-3), 4, "up_proj", "stale tensor")
-add("olmo2_gate_stale_l2", "olmo2", step("model.layers.2.mlp.gate_proj.weight", 5e-3), 2, "gate_proj", "stale tensor")
-add(
-    "gemma2_down_fp8_l3",
-    "gemma2",
-    inp("model.layers.3.mlp.down_proj", low),
-    3,
-    "down_proj|activation",
-    "input of down_proj one precision lower",
-)
-add(
-    "gpt2_fc_bias_l1",
-    "gpt2",
-    drop_bias("transformer.h.1.mlp.c_fc.bias"),
-    1,
-    "up_proj|gate_proj",
-    "bias of c_fc dropped",
-)
-add(
-    "llama_residual_l2",
-    "llama",
-    residual(2, "out", lambda r, h: r + 0.01 * h),
-    2,
-    "residual",
-    "residual scaled 1.01 at the end of layer 2",
-)
-add(
-    "neox_residual_l1",
-    "gpt_neox",
-    residual(1, "out", lambda r, h: r + 0.001 * h),
-    1,
-    "residual",
-    "residual scaled 1.001",
-)
-add(
-    "gemma2_residual_l2",
-    "gemma2",
-    residual(2, "out", lambda r, h: low(r)),
-    2,
-    "residual",
-    "residual stream stored one precision lower",
-)
-
-
-def stale_layer(i, rel):
-    def plant(m):
-        for j, p in enumerate(layers(m)[i].parameters()):
-            step_param(p, rel, 70 + j)
-
-    return plant
-
-
-add("llama_stale_layer2", "llama", stale_layer(2, 1e-3), 2, "input_norm|q_proj", "all tensors of a layer one step old")
-add(
-    "olmo2_stale_layer3",
-    "olmo2",
-    stale_layer(3, 1e-3),
-    3,
-    "q_proj|k_proj",
-    "all tensors of a layer one step old (no input norm)",
-)
-add("qwen3_low_layer3", "qwen3", low_layer(3), 3, "input_norm|q_proj", "a layer in bfloat16")
-add("llama_low_layer1", "llama", low_layer(1), 1, "input_norm|q_proj", "a layer in bfloat16")
-# --- experts
-add("moe_router_low_l2", "qwen3_moe", router_code(2, router_low), 2, "router", "router one precision lower")
-add(
-    "moe_router_nonorm_l3",
-    "qwen3_moe",
-    setattr_("model.layers.3.mlp.gate", "norm_topk_prob", False),
-    3,
-    "router",
-    "top-k weights not normalised",
-)
-add(
-    "moe_router_bias_l2", "qwen3_moe", router_code(2, router_biased), 2, "router", "a small load-balancing bias left in"
-)
-add(
-    "moe_router_third_l3",
-    "qwen3_moe",
-    router_code(3, router_drop_third),
-    3,
-    "router|experts",
-    "weakest expert dropped (capacity)",
-)
-add("moe_swap_l2", "qwen3_moe", swap_experts(2, 3, 4), 2, "experts", "two experts exchanged")
-add("moe_stale_expert_l3", "qwen3_moe", stale_expert(3, 5, 1e-2), 3, "experts", "one expert stale (1e-2)")
-# --- outside of layers
-add("qwen2_untied", "qwen2", untie(1e-3), None, "lm_head", "head is another copy")
-add("gpt2_untied", "gpt2", untie(1e-2), None, "lm_head", "head is another copy")
-add(
-    "gemma2_no_final_cap",
-    "gemma2",
-    setattr_("config", "final_logit_softcapping", None),
-    None,
-    "lm_head",
-    "final soft cap left out",
-)
-add(
-    "qwen3_temperature",
-    "qwen3",
-    out("lm_head", lambda y: (y.float() if y.dtype != torch.float64 else y) / 0.999),
-    None,
-    "lm_head|log_softmax",
-    "temperature 0.999",
-)
-add("llama_tail_rows", "llama", out("lm_head", tail_rows(20)), None, "lm_head", "logits of the last 20 rows wrong")
-add("olmo2_head_low", "olmo2", inp("lm_head", low), None, "lm_head|final_norm", "head input one precision lower")
-add("neox_logits_low", "gpt_neox", out("lm_head", low), None, "lm_head|log_softmax", "logits one precision lower")
-add("qwen3_moe_embed_stale", "qwen3_moe", step("model.embed_tokens.weight", 1e-3), None, "embedding", "stale embedding")
-add(
-    "gemma2_embed_scale",
-    "gemma2",
-    out("model.embed_tokens", lambda y: y * (8.03125 / 8.0)),
-    None,
-    "embedding",
-    "embedding scale rounded wrongly",
-)
-add(
-    "gpt2_positions",
-    "gpt2",
-    lambda m: wrap(m.transformer.wpe, lambda old, p: old(p + 1)),
-    None,
-    "embedding",
-    "learned positions off by one",
-)
-add(
-    "gpt2_positions_after",
-    "gpt2",
-    lambda m: wrap(m.transformer.wpe, lambda old, p: old(p + (p >= 20).to(p.dtype))),
-    None,
-    "embedding",
-    "positions off by one after 20 tokens",
-)
-
-
-# ------------------------------------------------------------------ harmless ones
-def every(fn):
-    def plant(m):
-        for i in range(len(layers(m))):
-            fn(m, i)
-
-    return plant
-
-
-def chunk_softmax(module, q, k, v, al, s, cap):
-    """online softmax over blocks of 7 keys, in float32 or the model's own if wider"""
-    dt = torch.float64 if q.dtype == torch.float64 else torch.float32
-    x = scores(q.to(dt), k.to(dt), al, s, cap)
-    mx = torch.full((*x.shape[:-1], 1), -float("inf"), dtype=dt, device=x.device)
-    den = torch.zeros_like(mx)
-    acc = torch.zeros(q.shape, dtype=dt, device=x.device)
-    for a in range(0, x.shape[-1], 7):
-        b = x[..., a : a + 7]
-        n = torch.maximum(mx, b.amax(-1, keepdim=True))
-        w = (b - n).exp()
-        r = (mx - n).exp()
-        den, acc, mx = den * r + w.sum(-1, keepdim=True), acc * r + w @ v[:, :, a : a + 7].to(dt), n
-    return (acc / den).to(q.dtype)
-
-
-def plain(module, q, k, v, al, s, cap):
-    return torch.softmax(scores(q * s, k, al, 1.0, cap).float(), -1).to(q.dtype) @ v
-
-
-def fused_qkv(m, i):
-    a = attn(m, i)
-    names = ("q_proj", "k_proj", "v_proj")
-    ps = [getattr(a, n) for n in names]
-    W = torch.cat([p.weight for p in ps])
-    B = None if ps[0].bias is None else torch.cat([p.bias for p in ps])
-    at = 0
-    for p in ps:
-        o = p.weight.shape[0]
-        p.forward = (lambda s, e: lambda x: F.linear(x, W, B)[..., s:e])(at, at + o)
-        at += o
-
-
-def norm64(m):
-    for mod in m.modules():
-        if type(mod).__name__.endswith("RMSNorm") and hasattr(mod, "variance_epsilon"):
-
-            def f(x, n=mod):
-                h = x.double()
-                h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + n.variance_epsilon)
-                return n.weight * h.to(x.dtype)
-
-            mod.forward = f
-
-
-def split_matmul(path):
-    """sum over the inner dimension in two halves"""
-
-    def fn(m, i):
-        p = get(layers(m)[i], path)
-
-        def f(x):
-            n = x.shape[-1] // 2
-            y = x[..., :n] @ p.weight[:, :n].T + x[..., n:] @ p.weight[:, n:].T
-            return y if p.bias is None else y + p.bias
-
-        p.forward = f
-
-    return every(fn)
-
-
-def rope64(m):
-    r = base(m).rotary_emb
-
-    def f(x, position_ids):
-        fr = position_ids[..., None].double() * r.inv_freq.double()
-        e = torch.cat((fr, fr), -1)
-        return (e.cos() * r.attention_scaling).to(x.dtype), (e.sin() * r.attention_scaling).to(x.dtype)
-
-    r.forward = f
-
-
-def gelu_erf(m, i):
-    layers(m)[i].mlp.act.forward = lambda x: (
-        (x.float() if x.dtype != torch.float64 else x)
-        .mul(0.5)
-        .mul(1 + torch.erf((x.float() if x.dtype != torch.float64 else x) / math.sqrt(2)))
-        .to(x.dtype)
+        {path},
+        {"attention"},
+        "the kernel reads values in fp8",
+    )
+    path = _attention("gemma2", 3)
+    _fault(
+        "soft-cap-missing",
+        "gemma2",
+        _set(path, "attn_logit_softcapping", None),
+        {path},
+        {"soft_cap", "attention"},
+        "one layer's scores are not capped",
+    )
+    _fault(
+        "soft-cap-missing-in-kernel",
+        "gemma2",
+        _all(*(_on(_attention("gemma2", index), lambda module: _use_kernel(module, "sdpa")) for index in range(5))),
+        {_attention("gemma2", 0)},
+        {"soft_cap", "attention"},
+        "the kernel has no soft cap, in every layer",
     )
 
 
-def experts_loop(m):
-    for layer in layers(m):
-        if not hasattr(layer.mlp, "experts"):
-            continue
-        e = layer.mlp.experts
+def _list_linear_faults() -> None:
+    for architecture, index, part, arms in (
+        ("qwen2", 2, "self_attn.k_proj", {}),
+        ("glm4", 1, "self_attn.v_proj", {}),
+        ("starcoder2", 3, "mlp.c_fc", {}),
+        ("gpt_neox", 4, "attention.dense", {}),
+        ("gpt_oss", 3, "self_attn.o_proj", {}),
+        ("qwen2_moe", 0, "self_attn.q_proj", _BOTH_BF16),
+    ):
+        _fault_in(
+            "bias-dropped",
+            architecture,
+            index,
+            part,
+            lambda path: _on(path, _drop_bias),
+            {"linear"},
+            "the loader skips the bias",
+            **arms,
+        )
+    for architecture, index, part, arms in (
+        ("qwen3", 3, "mlp.down_proj", {}),
+        ("mixtral", 3, "self_attn.o_proj", {}),
+        ("gemma2", 0, "mlp.gate_proj", {}),
+        ("mistral", 1, "self_attn.v_proj", _BOTH_FP16),
+    ):
+        _fault_in(
+            "lora-scale",
+            architecture,
+            index,
+            part,
+            lambda path: _on(path, lambda linear: _add_adapter(linear, 0.3, 21)),
+            {"linear"},
+            "the adapter is merged with twice its scale",
+            **arms,
+        )
+    _fault(
+        "lora-scale-all-layers",
+        "llama",
+        _all(
+            *(
+                _on(f"{_attention('llama', index)}.{part}", lambda linear: _add_adapter(linear, 0.3, 31))
+                for index in range(5)
+                for part in ("q_proj", "v_proj")
+            )
+        ),
+        {f"{_attention('llama', 0)}.q_proj", f"{_attention('llama', 0)}.v_proj"},
+        {"linear"},
+        "adapters of all layers are merged with twice their scale",
+    )
+    for architecture, index, first in (
+        ("phi3", 3, "input_layernorm"),
+        ("cohere2", 3, "input_layernorm"),
+        ("gemma3", 0, "input_layernorm"),
+    ):
+        _fault_in(
+            "stale-layer",
+            architecture,
+            index,
+            first,
+            lambda path: _on(path.rsplit(".", 1)[0], _age),
+            {"norm"},
+            "one layer kept its weights of an earlier update, norms too",
+        )
+    for architecture, index in (("llama", 4), ("olmo2", 1)):
+        _fault_in(
+            "stale-layer-linears",
+            architecture,
+            index,
+            "self_attn.q_proj",
+            lambda path: _on(path.rsplit(".", 2)[0], lambda layer: _age(layer, norms=False)),
+            {"linear"},
+            "one layer's linear weights are of an earlier update",
+            others=("self_attn.k_proj", "self_attn.v_proj"),
+        )
+    for architecture, index, part in (
+        ("qwen3", 4, "mlp.down_proj"),
+        ("gpt_neox", 1, "attention.query_key_value"),
+        ("phi3", 2, "self_attn.o_proj"),
+        ("deepseek_v3", 3, "self_attn.kv_b_proj"),
+    ):
+        _fault_in(
+            "linear-bf16",
+            architecture,
+            index,
+            part,
+            lambda path: _own(path, Bf16Linear),
+            {"linear"},
+            "one linear layer computes in bf16",
+        )
+    for architecture, index in (("granite", 4), ("cohere2", 0)):
+        _fault_in(
+            "mlp-bf16",
+            architecture,
+            index,
+            "mlp",
+            lambda path: _own(path, Bf16Mlp),
+            {"linear"},
+            "one MLP computes in bf16, from its first product on",
+            others=("mlp.gate_proj", "mlp.up_proj"),
+        )
+    for architecture, index, part in (("granite", 0, "k_proj"), ("qwen2_moe", 2, "k_proj")):
+        _fault_in(
+            "key-heads-swapped",
+            architecture,
+            index,
+            f"self_attn.{part}",
+            lambda path: _on_weight(path, _swap_heads),
+            {"linear"},
+            "two ranks' key heads are merged in the wrong order",
+        )
+    _fault_in(
+        "ranks-reversed",
+        "mistral",
+        3,
+        "self_attn.o_proj",
+        lambda path: _on_weight(path, lambda weight: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)),
+        {"linear"},
+        "columns of a row-parallel layer are merged in the wrong order",
+    )
+    _fault_in(
+        "ranks-interleaved",
+        "phi3",
+        1,
+        "mlp.gate_up_proj",
+        lambda path: _on_weight(path, lambda weight: torch.cat([weight.chunk(4)[i] for i in (0, 2, 1, 3)])),
+        {"linear"},
+        "gate and up of two ranks are concatenated rank by rank",
+    )
+    _fault_in(
+        "qkv-layout",
+        "gpt_neox",
+        2,
+        "attention.query_key_value",
+        lambda path: _on_weight(path, lambda weight: weight.unflatten(0, (4, 3, 16)).transpose(0, 1).flatten(0, 2)),
+        {"linear"},
+        "rows are laid out by query, key, value, where the model reads them by heads",
+    )
+    _fault_in(
+        "input-tail-lost",
+        "qwen2",
+        3,
+        "mlp.down_proj",
+        lambda path: _own(path, LostTailLinear),
+        {"linear"},
+        "the kernel leaves the last inputs out",
+    )
+    _fault_in(
+        "bias-added-twice",
+        "starcoder2",
+        1,
+        "self_attn.o_proj",
+        lambda path: _own(path, TwiceBiasedLinear),
+        {"linear"},
+        "every tensor-parallel rank adds the bias",
+        **_FP32_TO_BF16,
+    )
+    _fault_in(
+        "int4-zero-point",
+        "llama",
+        1,
+        "mlp.up_proj",
+        lambda path: _on_weight(path, lambda weight: weight + 0.02 * weight.abs().amax(dim=1, keepdim=True)),
+        {"linear"},
+        "the zero point of a quantised weight is off",
+    )
+    _fault_in(
+        "gate-and-up-exchanged",
+        "qwen3",
+        1,
+        "mlp.gate_proj",
+        lambda path: _on(path.rsplit(".", 1)[0], _exchange("gate_proj", "up_proj")),
+        {"linear"},
+        "the loader writes gate to up and up to gate",
+        others=("mlp.up_proj",),
+    )
 
-        def f(x, ix, w, e=e):
-            y = torch.zeros_like(x)
-            for j in reversed(range(e.num_experts)):
-                g = (w * (ix == j)).sum(-1, keepdim=True).to(x.dtype)
-                hit = (ix == j).any(-1)
-                if hit.any():
-                    a, b = F.linear(x[hit], e.gate_up_proj[j]).chunk(2, -1)
-                    y[hit] = y[hit] + F.linear(e.act_fn(a) * b, e.down_proj[j]) * g[hit]
-            return y
 
-        e.forward = f
-
-
-def head_chunks(m):
-    h = head(m)
-    h.forward = lambda x: torch.cat([F.linear(x, w) for w in h.weight.split(50)], -1)
-
-
-def residual_other_order(m, i):
-    layer = layers(m)[i]
-
-    def f(h, **k):
-        a = layer.attention(layer.input_layernorm(h), **k)[0]
-        b = layer.mlp(layer.post_attention_layernorm(h))
-        w = torch.float64 if h.dtype == torch.float64 else torch.float32
-        return (h.to(w) + a.to(w) + b.to(w)).to(h.dtype)
-
-    layer.forward = f
-
-
-def residual32(m, i):
-    layer = layers(m)[i]
-
-    def f(hidden_states, **k):
-        w = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
-        dt = hidden_states.dtype
-        h = hidden_states
-        h = (layer.self_attn(hidden_states=layer.input_layernorm(h), **k)[0].to(w) + h.to(w)).to(dt)
-        return (layer.mlp(layer.post_attention_layernorm(h)).to(w) + h.to(w)).to(dt)
-
-    layer.forward = f
-
-
-def silu_formula(m, i):
-    layers(m)[i].mlp.act_fn.forward = lambda x: x / (1 + torch.exp(-x))
-
-
-def router_formula(g, x):
-    """normalise by a softmax over the chosen logits"""
-    lg = F.linear(x, g.weight)
-    v, ix = torch.topk(lg.float(), g.top_k, dim=-1)
-    return lg, torch.softmax(v, -1).to(x.dtype), ix
-
-
-def layernorm_formula(m):
-    for mod in m.modules():
-        if isinstance(mod, torch.nn.LayerNorm):
-
-            def f(x, n=mod):
-                w = torch.float64 if x.dtype == torch.float64 else torch.float32
-                h = x.to(w)
-                h = h - h.mean(-1, keepdim=True)
-                return (h * torch.rsqrt((h * h).mean(-1, keepdim=True) + n.eps) * n.weight.to(w) + n.bias.to(w)).to(
-                    x.dtype
-                )
-
-            mod.forward = f
+def _list_mlp_faults() -> None:
+    for architecture, index, part, own in (
+        ("starcoder2", 4, "mlp.act", nn.GELU()),
+        ("gemma2", 2, "mlp.act_fn", nn.SiLU()),
+        ("gemma3", 5, "mlp.act_fn", nn.GELU()),
+        ("gpt_neox", 0, "mlp.act", nn.GELU(approximate="tanh")),
+    ):
+        _fault_in(
+            "activation",
+            architecture,
+            index,
+            part,
+            lambda path, own=own: _set(*path.rsplit(".", 1), own),
+            {"activation"},
+            "another activation of the same family",
+            others=("mlp",),
+        )
+    _fault_in(
+        "gate-on-up",
+        "granite",
+        3,
+        "mlp",
+        lambda path: _own(path, SwappedProduct),
+        {"activation", "gate_up_product"},
+        "the activation is applied to up",
+        others=("mlp.act_fn",),
+    )
+    for architecture, index in (("glm4", 3), ("olmo2", 3)):
+        _fault_in(
+            "product-clamped",
+            architecture,
+            index,
+            "mlp",
+            lambda path: _own(path, ClampedProduct),
+            {"gate_up_product"},
+            "the fused kernel clamps the product",
+        )
+    _fault_in(
+        "product-bf16",
+        "phi3",
+        4,
+        "mlp",
+        lambda path: _own(path, Bf16Product),
+        {"gate_up_product"},
+        "gate times up is computed in bf16",
+    )
+    _fault_in(
+        "residual-multiplier-missing",
+        "granite",
+        2,
+        "",
+        lambda path: _own(path, UnscaledUpdate),
+        {"residual"},
+        "the multiplier is left out behind the MLP",
+    )
+    for name, architecture, index, own, why in (
+        ("residual-dropped", "mixtral", 2, DroppedResidual, "the MLP's output replaces the stream"),
+        ("residual-bf16", "qwen2", 1, Bf16Residual, "the stream is added up in bf16 behind the attention"),
+        ("residual-bf16", "olmo2", 4, Bf16Residual, "the stream is added up in bf16 behind the attention"),
+        ("residual-added-twice", "mistral", 1, TwiceAdded, "both tensor-parallel ranks add the residual"),
+    ):
+        _fault_in(name, architecture, index, "", lambda path, own=own: _own(path, own), {"residual"}, why)
 
 
-def gate_up_fused(m, i):
-    p = layers(m)[i].mlp
-    W = torch.cat([p.gate_proj.weight, p.up_proj.weight])
-    n = p.gate_proj.weight.shape[0]
-    p.gate_proj.forward = lambda x: F.linear(x, W)[..., :n]
-    p.up_proj.forward = lambda x: F.linear(x, W)[..., n:]
+def _list_expert_faults() -> None:
+    router_or_linear = {"router", "linear"}
+    for architecture, index, part in (
+        ("mixtral", 0, "mlp.gate"),
+        ("qwen3_moe", 2, "mlp.gate"),
+        ("gpt_oss", 3, "mlp.router"),
+        ("deepseek_v3", 1, "mlp.gate"),
+        ("qwen2_moe", 1, "mlp.gate"),
+    ):
+        _fault_in("router-bf16", architecture, index, part, _round_router, router_or_linear, "the router reads bf16")
+    _fault_in(
+        "router-not-renormalised",
+        "qwen3_moe",
+        4,
+        "mlp.gate",
+        lambda path: _set(path, "norm_topk_prob", False),
+        {"router"},
+        "weights of the chosen experts do not add up to one",
+    )
+    _fault_in(
+        "router-renormalised",
+        "qwen2_moe",
+        3,
+        "mlp.gate",
+        lambda path: _set(path, "norm_topk_prob", True),
+        {"router"},
+        "weights of the chosen experts are made to add up to one",
+        **_BOTH_BF16,
+    )
+    _fault_in(
+        "routed-scale-missing",
+        "deepseek_v3",
+        2,
+        "mlp.gate",
+        lambda path: _set(path, "routed_scaling_factor", 1.0),
+        {"router"},
+        "the factor on the routed experts is left out",
+    )
+    _fault_in(
+        "correction-bias-missing",
+        "deepseek_v3",
+        4,
+        "mlp.gate",
+        lambda path: _on(path, lambda router: router.e_score_correction_bias.zero_()),
+        {"router"},
+        "the bias that chooses experts is not loaded",
+    )
+    _fault_in(
+        "router-bias-missing",
+        "gpt_oss",
+        0,
+        "mlp.router",
+        lambda path: _on(path, lambda router: router.bias.zero_()),
+        router_or_linear,
+        "the router's bias is not loaded",
+    )
+    for architecture, index, change in (
+        ("mixtral", 1, _second_and_third),
+        ("qwen3_moe", 3, lambda parameter: parameter.roll(1, 0)),
+        ("deepseek_v3", 3, _second_and_third),
+        ("gpt_oss", 2, _second_and_third),
+    ):
+        _fault_in(
+            "expert-order",
+            architecture,
+            index,
+            "mlp.experts",
+            lambda path, change=change: _on_experts(path, change),
+            {"experts"},
+            "experts are loaded in another order",
+        )
+    for name, architecture, index, own, why in (
+        ("expert-capacity", "mixtral", 2, CapacityExperts, "tokens beyond an expert's capacity are dropped"),
+        ("experts-unweighted", "qwen2_moe", 2, UnweightedExperts, "the router's weights are not applied"),
+        ("experts-bf16", "mixtral", 3, Bf16Experts, "experts compute in bf16"),
+        ("gate-layout", "gpt_oss", 1, ConcatenatedGateExperts, "gate and up are read as halves"),
+        ("gate-without-one", "gpt_oss", 3, UnshiftedGateExperts, "the one in (up + 1) * glu is left out"),
+    ):
+        _fault_in(name, architecture, index, "mlp.experts", lambda path, own=own: _own(path, own), {"experts"}, why)
+    _fault_in(
+        "expert-bias-dropped",
+        "gpt_oss",
+        0,
+        "mlp.experts",
+        lambda path: _on(path, lambda experts: experts.down_proj_bias.zero_()),
+        {"experts"},
+        "the bias behind the experts is not loaded",
+    )
+    _fault_in(
+        "expert-gate-and-up-exchanged",
+        "qwen3_moe",
+        0,
+        "mlp.experts",
+        lambda path: _on_weight(path, lambda weight: torch.cat(weight.chunk(2, 1)[::-1], 1), name="gate_up_proj"),
+        {"experts"},
+        "gate and up are stacked the other way round",
+    )
+    _fault_in(
+        "shared-expert-stale",
+        "deepseek_v3",
+        1,
+        "mlp.shared_experts.gate_proj",
+        lambda path: _on(path.rsplit(".", 1)[0], _age),
+        {"linear"},
+        "the shared expert kept its weights of an earlier update",
+        others=("mlp.shared_experts.up_proj",),
+    )
 
 
-HEALTHY = [
-    ("llama_chunk_softmax", "llama", kernel("chunk_softmax", None, chunk_softmax)),
-    ("gemma2_chunk_softmax", "gemma2", kernel("chunk_softmax_g", None, chunk_softmax)),
-    ("gpt2_plain_attention", "gpt2", kernel("plain_g", None, plain)),
-    ("qwen2_plain_attention", "qwen2", kernel("plain_q", None, plain)),
-    ("qwen2_fused_qkv", "qwen2", every(fused_qkv)),
-    ("qwen3_fused_qkv", "qwen3", every(fused_qkv)),
-    ("llama_gate_up_fused", "llama", every(gate_up_fused)),
-    ("qwen3_norm64", "qwen3", norm64),
-    ("olmo2_split_down", "olmo2", split_matmul("mlp.down_proj")),
-    ("qwen2_split_o", "qwen2", split_matmul("self_attn.o_proj")),
-    ("llama_rope64", "llama", rope64),
-    ("gpt_neox_gelu_erf", "gpt_neox", every(gelu_erf)),
-    ("gpt_neox_residual_order", "gpt_neox", every(residual_other_order)),
-    ("qwen3_residual32", "qwen3", every(residual32)),
-    ("qwen3_moe_experts_loop", "qwen3_moe", experts_loop),
-    ("qwen3_moe_router_formula", "qwen3_moe", lambda m: [router_code(i, router_formula)(m) for i in (0, 2, 3)]),
-    ("gemma2_head_chunks", "gemma2", head_chunks),
-    ("olmo2_silu_formula", "olmo2", every(silu_formula)),
-    ("gpt2_layernorm_formula", "gpt2", layernorm_formula),
-]
+def _list_ends_faults() -> None:
+    for architecture in ("qwen2", "gemma3", "cohere2", "granite"):
+        _fault(
+            "head-untied",
+            architecture,
+            _untie,
+            {"lm_head"},
+            {"head", "linear"},
+            "the head is a copy of the embedding that missed an update",
+        )
+    for architecture in ("llama", "phi3", "gpt_neox"):
+        _fault(
+            "padded-vocabulary",
+            architecture,
+            _on("lm_head", lambda head: head.weight[REAL_TOKENS:].zero_()),
+            {"lm_head"},
+            {"head", "linear"},
+            "rows that pad the vocabulary are zeros that take part in the softmax",
+        )
+    _fault(
+        "head-bf16",
+        "qwen3",
+        _own("lm_head", Bf16Linear),
+        {"lm_head"},
+        {"head", "linear"},
+        "the head computes in bf16",
+    )
+    _fault(
+        "head-chunk-repeated",
+        "mistral",
+        _own("lm_head", RepeatedChunkHead),
+        {"lm_head"},
+        {"head", "linear"},
+        "the last chunk of logits is the one before it",
+    )
+    _fault(
+        "head-shards-swapped",
+        "olmo2",
+        _on_weight("lm_head", lambda weight: torch.cat(weight.chunk(2)[::-1])),
+        {"lm_head"},
+        {"head", "linear"},
+        "two shards of the vocabulary are gathered in the wrong order",
+        **_BOTH_BF16,
+    )
+    for architecture in ("llama", "mixtral"):
+        _fault(
+            "embedding-shard-offset",
+            architecture,
+            _on_weight("model.embed_tokens", lambda weight: torch.cat([weight[:152], weight[152:].roll(1, 0)])),
+            {"model.embed_tokens"},
+            {"embedding"},
+            "the second shard of the vocabulary starts a row too late",
+        )
+    for architecture in ("qwen3", "starcoder2"):
+        _fault(
+            "embedding-row-zeroed",
+            architecture,
+            _on("model.embed_tokens", lambda embedding: embedding.weight[SPECIAL_TOKEN].zero_()),
+            {"model.embed_tokens"},
+            {"embedding"},
+            "the row of a special token is zeroed as padding",
+        )
+    _fault(
+        "embedding-scale-bf16",
+        "gemma3",
+        _on("model.embed_tokens", lambda embedding: embedding.embed_scale.copy_(_bf16(embedding.embed_scale))),
+        {"model.embed_tokens"},
+        {"embedding"},
+        "the factor on embeddings is rounded to bf16",
+    )
+    _fault(
+        "embedding-multiplier-missing",
+        "granite",
+        _set("model", "embedding_multiplier", 1.0),
+        {"model", "model.embed_tokens"},
+        {"embedding"},
+        "the factor on embeddings is left out",
+    )
+    for architecture in ("gemma2", "gemma3"):
+        _fault(
+            "final-soft-cap-missing",
+            architecture,
+            _set_config("final_logit_softcapping", None),
+            {"", "lm_head"},
+            {"soft_cap"},
+            "logits are not capped",
+        )
+    _fault(
+        "logits-scaling-missing",
+        "granite",
+        _set_config("logits_scaling", 1.0),
+        {"", "lm_head"},
+        {"logit_scaling"},
+        "logits are not divided",
+    )
+    _fault(
+        "logit-scale-default",
+        "cohere2",
+        _set("", "logit_scale", 0.0625),
+        {"", "lm_head"},
+        {"logit_scaling"},
+        "logits are multiplied by the default of the configuration",
+    )
+    _fault(
+        "temperature",
+        "deepseek_v3",
+        _own_model(TemperedLogits),
+        {"", "lm_head"},
+        {"logit_scaling"},
+        "logits are divided by a temperature that A does not have",
+    )
+    for architecture in ("qwen2_moe", "glm4"):
+        _fault(
+            "logprobs-bf16",
+            architecture,
+            _own_model(Bf16Logprobs),
+            {"", "lm_head"},
+            {"log_softmax", "head"},
+            "logprobs come from a log-softmax in bf16",
+        )
+
+
+def _list_recodings() -> None:
+    kinds = list(RECODED_ATTENTION)
+    for i, architecture in enumerate(ARCHITECTURES):
+        kind = kinds[i % len(kinds)]
+        _harmless(f"attention-{kind}", architecture, _kernel_everywhere(kind))
+    for architecture, kind in (("gemma2", "chunks"), ("gpt_oss", "grouped"), ("mistral", "split-keys")):
+        _harmless(
+            f"attention-{kind}-in-one-layer", architecture, _kernel_in(_attention(architecture, 1), kind), **_BOTH_BF16
+        )
+    norms = ("layernorm", "layer_norm", ".norm", "q_norm", "k_norm")
+    for architecture in ("qwen3", "gemma2", "olmo2", "cohere2", "starcoder2", "gpt_neox", "deepseek_v3"):
+        _harmless("norms-fused", architecture, _everywhere(norms, FusedNorm))
+    for architecture in ("qwen2", "gemma3", "glm4", "granite"):
+        _harmless("norms-prescaled", architecture, _everywhere(norms, PrescaledNorm))
+    for architecture in ("gemma3", "cohere2", "qwen2"):
+        _harmless("norms-fused-in-bf16", architecture, _everywhere(norms, FusedNorm), **_BOTH_BF16)
+    for architecture in ("qwen2", "llama", "glm4"):
+        _harmless("qkv-fused", architecture, _everywhere(("self_attn",), FusedProjections))
+    for architecture in ("llama", "gemma2", "phi3", "glm4"):
+        _harmless("gate-up-fused", architecture, _everywhere(("mlp",), FusedMlp))
+    _harmless("gate-up-fused-in-bf16", "llama", _everywhere(("mlp",), FusedMlp), **_BOTH_BF16)
+    for architecture in ("qwen3", "granite", "olmo2"):
+        _harmless("mlp-two-ranks", architecture, _everywhere(("mlp",), DividedMlp))
+    for architecture in ("qwen3", "phi3", "gemma3", "gpt_neox"):
+        _harmless(
+            "rotary-complex", architecture, _everywhere((ARCHITECTURES[architecture].attention_name,), ComplexRotary)
+        )
+    for architecture in ("llama", "mixtral"):
+        _harmless("rotary-woven", architecture, _everywhere(("self_attn",), InterleavedLayoutRotary))
+    for architecture in ("glm4", "cohere2"):
+        _harmless("rotary-as-halves", architecture, _everywhere(("self_attn",), HalvesLayoutRotary))
+    _harmless("rotary-complex-in-bf16", "qwen3", _everywhere(("self_attn",), ComplexRotary), **_BOTH_BF16)
+    for architecture in ("mistral", "granite", "olmo2", "starcoder2"):
+        layers = tuple(_layer(architecture, index) for index in range(5))
+        _harmless("residual-in-place", architecture, _everywhere(layers, Float32Residual))
+    _harmless(
+        "residual-in-place-in-bf16",
+        "llama",
+        _everywhere(tuple(_layer("llama", index) for index in range(5)), Float32Residual),
+        **_BOTH_BF16,
+    )
+    for architecture in ("mixtral", "gpt_oss", "qwen2_moe"):
+        _harmless("experts-sorted", architecture, _everywhere(("mlp.experts",), SortedExperts))
+    for architecture in ("qwen3_moe", "deepseek_v3"):
+        _harmless("experts-dense", architecture, _everywhere(("mlp.experts",), DenseExperts))
+    for architecture in ("mixtral", "qwen3_moe"):
+        _harmless("router-chosen-softmax", architecture, _everywhere(("mlp.gate",), ChosenSoftmaxRouter))
+    for architecture, part in (("qwen2", "down_proj"), ("starcoder2", "c_proj"), ("llama", "o_proj")):
+        _harmless("split-sums", architecture, _everywhere((part,), SplitSumLinear))
+    _harmless("split-sums-in-bf16", "phi3", _everywhere(("down_proj", "o_proj"), SplitSumLinear), **_BOTH_BF16)
+    for architecture in ("llama", "gemma2", "deepseek_v3"):
+        _harmless("head-in-chunks", architecture, _everywhere(("lm_head",), ChunkedHead))
+    _harmless("head-split-sums", "mistral", _everywhere(("lm_head",), SplitSumLinear))
+    for architecture in ("qwen3", "gpt_neox"):
+        _harmless("logits-normalised", architecture, _own_model(NormalisedLogits))
+
+
+def _list_arms() -> None:
+    for architecture in ("qwen2", "qwen3", "llama", "gemma2", "gemma3", "olmo2", "granite", "cohere2"):
+        _harmless("fp32-bf16", architecture, arm_b="dtype=bf16")
+    for architecture in ("mistral", "phi3", "starcoder2"):
+        _harmless("fp32-fp16", architecture, arm_b="dtype=fp16")
+    for architecture in ("glm4", "gpt_neox", "llama"):
+        _harmless("bf16-fp16", architecture, arm_a="dtype=bf16", arm_b="dtype=fp16")
+    for architecture in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"):
+        _harmless("fp32-bf16", architecture, arm_b="dtype=bf16")
+    for architecture in ("qwen2", "mistral", "gemma3", "deepseek_v3"):
+        _harmless("sdpa-eager", architecture, arm_b="dtype=fp32,attention=eager")
+    for architecture in ("qwen3", "llama", "cohere2"):
+        _harmless("sdpa-eager-in-bf16", architecture, arm_a="dtype=bf16", arm_b="dtype=bf16,attention=eager")
+    for architecture in ("qwen2_moe", "starcoder2"):
+        _harmless("math-flash", architecture, arm_a="dtype=fp32,attention=math", arm_b="dtype=fp32,attention=flash")
+    for architecture in ("qwen2", "gemma2", "qwen3_moe", "phi3"):
+        _harmless("batch-of-one", architecture, arm_a="dtype=fp32,batch-size=4", arm_b="dtype=fp32,batch-size=1")
+    _harmless("batch-of-one-in-bf16", "granite", arm_a="dtype=bf16,batch-size=4", arm_b="dtype=bf16,batch-size=1")
+    _harmless("batch-of-two-in-fp16", "glm4", arm_a="dtype=fp16,batch-size=4", arm_b="dtype=fp16,batch-size=2")
+    for architecture in ("qwen3", "llama", "gpt_oss", "gemma3"):
+        _harmless("padding-sides", architecture, arm_a="dtype=fp32,padding=left", arm_b="dtype=fp32,padding=right")
+    _harmless("padding-sides-in-bf16", "olmo2", arm_a="dtype=bf16,padding=left", arm_b="dtype=bf16,padding=right")
+
+
+_list_rotary_faults()
+_list_norm_faults()
+_list_attention_faults()
+_list_linear_faults()
+_list_mlp_faults()
+_list_expert_faults()
+_list_ends_faults()
+_list_recodings()
+_list_arms()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check: what each case does to the logprobs, without the locator
+
+FAULT_RATIO = 30.0
+"""A fault moves a logprob at least so many times as far as a harmless re-coding of the architecture does."""
+HARMLESS_RATIO = 10.0
+"""A harmless case moves one at most so many times as far as the median, or as the dtype alone does."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@torch.no_grad()
+def _score(model: PreTrainedModel, inputs: list[Tensor], arm: str) -> list[Tensor]:
+    """Logprobs of each input's tokens from the second on, nats, in float32."""
+    settings = dict(setting.split("=") for setting in arm.split(","))
+    model = model.to(DTYPES[settings["dtype"]])
+    if "attention" in settings:
+        model.config._attn_implementation = "eager" if settings["attention"] == "eager" else "sdpa"
+    kernels = {"math": torch.nn.attention.SDPBackend.MATH, "flash": torch.nn.attention.SDPBackend.FLASH_ATTENTION}
+    rows = int(settings.get("batch-size", len(inputs) if "padding" in settings else 1))
+    scores = []
+    for start in range(0, len(inputs), rows):
+        batch = inputs[start : start + rows]
+        width = max(len(tokens) for tokens in batch)
+        is_left = settings.get("padding", "left") == "left"
+        token_ids = torch.zeros(len(batch), width, dtype=torch.long)
+        mask = torch.zeros_like(token_ids)
+        places = [slice(width - len(row), width) if is_left else slice(0, len(row)) for row in batch]
+        for i, tokens in enumerate(batch):
+            token_ids[i, places[i]] = tokens
+            mask[i, places[i]] = 1
+        options = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)} if rows > 1 else {}
+        if kernel := kernels.get(settings.get("attention", "")):
+            with torch.nn.attention.sdpa_kernel(kernel):
+                logits = model(token_ids, use_cache=False, **options).logits
+        else:
+            logits = model(token_ids, use_cache=False, **options).logits
+        for i, tokens in enumerate(batch):
+            logprobs = logits[i, places[i]][:-1].float().log_softmax(-1)
+            scores.append(logprobs.gather(-1, tokens[1:, None])[:, 0])
+    return scores
+
+
+def _is_finite(scores: list[Tensor]) -> bool:
+    return all(bool(torch.isfinite(row).all()) for row in scores)
+
+
+def _distance(scores_a: list[Tensor], scores_b: list[Tensor], longest_alone: bool) -> float:
+    rows = list(zip(scores_a, scores_b, strict=True))
+    return max((a - b).abs().max().item() for a, b in (rows[-1:] if longest_alone else rows))
+
+
+def measure(case: Case) -> float:
+    """Largest |d logprob| of a case, nats: a fault's in float32 on the longest input, a harmless one's in its arms."""
+    model_b = build(case.architecture)
+    case.make(model_b)
+    if case.fault is None:
+        scores_a = _score(build(case.architecture), case.inputs, case.arm_a)
+        scores_b = _score(model_b, case.inputs, case.arm_b)
+    else:
+        scores_a = _score(build(case.architecture), case.inputs, "dtype=fp32")
+        scores_b = _score(model_b, case.inputs, "dtype=fp32")
+        missing = {module for module in case.fault.modules if module not in dict(model_b.named_modules())}
+        if missing:
+            raise ValueError(f"{case.name}: no module is called {missing}")
+    if not (_is_finite(scores_a) and _is_finite(scores_b)):
+        return math.nan
+    return _distance(scores_a, scores_b, longest_alone=case.fault is not None)
+
+
+def _dtype_noise(architecture: str, dtype: str) -> float:
+    inputs = _make_inputs(architecture)
+    scores = _score(build(architecture), inputs, "dtype=fp32")
+    return _distance(scores, _score(build(architecture), inputs, f"dtype={dtype}"), longest_alone=False)
+
+
+def main() -> int:
+    """Print every case with its effect; 1 where one is too small or too large."""
+    torch.set_num_threads(1)
+    chosen = sys.argv[1:] or list(ARCHITECTURES)
+    num_bad = 0
+    for architecture in chosen:
+        cases = [case for case in CASES if case.architecture == architecture]
+        effects = {case.name: measure(case) for case in cases}
+        recodings = [
+            effects[case.name]
+            for case in cases
+            if case.fault is None and case.make is not _nothing and "dtype=fp32" == case.arm_a == case.arm_b
+        ]
+        rounding = statistics.median(recodings)
+        print(f"{architecture}: median harmless re-coding in float32 {rounding:.1e} nats")
+        for case in cases:
+            effect = effects[case.name]
+            dtypes = {arm.split(",")[0].removeprefix("dtype=") for arm in (case.arm_a, case.arm_b)} - {"fp32"}
+            if case.fault is not None:
+                is_good = effect >= FAULT_RATIO * rounding
+                base = rounding
+            else:
+                base = max([rounding] + [_dtype_noise(architecture, dtype) for dtype in sorted(dtypes)])
+                is_good = effect <= (2.0 if dtypes else HARMLESS_RATIO) * base
+            num_bad += not is_good
+            kind = "harmless" if case.fault is None else "fault"
+            print(f"  {'ok ' if is_good else 'BAD'} {kind:8} {effect:9.2e} = {effect / base:10.1f} x  {case.name}")
+    names = [case.name for case in CASES]
+    num_faults = sum(case.fault is not None for case in CASES)
+    print(
+        f"{num_faults} faults, {len(CASES) - num_faults} harmless, {num_bad} bad, names unique: {len(set(names)) == len(names)}"
+    )
+    return int(num_bad > 0 or len(set(names)) != len(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
