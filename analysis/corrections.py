@@ -16,8 +16,9 @@ from ..tracer.progress import Progress, no_progress
 from .correction import Correction, published, token_bounds
 from .correction_zones import KEYS, TYPES, Bounds, zones_of_rows
 from .rows import Rows
-from .trace.database import Database, Traces, opened, quoted
-from .trace.pairs import parse_pair, quoted_pair, why_nothing
+from .trace.database import Database, Traces, opened
+from .trace.pairs import parse_pair, why_nothing
+from .trace.quoting import quoted, quoted_pair
 from .trace.samples import tell_sampled
 from .trace.source import Pair
 from .trace.spread import spread

@@ -14,7 +14,8 @@ from .frameworks.registry import framework_of, refuse_options
 from .frameworks.sequence_rows import read_once
 from .rows import Rows
 from .trace.database import Database, Traces, opened
-from .trace.pairs import parse_pair, quoted_pair, why_nothing
+from .trace.pairs import parse_pair, why_nothing
+from .trace.quoting import quoted_pair
 from .trace.samples import tell_sampled
 from .trace.source import Pair
 from .trace.sums import ensure, keep, make_exact, summarize

@@ -32,7 +32,8 @@ from .error_sums import GAP, POSITIONS, PROBABILITIES, REMOVED, ErrorSums, joine
 from .rows import Rows
 from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
-from .trace.database import Database, quoted
+from .trace.database import Database
+from .trace.quoting import quoted
 from .trace.samples import tell_sampled
 from .trace.sampling import step_ranges, tokens_by_step
 from .trace.spread import places, spread, unit_tokens

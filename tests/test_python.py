@@ -327,7 +327,7 @@ from typing import ClassVar
 
 from tim_trace.analysis.frameworks.framework import call, option_field, options_of
 from tim_trace.analysis.frameworks.sequence_rows import rows_of
-from tim_trace.analysis.trace.pairs import quoted_pair
+from tim_trace.analysis.trace.quoting import quoted_pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

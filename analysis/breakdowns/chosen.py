@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..trace.database import Database, quoted
+from ..trace.database import Database
+from ..trace.quoting import quoted
 from ..trace.sampling import notable_first, tokens_by_step
 from ..trace.source import Pair
 

@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from ..trace.columns import sequence_columns
-from ..trace.database import Database, quoted
+from ..trace.database import Database
 from ..trace.pair_sums import OF_DIFFERENCES, finite, pair_sums
+from ..trace.quoting import quoted
 from ..trace.ragged import counted
 from ..trace.sampling import tokens_by_step
 from ..trace.source import Pair

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..attribution.rollouts import Rollouts, reward_differences
-from ..trace.database import Database, quoted, step_condition
+from ..trace.database import Database, step_condition
+from ..trace.quoting import quoted
 from ..trace.sampling import step_ranges, tokens_by_step
 from .comparison import RunDifference
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ...schemas.errors import InvalidOption, NothingToCompare
 from ..rows import Rows
 from ..trace.database import Database, Traces
-from ..trace.pairs import parse_pair, quoted_pair
+from ..trace.pairs import parse_pair
+from ..trace.quoting import quoted_pair
 from ..trace.source import Pair
 
 BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}

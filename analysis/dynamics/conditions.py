@@ -10,7 +10,8 @@ import numpy as np
 from ...schemas.layout import HYPERPARAMETER
 from ..trace.cache import cached
 from ..trace.columns import sequence_columns
-from ..trace.database import Database, quoted
+from ..trace.database import Database
+from ..trace.quoting import quoted
 from ..trace.sampling import tokens_by_step
 from .columns import by_step
 from .logged import NAMES

@@ -6,7 +6,8 @@ import re
 
 import numpy as np
 
-from ..trace.database import Database, quoted
+from ..trace.database import Database
+from ..trace.quoting import quoted
 from .columns import Column
 from .fall import is_evaluation
 

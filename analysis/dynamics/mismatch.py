@@ -11,7 +11,7 @@ from ..statistics.estimators import Array
 from ..trace.columns import OptionalColumns, sequence_columns
 from ..trace.database import Database
 from ..trace.pair_sums import BATCH_ROWS, finite, pair_sums
-from ..trace.pairs import quoted_pair
+from ..trace.quoting import quoted_pair
 from ..trace.sampling import step_ranges, tokens_by_step
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows

@@ -10,8 +10,9 @@ from ...schemas import loss as losses
 from ...schemas.loss import read_loss
 from ..statistics.loss import sql_options
 from ..trace.columns import passes_with, sequence_columns
-from ..trace.database import Database, quoted
+from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
+from ..trace.quoting import quoted
 from ..trace.source import Pair
 from .columns import Column, by_step, columns_of
 

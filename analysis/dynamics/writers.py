@@ -11,7 +11,7 @@ import numpy as np
 
 from ..statistics.estimators import Array
 from ..trace.database import Database
-from ..trace.pairs import quoted_pair
+from ..trace.quoting import quoted_pair
 from ..trace.source import Pair
 from .changes import ChangePoint, change_points
 from .quantities import LINEAR, LOG, Series

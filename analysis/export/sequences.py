@@ -8,7 +8,8 @@ import pyarrow as pa
 
 from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import SEQUENCES_TABLE
-from ..trace.database import Database, quoted, step_condition
+from ..trace.database import Database, step_condition
+from ..trace.quoting import quoted
 from ..trace.source import Pair
 
 CHUNK_TOKENS = 1 << 20

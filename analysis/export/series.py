@@ -11,7 +11,7 @@ from typing import Any
 from ...schemas.layout import HYPERPARAMETER
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
-from ..trace.pairs import quoted_pair
+from ..trace.quoting import quoted_pair
 from ..trace.source import Pair
 from ..trace.sums import ensure
 from .sequences import passes_of

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ...schemas.errors import InvalidOption
-from ..rows import Rows
-from ..trace.database import Database, quoted
-from ..trace.pairs import quoted_pair
-from ..trace.source import Pair
+from ..trace.quoting import quoted, quoted_pair
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from ..rows import Rows
+    from ..trace.database import Database
+    from ..trace.source import Pair
 
 
 class Framework(Protocol):
@@ -65,6 +67,14 @@ def call(macro: str, pair: Pair, by: str, **options: Any) -> str:
     """A query of one of the macros `<macro>_steps` and `<macro>_runs`."""
     arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
     return f"SELECT * FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
+
+
+def rows_of(database: Database, calls: Iterable[str]) -> Iterator[tuple[str, pa.Table]]:
+    """Each macro with the rows that this call of it gives, in one order whatever the threads; later ones may use earlier ones."""
+    for call in calls:
+        database.connection.use_threads()
+        query = f"SELECT * FROM {call} ORDER BY ALL"
+        yield call.split("(")[0], database.connection.sql(query).to_arrow_table()
 
 
 def options_of(framework: Framework) -> dict[str, Any]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ...schemas.errors import options
-from ..trace.database import Database, quoted
 from ..trace.hyperparameters import read_hyperparameters
+from ..trace.quoting import quoted
+
+if TYPE_CHECKING:
+    from ..trace.database import Database
 
 _SCORED = 'SELECT DISTINCT run FROM scores WHERE "pass" = {scored} AND {column} IS NOT NULL'
 

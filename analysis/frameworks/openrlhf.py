@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption
 from ...schemas.passes import CURRENT
-from ..rows import Rows
-from ..trace.database import Database, quoted
-from ..trace.pairs import quoted_pair
-from ..trace.source import Pair
-from .framework import call, check_choice, literals, option_field, options_of
+from ..trace.quoting import quoted, quoted_pair
+from .framework import call, check_choice, literals, option_field, options_of, rows_of
 from .notes import masked_out, null_without
-from .sequence_rows import rows_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from ..rows import Rows
+    from ..trace.database import Database
+    from ..trace.source import Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

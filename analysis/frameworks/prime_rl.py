@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption, option
-from ..rows import Rows
-from ..trace.database import Database
-from ..trace.pairs import quoted_pair
-from ..trace.source import Pair
-from .framework import TokenMedians, call, literals, option_field, options_of
+from ..trace.quoting import quoted_pair
+from .framework import TokenMedians, call, literals, option_field, options_of, rows_of
 from .notes import null_without
-from .sequence_rows import rows_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from ..rows import Rows
+    from ..trace.database import Database
+    from ..trace.source import Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

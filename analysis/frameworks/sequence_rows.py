@@ -7,7 +7,7 @@ macros' place; sequences that are left out are left out of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -110,14 +110,6 @@ def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[
         yield rows
     finally:
         rows.close()
-
-
-def rows_of(database: Database, calls: Iterable[str]) -> Iterator[tuple[str, pa.Table]]:
-    """Each macro with the rows that this call of it gives, in one order whatever the threads; later ones may use earlier ones."""
-    for call in calls:
-        database.connection.use_threads()
-        query = f"SELECT * FROM {call} ORDER BY ALL"
-        yield call.split("(")[0], database.connection.sql(query).to_arrow_table()
 
 
 def _parameters(connection: Connection, macro: str) -> str:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption, NothingToCompare, option
 from ...schemas.passes import CURRENT, ROLLOUT
-from ..rows import Rows
-from ..trace.database import Database, quoted
-from ..trace.pairs import num_scored, quoted_pair, why_nothing
-from ..trace.source import Pair
-from .framework import call, check_choice, literals, option_field, options_of
+from ..trace.pairs import num_scored, why_nothing
+from ..trace.quoting import quoted, quoted_pair
+from .framework import call, check_choice, literals, option_field, options_of, rows_of
 from .notes import masked_out, null_without, set_otherwise
-from .sequence_rows import rows_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from ..rows import Rows
+    from ..trace.database import Database
+    from ..trace.source import Pair
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CLIPPING = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")

@@ -1,29 +1,23 @@
-"""verl's off-policy numbers, importance-sampling weights and rejections.
-
-Shapes: T tokens of several sequences, one after the other; N sequences. The sums of a sequence depend on its own tokens alone,
-so that they have the same digits whatever is computed beside them, and by how many threads.
-"""
+"""verl's off-policy numbers, importance-sampling weights and rejections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import duckdb
-import numpy as np
-import pyarrow as pa
+from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption
-from ..rows import Rows
-from ..statistics.moments import centred, co_moment
-from ..trace.database import Database
-from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
-from ..trace.pairs import quoted_pair
-from ..trace.ragged import blocks, tokens_of
-from ..trace.source import Pair
+from ..trace.quoting import quoted_pair
 from .framework import call, check_choice, literal, option_field
 from .notes import in_half
+
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow as pa
+
+    from ..rows import Rows
+    from ..trace.database import Database
+    from ..trace.source import Pair
 
 REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
@@ -32,19 +26,6 @@ REJECTIONS = (
 """What `rollout_rs` can be made of."""
 
 _PREFIX = "rollout_corr/rollout_rs_"
-
-SAFETY_BOUND = 20.0
-"""verl clamps log-ratios to +-20 nats before it takes their exp."""
-
-_KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
-
-_SUMS = (
-    "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
-    "spread_prob_diff", *OF_PROBABILITIES,
-)  # fmt: skip
-"""Sums, the largest, and means with sums of squares around them; pass a of OF_PROBABILITIES is the trainer, b the rollout."""
-
-STRUCT = f"STRUCT(num_tokens BIGINT, {', '.join(f'{name} DOUBLE' for name in _SUMS)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +80,12 @@ class Verl:
         return rows
 
     def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+        import pyarrow as pa
+
+        from .verl_sums import summed
+
         # The function that DuckDB calls gives them here beside the reading, which it does not wait for.
-        batches = database.connection.mapped_batches(f"SELECT * FROM verl_rows({quoted_pair(pair)})", _summed)
+        batches = database.connection.mapped_batches(f"SELECT * FROM verl_rows({quoted_pair(pair)})", summed)
         yield "verl_summed", pa.Table.from_batches(list(batches))
 
     def token_medians(self, pair: Pair) -> None:
@@ -139,7 +124,7 @@ def _wide(rows: Rows) -> Rows:
         )
     keys = tuple(name for name in ("run", "step") if name in rows.columns)
     columns = tuple(next(iter(found.values()), {}))
-    return Rows(keys + columns, [(*key, *values.values()) for key, values in found.items()])
+    return type(rows)(keys + columns, [(*key, *values.values()) for key, values in found.items()])
 
 
 def _check_rejections(options: str | None, thresholds: str | None) -> None:
@@ -180,50 +165,6 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
 
     An empty mask counts every token. A token without a logprob in one of both counts in no sum.
     """
-    connection.create_function("verl_sums", _verl_sums, ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"], STRUCT, type="arrow")
+    from .verl_sums import STRUCT, verl_sums
 
-
-def _summed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Keys and sums of the sequences of `verl_rows`."""
-    sums = _verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
-    names = [*_KEYS, *(field.name for field in sums.type)]
-    return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
-
-
-def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarray) -> np.ndarray:
-    """[16, N] sums over sequences that have so many tokens each, one at least; NaN and infinities pass through."""
-    found = np.empty((len(_SUMS), len(num_tokens_N)))
-    for sequences, tokens, starts in blocks(num_tokens_N):
-        with np.errstate(all="ignore"):
-            sums = _sums(old_T[tokens].astype(np.float64), rollout_T[tokens].astype(np.float64), starts)
-        for place, name in enumerate(_SUMS):
-            found[place, sequences] = sums[name]
-    return found
-
-
-def _sums(old_T: np.ndarray, rollout_T: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
-    """Each of `_SUMS` of each sequence of a block."""
-    d_T = old_T - rollout_T
-    growth_T = np.expm1(d_T)
-    num = np.diff(np.append(starts, len(d_T))).astype(np.float64)
-    diff_T = prob_differences(old_T, rollout_T, growth_T)
-    terms = {
-        "sum_old": old_T, "sum_rollout": rollout_T, "sum_d": d_T, "sum_k3": expm1_minus(d_T, growth_T),
-        "sum_expm1_2d": np.expm1(2 * np.clip(d_T, -SAFETY_BOUND, SAFETY_BOUND)), "sum_prob_diff": diff_T,
-    }  # fmt: skip
-    diff = centred(diff_T, starts, num)
-    return {name: np.add.reduceat(term, starts) for name, term in terms.items()} | {
-        "max_prob_diff": np.maximum.reduceat(diff_T, starts), "mean_prob_diff": diff.mean_N,
-        "spread_prob_diff": co_moment(diff, diff, starts, num), **probability_sums(old_T, rollout_T, starts),
-    }  # fmt: skip
-
-
-def _verl_sums(old: Any, rollout: Any, mask: Any) -> pa.StructArray:
-    tokens = tokens_of({"old": old, "rollout": rollout}, mask=mask)
-    tokens = tokens.where(tokens.counted_T)
-    num_tokens = tokens.lengths_N
-    found = np.zeros((len(_SUMS), len(num_tokens)))
-    full = num_tokens > 0
-    found[:, full] = token_sums(tokens.logprobs["old"], tokens.logprobs["rollout"], num_tokens[full])
-    arrays = [pa.array(num_tokens, pa.int64()), *(pa.array(row) for row in found)]
-    return pa.StructArray.from_arrays(arrays, ["num_tokens", *_SUMS])
+    connection.create_function("verl_sums", verl_sums, ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"], STRUCT, type="arrow")

@@ -29,7 +29,8 @@ from ..statistics.intervals import (
 )
 from ..stats import stats
 from ..trace.database import Database
-from ..trace.pairs import parse_pair, quoted_pair, why_nothing
+from ..trace.pairs import parse_pair, why_nothing
+from ..trace.quoting import quoted_pair
 from ..trace.samples import tell_sampled
 from .condition import OWN, Condition, metric_named
 from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, left_out

@@ -11,7 +11,8 @@ from importlib.resources import files
 from ...schemas.errors import InvalidOption, NothingToCompare
 from ..rows import Rows
 from ..trace.database import Database, Traces
-from ..trace.pairs import num_scored, parse_pair, quoted_pair, why_nothing
+from ..trace.pairs import num_scored, parse_pair, why_nothing
+from ..trace.quoting import quoted_pair
 from ..trace.source import Pair
 
 _PAIR = "'train', 'rollout'"

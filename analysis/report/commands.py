@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 
 from ...schemas.steps import ALL_STEPS
-from ..trace.database import quoted
-from ..trace.pairs import quoted_pair
+from ..trace.quoting import quoted, quoted_pair
 from .subject import Subject
 
 _TAKES_PAIR = frozenset({"check", "diagnose", "attribute", "corrections", "gate", "dynamics"})

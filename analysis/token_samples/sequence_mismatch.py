@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..trace.database import Database, quoted
+from ..trace.database import Database
 from ..trace.pair_sums import finite
+from ..trace.quoting import quoted
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
 

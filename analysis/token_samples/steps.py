@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..trace.database import Database, quoted
+from ..trace.database import Database
+from ..trace.quoting import quoted
 from ..trace.sampling import evenly_within, fitting
 from ..trace.source import Pair
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ...schemas.errors import InvalidOption
 from ...schemas.passes import CURRENT, REFERENCE
-from ..trace.database import Database, quoted
+from ..trace.database import Database
+from ..trace.quoting import quoted
 from ..trace.source import Pair, Source
 from .bias import read_bias
 from .choice import Wanted, choose, told

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .cache import cached
-from .database import Database, quoted
+from .database import Database
+from .quoting import quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

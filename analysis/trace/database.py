@@ -43,6 +43,7 @@ from .large_tables import LargeTables
 from .macros import MacroFile, Macros
 from .pair_sums import FUNCTION
 from .pair_sums import register as register_pair_sums
+from .quoting import quoted
 from .source import Pair, Source, open_source
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -641,7 +642,3 @@ def _list(paths: list[str]) -> str:
 def _pairs(pairs: set[Pair]) -> str:
     # Of no pair at all the list holds a name that none has: `x IN (NULL)` would be NULL.
     return ", ".join(quoted(f"{a} {b}") for a, b in sorted(pairs)) or "''"
-
-
-def quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...schemas.layout import HYPERPARAMETER
-from .database import Database
+
+if TYPE_CHECKING:
+    from .database import Database
 
 _ROWS = """
 SELECT name, value, text FROM metrics

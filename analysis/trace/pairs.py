@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from typing import TYPE_CHECKING
 
 from ...schemas.errors import InvalidOption, option
 from ...schemas.layout import WEIGHTS
 from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, first_pair
-from .database import Database, quoted
-from .source import Pair
+
+if TYPE_CHECKING:
+    from .database import Database
+    from .source import Pair
 
 
 def parse_pair(text: str) -> Pair:
@@ -17,11 +20,6 @@ def parse_pair(text: str) -> Pair:
     if not (a and colon and b) or ":" in b:
         raise InvalidOption(f"got {text!r}; write two passes as a:b, as train:rollout", option="pair")
     return a, b
-
-
-def quoted_pair(pair: Pair) -> str:
-    """Both names as arguments of a macro."""
-    return f"{quoted(pair[0])}, {quoted(pair[1])}"
 
 
 def num_scored(database: Database) -> dict[str, int]:

@@ -29,9 +29,10 @@ from ...tracer.parquet_file import write_checked
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import unnamed_file
 from .computed import IN_FILES, SUMS_OPTIONS, ComputedFile, sums_schema
-from .database import Database, Traces, quoted, sql_file, statistics_of_groups
+from .database import Database, Traces, sql_file, statistics_of_groups
 from .pair_sums import Sizes, computed, sizes_read
 from .quantiles import ERROR, SHARES, Cuts, Gathered, Histogram, merged, quantile_cont, quantiles
+from .quoting import quoted
 from .source import Pair, Source, sums_file
 from .spread import spread, unit_tokens
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from .database import quoted
+from .quoting import quoted
 from .ragged import Tokens, tokens_of
 
 _LISTS = {"mask": "response_mask", "advantages": "advantages"}

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace
-from tim_trace.analysis.frameworks.verl import FRAMEWORK, REJECTIONS, token_sums
+from tim_trace.analysis.frameworks.verl import FRAMEWORK, REJECTIONS
+from tim_trace.analysis.frameworks.verl_sums import token_sums
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.pairs import parse_pair

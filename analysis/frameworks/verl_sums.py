@@ -1,0 +1,75 @@
+"""Sums over the tokens of each sequence, of which verl's numbers are made.
+
+Shapes: T tokens of several sequences, one after the other; N sequences. The sums of a sequence depend on its own tokens alone,
+so that they have the same digits whatever is computed beside them, and by how many threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..statistics.moments import centred, co_moment
+from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
+from ..trace.ragged import blocks, tokens_of
+
+SAFETY_BOUND = 20.0
+"""verl clamps log-ratios to +-20 nats before it takes their exp."""
+
+_KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
+
+_SUMS = (
+    "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
+    "spread_prob_diff", *OF_PROBABILITIES,
+)  # fmt: skip
+"""Sums, the largest, and means with sums of squares around them; pass a of OF_PROBABILITIES is the trainer, b the rollout."""
+
+STRUCT = f"STRUCT(num_tokens BIGINT, {', '.join(f'{name} DOUBLE' for name in _SUMS)})"
+
+
+def summed(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Keys and sums of the sequences of `verl_rows`."""
+    sums = verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
+    names = [*_KEYS, *(field.name for field in sums.type)]
+    return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
+
+
+def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarray) -> np.ndarray:
+    """[16, N] sums over sequences that have so many tokens each, one at least; NaN and infinities pass through."""
+    found = np.empty((len(_SUMS), len(num_tokens_N)))
+    for sequences, tokens, starts in blocks(num_tokens_N):
+        with np.errstate(all="ignore"):
+            sums = _sums(old_T[tokens].astype(np.float64), rollout_T[tokens].astype(np.float64), starts)
+        for place, name in enumerate(_SUMS):
+            found[place, sequences] = sums[name]
+    return found
+
+
+def _sums(old_T: np.ndarray, rollout_T: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
+    """Each of `_SUMS` of each sequence of a block."""
+    d_T = old_T - rollout_T
+    growth_T = np.expm1(d_T)
+    num = np.diff(np.append(starts, len(d_T))).astype(np.float64)
+    diff_T = prob_differences(old_T, rollout_T, growth_T)
+    terms = {
+        "sum_old": old_T, "sum_rollout": rollout_T, "sum_d": d_T, "sum_k3": expm1_minus(d_T, growth_T),
+        "sum_expm1_2d": np.expm1(2 * np.clip(d_T, -SAFETY_BOUND, SAFETY_BOUND)), "sum_prob_diff": diff_T,
+    }  # fmt: skip
+    diff = centred(diff_T, starts, num)
+    return {name: np.add.reduceat(term, starts) for name, term in terms.items()} | {
+        "max_prob_diff": np.maximum.reduceat(diff_T, starts), "mean_prob_diff": diff.mean_N,
+        "spread_prob_diff": co_moment(diff, diff, starts, num), **probability_sums(old_T, rollout_T, starts),
+    }  # fmt: skip
+
+
+def verl_sums(old: Any, rollout: Any, mask: Any) -> pa.StructArray:
+    tokens = tokens_of({"old": old, "rollout": rollout}, mask=mask)
+    tokens = tokens.where(tokens.counted_T)
+    num_tokens = tokens.lengths_N
+    found = np.zeros((len(_SUMS), len(num_tokens)))
+    full = num_tokens > 0
+    found[:, full] = token_sums(tokens.logprobs["old"], tokens.logprobs["rollout"], num_tokens[full])
+    arrays = [pa.array(num_tokens, pa.int64()), *(pa.array(row) for row in found)]
+    return pa.StructArray.from_arrays(arrays, ["num_tokens", *_SUMS])
