@@ -108,7 +108,7 @@ def open_source(url: str, run: str | None = None, *, examined: Examined | None =
     store = Store(url)
     source = Source(run=run or store.name, snapshot=take_snapshot(store, examined=examined))
     source.newest = newest_attempts(source.snapshot)
-    _find_sums(source)
+    find_sums(source)
     return source
 
 
@@ -116,8 +116,9 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _find_sums(source: Source) -> None:
+def find_sums(source: Source) -> None:
     """Find, for each pair, the sums made from most of what is still there, and the pairs whose sums hold everything."""
+    source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
     for name, num_bytes in source.store.files(SUMS).items():
