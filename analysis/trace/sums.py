@@ -356,15 +356,17 @@ def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
 
 
 def _steps(database: Database, run: str | None = None) -> list[Chunk]:
-    """Every step of a run, or of all."""
+    """Every step of a run, or of all, which are in the order of the sources."""
     query = f"""
         SELECT run, step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences
         {"" if run is None else f"WHERE run = {quoted(run)}"} GROUP BY run, step ORDER BY run, step
     """
-    return [
+    places = {source.run: place for place, source in enumerate(database.sources)}
+    steps = [
         Chunk(run, step, step, num_tokens, num_sequences, True)
         for run, step, num_tokens, num_sequences in database.connection.execute(query).fetchall()
     ]
+    return sorted(steps, key=lambda step: places[step.run])
 
 
 def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> list[Chunk]:
