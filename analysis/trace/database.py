@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib.resources import files
 from threading import Event, Thread
-from typing import Any
+from typing import Any, cast
 
 import duckdb
 import pyarrow as pa
@@ -101,7 +101,8 @@ class Database:
         elif looked_at:
             self.given, self.sources = tuple(source.store.url for source in looked_at), looked_at
         else:
-            self.given, self.sources = tuple(_urls(traces)), _open(traces)
+            named = cast("Traces", traces)
+            self.given, self.sources = tuple(_urls(named)), _open(named)
         self.files = TraceFiles()
         self.distributions = ComparedDistributions(self.sources)
         self.connection = Connection(
