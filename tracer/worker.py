@@ -111,6 +111,15 @@ class Worker:
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
+    def result(self, call: Callable[[], _Given]) -> _Given:
+        """Return what a call gives on this worker's thread, waited for as long as that gets on; raise what it raises."""
+        given: list[_Given] = []
+        self.submit(lambda: given.append(call()), 0)
+        self.drain(signs=lambda: self.signs)
+        if self.error is not None:
+            raise self.error
+        return given[0]
+
     def close(self, *, signs: Callable[[], Any] | None = None) -> None:
         """Run what is queued and end the thread."""
         with self._changed:
