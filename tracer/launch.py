@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from .. import __version__
@@ -22,7 +21,7 @@ from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.manifest import Manifest
 from ..schemas.size import parse_size
 from ..schemas.writer_state import CLOSED, LAUNCHER, OPEN, WriterState
-from .child import FORWARDED, Child
+from .child import Child
 from .create import claimed, join_trace, local_folder, new_trace, refuse_live
 from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import this_process
@@ -156,7 +155,7 @@ def record(
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
         """Begin or join a recording: its order, run id, whether it has no launcher, earlier recordings' writers; None without one."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # the command gets them, from the other thread
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread sends them on
         first = None
         if number is not None:
             first = next(iter(running_launchers(output, max_wait)), None)
@@ -194,11 +193,13 @@ def record(
     try:
         begun = files.result(begin)
         if begun is None:
+            files.close()
             return _run_unrecorded(command, output, _none_found(str(number), output, max_wait))
         order, run_id, is_alone, known = begun
         child = _started(command, _environment(order))
     except StorageStalled as error:
-        files.abandon(partial(claim.__exit__, type(error), error, None))
+        stalled = error
+        files.abandon(lambda: claim.__exit__(type(stalled), stalled, None))
         return replace(_run_unrecorded(command, output, str(error)), is_stuck=True)
     except BaseException as error:
         files.abandon()
