@@ -174,9 +174,9 @@ class Store:
     def exists(self, relative: str) -> bool:
         return bool(self.filesystem.exists(self.checked_path(relative)))
 
-    def read_bytes(self, relative: str) -> bytes:
-        """A whole file. Raises DamagedTrace for one that cannot be in this machine's memory."""
-        size = self.file_size(relative)
+    def read_bytes(self, relative: str, size: int | None = None) -> bytes:
+        """A whole file, or its first bytes. Raises DamagedTrace for one that cannot be in this machine's memory."""
+        size = self.file_size(relative) if size is None else size
         if (said := too_large(size)) is not None:
             raise DamagedTrace(f"{self.shown(relative)}: {said}")
         return self.read_range(relative, 0, size)

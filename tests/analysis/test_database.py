@@ -1,11 +1,14 @@
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from threading import Thread
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import add_step, make_batch, make_trace
+from builders import PROGRAMS, add_step, make_batch, make_trace
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.compact import compact
 from tim_trace.analysis.dynamics.series import read_series
@@ -23,6 +26,7 @@ from tim_trace.tracer import snapshot
 from tim_trace.tracer.parquet_file import write_checked
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.scored_passes import scored_passes
+from tim_trace.tracer.store import Store
 
 
 def rows(path, query):
@@ -150,25 +154,78 @@ def test_a_live_trace_shows_what_was_recorded_by_now(tmp_path, sealed):
             )
 
 
-@pytest.mark.slow
-def test_every_score_of_a_live_trace_has_its_sequence(tmp_path, monkeypatch):
+@pytest.fixture
+def live(tmp_path):
+    """A recording under way, and what adds a step to every table of it."""
     with Recorder(tmp_path / "run") as recorder:
-        steps, read = iter(range(1, 100)), snapshot._read_table
+        steps = iter(range(1, 10_000))
 
         def add_step():
-            batch = recorder.add_sequences(step=next(steps), response_ids=[[1, 2]])
-            recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]])
-            recorder.flush()
-
-        def read_slowly(*arguments):
-            read(*arguments)
-            add_step()
+            step = next(steps)
+            recorder.add_contract("train", {"engine": "none", "step": step})
+            for split in ("train", "eval"):
+                batch = recorder.add_sequences(step=step, response_ids=[[1, 2]], split=split)
+                recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]])
+            recorder.add_metrics(step, {"loss": 0.5})
+            recorder.writer._worker.drain()
 
         add_step()
-        monkeypatch.setattr(snapshot, "_read_table", read_slowly)
-        query = "SELECT count(*) FROM scores ANTI JOIN sequences USING (run, step, seq_id)"
-        assert connect(tmp_path / "run").execute(query).fetchall() == [(0,)]
-        assert connect(tmp_path / "run").execute("SELECT count(*) FROM scores").fetchall() > [(0,)]
+        yield tmp_path / "run", add_step
+
+
+def test_all_tables_of_a_live_trace_are_of_one_moment(live, monkeypatch):
+    run, add_step = live
+    read = snapshot._read_table
+
+    def read_slowly(*arguments):
+        read(*arguments)
+        add_step()
+
+    monkeypatch.setattr(snapshot, "_read_table", read_slowly)
+    tables = ("sequences", "scores", "metrics", "eval_sequences", "eval_scores")
+    for num_steps in (1, 1 + len(TABLES)):
+        found = connect(run).execute(f"SELECT {', '.join(f'(SELECT max(step) FROM {name})' for name in tables)}")
+        assert found.fetchall() == [(num_steps,) * len(tables)]
+
+
+def test_a_contract_of_a_live_or_killed_run_is_in_passes_with_the_first_score_under_it(live):
+    run, add_step = live
+    add_step()
+    query = """SELECT count(*), count(engine) FROM scores LEFT JOIN passes USING (run, "pass", contract)"""
+    assert connect(run).execute(query).fetchall() == [(2, 2)]
+    (state,), _ = Store(run).writers()
+    assert len([name for name in state.files if name.startswith("passes/train/")]) == 2
+
+
+def test_every_score_has_its_sequence_where_journals_grow_between_any_two_looks(live, monkeypatch):
+    run, add_step = live
+    look = snapshot.journaled_segments
+
+    def look_slowly(store):
+        add_step()
+        return look(store)
+
+    monkeypatch.setattr(snapshot, "journaled_segments", look_slowly)
+    query = "SELECT count(*), count(sequences.step) FROM scores LEFT JOIN sequences USING (run, step, seq_id)"
+    ((scores, sequences),) = connect(run).execute(query).fetchall()
+    assert scores == sequences > 1
+
+
+def test_a_process_that_records_as_fast_as_it_can_is_read_as_of_one_moment(tmp_path):
+    steps = ", ".join(
+        f"(SELECT coalesce(max(step), 0) FROM {rows})"
+        for rows in ("sequences", "scores WHERE pass = 'rollout'", "scores WHERE pass = 'train'", "metrics")
+    )
+    program = [sys.executable, PROGRAMS / "endless.py", tmp_path / "run", "logprobs", "60_000_000"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as recording:
+        try:
+            recording.stdout.readline()
+            Thread(target=recording.stdout.read, daemon=True).start()
+            for _ in range(5):
+                sampled, rollout, train, logged = connect(tmp_path / "run").execute(f"SELECT {steps}").fetchone()
+                assert sampled >= rollout >= train >= logged >= sampled - 1, "in this order they are recorded"
+        finally:
+            recording.kill()
 
 
 def test_a_trace_without_a_row_answers_with_nothing(tmp_path):
