@@ -19,6 +19,8 @@ from ...tracer.store import Store, first_line
 from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
+_EDITION = 2
+"""Of sums: files of another one are not believed. Until 2, sums of several runs at once could be those of another run."""
 
 Pair = tuple[str, str]
 """Two passes, a and b: d = logprob(a) - logprob(b)."""
@@ -153,7 +155,11 @@ def find_sums(source: Source) -> None:
 
 def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:
     """What a file of sums says of itself: its kind, its pair, and the sealed files that it was made from."""
-    return {MADE_OF: json.dumps({"kind": kind, "pair": list(pair), "covers": sorted(segments)}).encode()}
+    return {
+        MADE_OF: json.dumps(
+            {"edition": _EDITION, "kind": kind, "pair": list(pair), "covers": sorted(segments)}
+        ).encode()
+    }
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
@@ -174,7 +180,7 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
         raise DamagedTrace(f"{where}: does not say what it was made of") from error
     if relative != sums_file(kind, footer.hash) or kind not in KINDS:
         raise DamagedTrace(f"{where}: is not what its name stands for")
-    if not footer.schema.equals(KINDS[kind].schema):
+    if not footer.schema.equals(KINDS[kind].schema) or content.get("edition") != _EDITION:
         return None
     keeps_tail = indexed is not None or not store.is_local
     return kind, (a, b), covers, footer.verified(store, relative, keeps_tail=keeps_tail)

@@ -6,6 +6,7 @@ from threading import Thread
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from builders import PROGRAMS, add_step, make_batch, make_trace
@@ -18,7 +19,7 @@ from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace import large_tables
 from tim_trace.analysis.trace.database import Database, connect
-from tim_trace.analysis.trace.source import sums_file
+from tim_trace.analysis.trace.source import MADE_OF, sums_file
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.watch.watcher import Watcher
 from tim_trace.schemas.tables import TABLES, Column
@@ -378,6 +379,26 @@ def test_sums_of_an_earlier_release_are_passed_over_and_made_anew(trace_v1):
     again = Database(trace_v1)
     assert again.covered == {("train", "rollout")}
     assert stats(again, by="step").rows == found
+
+
+def test_sums_of_an_edition_whose_numbers_may_be_another_run_s_are_not_believed(tmp_path):
+    trace = tmp_path / "run"
+    make_trace(trace)
+    wanted = stats(trace, by="step").rows
+    for kept in sorted((trace / "sums").iterdir()):
+        kind, table = kept.name.split("-")[0], pq.read_table(kept)
+        made_of = json.loads(table.schema.metadata[MADE_OF])
+        del made_of["edition"]
+        if kind == "sequence_sums":
+            table = table.set_column(
+                table.schema.get_field_index("sum_d"), table.schema.field("sum_d"), pc.add(table["sum_d"], 1)
+            )
+        table = table.replace_schema_metadata({MADE_OF: json.dumps(made_of).encode()})
+        kept.unlink()
+        written = write_checked(tmp_path / "odd", f"sums/{kind}", table.schema, [table])
+        (tmp_path / "odd").rename(trace / sums_file(kind, written.footer))
+    assert Database(trace).covered == set()
+    assert stats(trace, by="step").rows == wanted
 
 
 @pytest.mark.slow
