@@ -127,6 +127,20 @@ def test_another_batch_shape_is_a_last_place_off_and_the_replay_says_what_was_no
     )
 
 
+def test_a_replay_without_weights_says_how_to_attach_them(tmp_path, model):
+    with Recorder(tmp_path / "run") as recorder:
+        described = {
+            "class": "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM",
+            "config": model.config.to_dict(),
+        }
+        recorder.describe(model=described)
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1, 5]], response_ids=[[2, 9]])
+        recorder.add_contract("rollout", {"engine": "vllm"})
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
+    with pytest.raises(CannotReplay, match=r"policy_version not recorded.*tim-trace weights RUN --attach 0 DIR"):
+        replay(tmp_path / "run")
+
+
 def test_rows_of_no_version_are_not_scored_where_there_are_several(dumped, tmp_path):
     save(make_model(1), tmp_path / "other")
     attach(dumped, 0, tmp_path / "model")
