@@ -281,11 +281,11 @@ def run(command, cwd=None):
 
 
 def last_line(text):
-    """Return the last line that is an error, else the last one, without folders of this machine."""
+    """Return the last line that is an error, else the last one, without this machine's folders and the way out."""
     lines = [line for line in map(str.strip, text.splitlines()) if line and "its own error is above" not in line]
     errors = [line for line in lines if "Error" in line or line.startswith("ERROR")]
     last = (errors or lines or ["it says nothing"])[-1].removeprefix("Error: ")
-    return re.sub(r"(?<![\w:/])(/[^\s/]+)+/", "", last).removeprefix("run: ")[:200].replace("|", "/")
+    return re.sub(r"(?<![\w:/])(/[^\s/]+)+/", "", last).removeprefix("run: ").partition("; ")[0][:200].replace("|", "/")
 
 
 def write_table(folder):
