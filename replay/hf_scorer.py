@@ -344,13 +344,12 @@ class HfScorer:
         autocast = "None" if arm.dtype else self.contract["torch"].get("autocast_dtype")
         ranks, given = "ulysses_sequence_parallel_size", self.contract.get("settings")
         whole = {"settings": {**given, ranks: 1}} if isinstance(given, dict) and given.get(ranks) else {}
-        seen = {"attended_tokens": self._attended} if "attended_tokens" in self.contract else {}
         compiled = {"torch_compile": arm.compile} if arm.compile or "torch_compile" in self.contract else {}
         return (
             self.contract
             | compiled
             | whole
-            | seen
+            | {name: self._attended for name in ("attended_tokens",) if name in self.contract}
             | {
                 "engine": "trl" if self.numerics.uses_trl else "transformers",
                 "source": "replay",

@@ -71,8 +71,8 @@ class Forwards:
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
     """Return how many tokens of a padded row attention sees, for a contract: verl before 0.8 takes the width of this mask."""
-    of_rows = "verl.workers.utils.padding", "build_attention_mask_from_nested"
-    is_all = loss_mask.is_nested or hasattr(import_module(of_rows[0]), of_rows[1])
+    since_0_8 = "build_attention_mask_from_nested"
+    is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}
 
 
