@@ -138,7 +138,7 @@ class RecordedRun:
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
-        for state in states:
+        for state in sorted(states, key=lambda state: "class" not in state.model):  # an engine knows no class
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
                     raise CannotReplay(f"{self.store.url}: the model's config is no JSON object; is the trace damaged?")
