@@ -421,6 +421,8 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
         command, output=output, capture=capture, capture_fraction=capture_fraction, at_end=at_end, **options
     )
     _tell(_recorded(output, recording, pair))
+    if recording.is_stuck:  # at its end Python waits for threads of pools, which may be held, too
+        os._exit(recording.exit_code)
     sys.exit(recording.exit_code)
 
 

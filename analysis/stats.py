@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..schemas.errors import InvalidOption, NothingToCompare, option
@@ -17,15 +18,17 @@ from .trace.database import Database, Traces, opened
 from .trace.pairs import parse_pair, why_nothing
 from .trace.quoting import quoted_pair
 from .trace.samples import tell_sampled
-from .trace.source import Pair
-from .trace.sums import ensure, keep, make_exact, summarize
+from .trace.source import Pair, Source, find_sums
+from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
 LIKE = ("run", "step")
 """What a row of a framework's numbers can stand for."""
-_TOGETHER = 8
-"""Traces whose sums are computed in one database."""
+_FEW = 8
+"""Traces whose sums are computed together and kept at the end, however large they are."""
+_TOGETHER = 64
+"""Traces whose sums are computed in one database, where more lack them."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
 
 
@@ -76,7 +79,7 @@ def stats(
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
-        database = opened(traces, steps, ray)
+        database = Database(database)
     tell_sampled(database, names)
     routed = _is_routed(database, names)
     if by == "layer":
@@ -102,18 +105,35 @@ def stats(
 
 
 def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
-    """Keep the sums of each trace that lacks them, one after the other, if they are many; return whether any was kept.
+    """Keep the sums of the traces that lack them, some after the others, if they are many; return whether any was kept.
 
-    A question to many traces at once has a plan of all their files. What was kept stays if this is interrupted.
+    What was kept stays if this is interrupted.
     """
     lacking = [source for source in database.sources if pair not in source.run_covered and source.store.is_local]
-    if len(lacking) <= _TOGETHER or database.ray is not None:
+    if len(lacking) <= _FEW or database.ray is not None:
         return False
     with progress("summing runs", len(lacking)) as advance:
-        for source in lacking:
-            summarize(source.store.root, pair=pair)
-            advance(1)
+        for sources in _batches(lacking):
+            summarize(sources, pair=pair)
+            for source in sources:
+                find_sums(source)
+            advance(len(sources))
     return True
+
+
+def _batches(sources: Sequence[Source]) -> Iterator[list[Source]]:
+    """Neighbouring traces whose tokens are worked on at once; a larger one is alone."""
+    batch: list[Source] = []
+    num_tokens = 0
+    for source in sources:
+        of_source = sum(writer.num_tokens for writer in source.writers)
+        num_tokens += of_source
+        if batch and (num_tokens > CHUNK_TOKENS or len(batch) == _TOGETHER):
+            yield batch
+            batch, num_tokens = [], of_source
+        batch.append(source)
+    if batch:
+        yield batch
 
 
 def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:

@@ -10,6 +10,7 @@ that runs this program, PyTorch first of all.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,7 +132,7 @@ def run_all(environment, folder):
         if mode in done:
             continue
         begin = time.monotonic()
-        room = folder / mode.replace(" ", "-")
+        room = folder / re.sub(r"\W+", "-", mode)  # Hydra takes a comma for a list
         shutil.rmtree(room, ignore_errors=True)
         room.mkdir(parents=True)
         try:
@@ -141,6 +142,8 @@ def run_all(environment, folder):
                 cells = row_of(installed(environment, folder), program, room)
         except subprocess.CalledProcessError as error:
             cells = f"does not install: {last_line(error.stderr)}", "", ""
+        except subprocess.TimeoutExpired:
+            cells = f"no: it did not end within {LIMIT_S} s", "", ""
         print(f"  {mode}: {' | '.join(cells)} ({time.monotonic() - begin:.0f} s)", file=sys.stderr, flush=True)
         done[mode] = [*cells, date.today().isoformat()]
         (folder / RESULT).write_text(json.dumps(done), encoding="utf-8")
@@ -213,25 +216,29 @@ def row_of(python, program, room):
         info = json.loads(run([*tim_trace, "info", trace, "--json"], cwd=room))
     except subprocess.CalledProcessError as error:
         return f"no: {last_line(error.stderr)}", "", ""
-    except subprocess.TimeoutExpired:
-        return f"no: it did not end within {LIMIT_S} s", "", ""
     return cells_of(tim_trace, trace, info, room)
 
 
 def row_of_verl(release, settings, room):
     """Record two steps of verl in float32 with dynamic batches, and replay them: the cells recorded, replayed, missing."""
     sys.path.insert(0, str(ROOT / "tests"))
+    import pytest
     import shared
     import verl_runs
 
-    shared.FOLDER = room.parent
+    shared.FOLDER, verl_runs.KEPT = room, room.parent / "venv"
+    verl_runs.KEPT.mkdir(exist_ok=True)
     main = next((one.partition("=")[2] for one in settings if one.startswith("main=")), "verl.trainer.main_ppo")
     given = [one for one in settings if not one.startswith("main=")]
     try:
         found = verl_runs.verl_run(
             *verl_runs.FLOAT32, *verl_runs.DYNAMIC, *given, main=main, release=release, head_rows=35
         )
+    except pytest.skip.Exception as error:
+        shutil.rmtree(verl_runs.KEPT)  # the next call installs it again
+        return f"does not install: {last_line(str(error))}", "", ""
     except AssertionError as error:  # verl_run asserts that verl ended well
+        (room / "log").write_text(str(error), encoding="utf-8")
         return f"no: {last_line(str(error))}", "", ""
     tim_trace = [verl_runs.verl_environment(release), "-m", "tim_trace"]
     info = json.loads(run([*tim_trace, "info", found.trace, "--json"], cwd=room))
@@ -243,15 +250,21 @@ def cells_of(tim_trace, trace, info, room):
     passes = [one["name"] for one in info["passes"] if one["num_rows"]]
     recorded = f"{info['num_sequences']} sequences: {', '.join(passes) or 'no logprobs'}"
     missing = "; ".join(sentence for sentence in info["missing"] if "is not a tested version" not in sentence)
-    return recorded, replayed(tim_trace, trace, room), missing or "nothing"
+    return recorded, replayed(tim_trace, trace, room, passes), missing or "nothing"
 
 
-def replayed(tim_trace, trace, room):
+def replayed(tim_trace, trace, room, passes):
+    """The cell of a replay. An engine alone says nothing of its weights: they are attached, as a user attaches them."""
     try:
+        if "train" not in passes:
+            run([*tim_trace, "weights", trace, "--attach", "0", room / "model"], cwd=room)
         rows = json.loads(run([*tim_trace, "replay", trace, "--steps", "all", "--json"], cwd=room))["rows"]
     except subprocess.CalledProcessError as error:
         return f"no: {last_line(error.stderr)}"
     tokens, equal = (sum(row[name] for row in rows) for name in ("num_tokens", "num_equal"))
+    if "train" not in passes:
+        distance = sum(row["mean_abs_d"] * row["num_tokens"] for row in rows) / tokens
+        return f"{tokens} tokens in transformers, weights attached: {distance:.2g} nats from the engine on average"
     return f"{equal} of {tokens} tokens bit for bit"
 
 
@@ -268,10 +281,11 @@ def run(command, cwd=None):
 
 
 def last_line(text):
-    """Return the last line that is an error, else the last one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    """Return the last line that is an error, else the last one, without this machine's folders and the way out."""
+    lines = [line for line in map(str.strip, text.splitlines()) if line and "its own error is above" not in line]
     errors = [line for line in lines if "Error" in line or line.startswith("ERROR")]
-    return (errors or lines or ["it says nothing"])[-1][:200].replace("|", "/")
+    last = (errors or lines or ["it says nothing"])[-1].removeprefix("Error: ")
+    return re.sub(r"(?<![\w:/])(/[^\s/]+)+/", "", last).removeprefix("run: ").partition("; ")[0][:200].replace("|", "/")
 
 
 def write_table(folder):

@@ -297,7 +297,7 @@ class HfScorer:
                 packed_batch(group, num_pads=max(row.pad_right for row in group)) for group in recorded_forwards(rows)
             ]
         pad_id = self.run.model["config"].get("pad_token_id") or 0
-        return forwards(
+        made = forwards(
             rows,
             pad_id,
             batch_size=self.arm.batch_size or self._rows,
@@ -305,6 +305,14 @@ class HfScorer:
             padding=self._padding,
             device=self.device,
         )
+        for batch in made if self._attended else ():  # padded, then
+            batch.mask_BW[:, : self._attended], batch.mask_BW[:, self._attended :] = 1, 0  # type: ignore[union-attr]
+        return made
+
+    @property
+    def _attended(self) -> int | None:
+        """How many places of a row attention sees, of rows padded as recorded; None for all."""
+        return self.contract.get("attended_tokens") if self._padding == RIGHT and self.arm.engine == "hf" else None
 
     @property
     def _padding(self) -> str:
@@ -341,6 +349,7 @@ class HfScorer:
             self.contract
             | compiled
             | whole
+            | {name: self._attended for name in ("attended_tokens",) if name in self.contract}
             | {
                 "engine": "trl" if self.numerics.uses_trl else "transformers",
                 "source": "replay",

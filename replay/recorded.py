@@ -138,7 +138,7 @@ class RecordedRun:
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
-        for state in states:
+        for state in sorted(states, key=lambda state: "class" not in state.model):  # an engine knows no class
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
                     raise CannotReplay(f"{self.store.url}: the model's config is no JSON object; is the trace damaged?")
@@ -305,9 +305,11 @@ class RecordedRun:
         if given["seq_id"] not in tokens:
             lacking.append("prompt_ids")
         if lacking:
+            is_bare = "policy_version" in lacking and not self.weights.versions
             raise CannotReplay(
                 f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: {', '.join(lacking)} "
                 "not recorded, so that its forward cannot be rebuilt"
+                + ("; attach the weights that scored: tim-trace weights RUN --attach 0 DIR" if is_bare else "")
             )
         prompt_ids, response_ids, _ = tokens[given["seq_id"]]
         logprobs, scored = np.zeros(len(response_ids), np.float32), np.zeros(len(response_ids), bool)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
@@ -43,15 +43,13 @@ class Table:
     name: str
     doc: str
     columns: tuple[Column, ...]
+    schema: pa.Schema = field(init=False, repr=False, compare=False)
+    optional: frozenset[str] = field(init=False, repr=False, compare=False)
+    """Columns that a file may lack."""
 
-    @property
-    def schema(self) -> pa.Schema:
-        return pa.schema([column.field for column in self.columns])
-
-    @property
-    def optional(self) -> frozenset[str]:
-        """Columns that a file may lack."""
-        return frozenset(column.name for column in self.columns if column.null)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schema", pa.schema([column.field for column in self.columns]))
+        object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
         """A batch with NULL in the columns that its writer, being of an earlier release, did not know.

@@ -34,14 +34,15 @@ def one_at_a_time():
     return locked(Path(gettempdir()) / "tim-trace-tests.lock") if shutil.which("nvidia-smi") else nullcontext()
 
 
-def made_once(key, make):
-    """The folder that `make(folder)` filled. The first worker to ask makes it, the others wait for it.
+def made_once(key, make, base=None):
+    """The folder in `base`, else in the session's, that `make(folder)` filled: by the first worker to ask, the others wait.
 
     A `make` that raises leaves nothing, so that the next one to ask tries again.
     """
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    folder, done = FOLDER / name, FOLDER / f"{name}.done"
-    with locked(FOLDER / f"{name}.lock"):
+    base = base or FOLDER
+    folder, done = base / name, base / f"{name}.done"
+    with locked(base / f"{name}.lock"):
         if not done.exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()

@@ -19,6 +19,9 @@ from tim_trace.analysis.trace.database import connect
 
 NEWEST = "0.9.1"
 
+KEPT = None
+"""A folder whose environments outlive a session. benchmarks/matrix.py sets it."""
+
 PACKAGES = (
     "ray==2.55.1", "tensordict==0.10.0", "TransferQueue==0.1.11", "hydra-core==1.3.8", "omegaconf==2.4.0",
     "antlr4-python3-runtime==4.9.3", "codetiming==1.4.0", "torchdata==0.11.0", "pylatexenc==2.11", "pybind11==3.1.0",
@@ -142,7 +145,7 @@ def verl_environment(release=NEWEST):
             assert text.count(old) == count, name
             (packages / name).write_text(text.replace(old, new))
 
-    folder = made_once(("verl environment", release), make)
+    folder = made_once(("verl environment", release), make, KEPT)
     problem = (folder / "problem.txt").read_text()
     if problem:
         pytest.skip(f"verl and Ray cannot be installed here: {problem}")

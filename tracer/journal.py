@@ -132,13 +132,14 @@ class JournalContent:
     """Whether its schema is there: a writer names a journal once it is."""
 
 
-def read_journal(store: Store, segment: Segment, table: str) -> JournalContent:
+def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | None = None) -> JournalContent:
     """Read every whole record of a journal; each is compared with its checksum and validated before anything uses it.
 
-    Raises FileNotFoundError when the segment has been sealed since, and DamagedTrace for a link out of the trace.
+    With `num_bytes`, what was appended behind these is left out. Raises FileNotFoundError when the segment has been sealed
+    since, and DamagedTrace for a link out of the trace.
     """
     relative = segment.journal(table)
-    content = memoryview(store.read_bytes(relative))
+    content = memoryview(store.read_bytes(relative, num_bytes))
     if not _has_trailer(content):
         return _read_plain(content)
     schema: pa.Schema | None = None
@@ -294,13 +295,13 @@ def _read_plain(content: memoryview) -> JournalContent:
     return JournalContent(batches=tuple(batches), torn_bytes=len(content) - whole, has_checksums=False)
 
 
-def journaled_segments(store: Store) -> dict[Segment, tuple[str, ...]]:
-    """Segments that are not sealed yet -> the tables that they have a journal of."""
-    found: dict[Segment, list[str]] = {}
-    for name in store.files(JOURNAL):
+def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
+    """Segments that are not sealed yet -> the tables that they have a journal of, and its bytes."""
+    found: dict[Segment, dict[str, int]] = {}
+    for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:
-            found.setdefault(journal[0], []).append(journal[1])
-    return {segment: tuple(tables) for segment, tables in sorted(found.items())}
+            found.setdefault(journal[0], {})[journal[1]] = num_bytes
+    return {segment: found[segment] for segment in sorted(found)}
 
 
 def journal_of(name: str) -> tuple[Segment, str] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +16,7 @@ from pathlib import Path
 from .. import __version__
 from ..schemas.capture import Capture
 from ..schemas.clock import now
-from ..schemas.errors import InvalidOption, TimTraceError, TraceExists, option
+from ..schemas.errors import InvalidOption, StorageStalled, TimTraceError, TraceExists, option
 from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.manifest import Manifest
 from ..schemas.size import parse_size
@@ -30,6 +32,7 @@ from .progress import no_progress
 from .sender import Sender
 from .store import Store
 from .whole_file import write_part
+from .worker import Worker
 
 WEIGHTS_CHOICES = ("auto", "delta", "none")
 ENGINE_WEIGHTS_CHOICES = ("given", "held", "none")
@@ -49,6 +52,8 @@ class Recording:
     """Whether the folder is; false when it was removed while the command ran."""
     note: str | None = None
     """Why this node recorded nothing, or where the recording goes on; None where it is finished here."""
+    is_stuck: bool = False
+    """Whether a thread still waits for a file system that did not answer."""
 
     @property
     def num_sequences(self) -> int:
@@ -95,7 +100,8 @@ def record(
     Where `output` is a URL, such as s3://bucket/run, the trace is written to a folder of the user's cache first, and what is
     sealed is sent from there, about once a minute and at the end. That folder is removed when everything has arrived.
     `compact` merges the files of all writers at the end, as the verb of that name does. A process to which the file system
-    does not answer for `max_wait` seconds stops recording and goes on, and as long does the end wait for object storage.
+    does not answer for `max_wait` seconds stops recording and goes on, and as long do the begin, whose command then starts
+    unrecorded, and the end wait, whose note says how to finish the recording.
     `at_end` is called with the recording when the command has ended, before the last of it is sent.
 
     On several nodes each runs this with the same `output`: further ones (`nodes.later_node`) join the recording that another
@@ -131,11 +137,45 @@ def record(
         weights_from=None if weights_from is None else os.path.abspath(weights_from),
     )
 
-    def start(folder: Path, first: WriterState | None = None) -> tuple[Child, Launcher, set[str]]:
-        """Start the command, as a further node of a recording where it has a `first`; return earlier recordings' writers, too."""
+    is_url, sender, number = "://" in os.fspath(output), None, later_node(command)
+    if number is not None:
+        if is_url:
+            return _run_unrecorded(command, output, _none_found(number, output, max_wait))
+        _tell(f"{number}: waiting up to {max_wait:g} s for the recording that another node begins")
+    elif is_url:
+        if resume or force:
+            raise InvalidOption(
+                f"{output}: nothing on object storage is replaced or added to; name another URL",
+                option="resume" if resume else "force",
+            )
+        sender = Sender(os.fspath(output), max_wait=max_wait)
+        output = sender.folder
+    # One thread touches the folder: this one is there for the command, whatever the file system does.
+    files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
+
+    def begin() -> tuple[Order, str, bool, set[str]] | None:
+        """Begin or join a recording: its order, run id, whether it has no launcher, earlier recordings' writers; None without one."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread sends them on
+        first = None
+        if number is not None:
+            first = next(iter(running_launchers(output, max_wait)), None)
+            if first is None:
+                return None
+        else:
+            adds = resume and (Path(output) / MANIFEST).exists()
+            try:
+                claim.enter_context(_resumed(output, manifest) if adds else new_trace(output, manifest, force=force))
+            except TraceExists:
+                if has_several_nodes(command) and not is_url:
+                    running = running_launchers(output, SIGNED_S)
+                    first = next((state for state in running if is_same(state.program, command)), None)
+                if first is None:
+                    raise
+        if first is not None:
+            _tell(f"joining the recording that began on {first.host} at {first.opened_at}")
+        folder = local_folder(output)
         store = Store(folder)
         trace, states = store.manifest(), store.writers()[0]
-        known = [state for state in states if first is None or state.opened_at < first.opened_at]
         order = Order(
             run=str(folder),
             session=manifest.run_id if first is None else str(first.attempt_key),
@@ -147,69 +187,79 @@ def record(
             engine_weights=engine_weights,
             max_wait=max_wait,
         )
-        child = _started(command, _environment(order))
-        is_alone = not any(state.is_launcher for state in states)
-        launcher = Launcher(folder, trace.run_id, command, order.session, is_alone=is_alone)
-        return child, launcher, {state.writer for state in known}
+        known = {state.writer for state in states if first is None or state.opened_at < first.opened_at}
+        return order, trace.run_id, not any(state.is_launcher for state in states), known
 
-    is_url, first, sender = "://" in os.fspath(output), None, None
-    if (number := later_node(command)) is not None:
-        if not is_url:
-            _tell(f"{number}: waiting up to {max_wait:g} s for the recording that another node begins")
-            first = next(iter(running_launchers(output, max_wait)), None)
-        if first is None:
-            return _run_unrecorded(command, output, number, max_wait)
-    elif is_url:
-        if resume or force:
-            raise InvalidOption(
-                f"{output}: nothing on object storage is replaced or added to; name another URL",
-                option="resume" if resume else "force",
-            )
-        sender = Sender(os.fspath(output), max_wait=max_wait)
-        output = sender.folder
-    if first is None:
-        adds = resume and (Path(output) / MANIFEST).exists()
-        try:
-            with _resumed(output, manifest) if adds else new_trace(output, manifest, force=force) as folder:
-                child, launcher, known = start(folder)
-        except TraceExists:
-            if has_several_nodes(command) and not is_url:
-                running = running_launchers(output, SIGNED_S)
-                first = next((state for state in running if is_same(state.program, command)), None)
-            if first is None:
-                raise
-    if first is not None:
-        _tell(f"joining the recording that began on {first.host} at {first.opened_at}")
-        folder = local_folder(output)
-        child, launcher, known = start(folder, first)
+    try:
+        begun = files.result(begin)
+        if begun is None:
+            files.close()
+            return _run_unrecorded(command, output, _none_found(str(number), output, max_wait))
+        order, run_id, is_alone, known = begun
+        child = _started(command, _environment(order))
+    except StorageStalled as error:
+        stalled = error
+        files.abandon(lambda: claim.__exit__(type(stalled), stalled, None))
+        return replace(_run_unrecorded(command, output, str(error)), is_stuck=True)
+    except BaseException as error:
+        files.abandon()
+        claim.__exit__(type(error), error, error.__traceback__)
+        raise
+    folder = Path(order.run)
+    launcher = Launcher(folder, run_id, command, order.session, is_alone=is_alone)
+    files.submit(launcher.save, 0)
+    files.submit(claim.close, 0)
+
+    def give_sign() -> None:
+        if not files.is_busy:
+            files.submit(launcher.give_sign, 0)
+
     with contextlib.nullcontext() if sender is None else sender.sending():
-        exit_code = child.wait(launcher.give_sign, SIGN_S)
-    if not _is_there(folder, launcher.run_id):
-        return Recording(folder=folder, exit_code=exit_code, writers=(), is_there=False)
-    hosts = launcher.close(exit_code)
-    _adopt(folder)
-    found = Store(folder).writers()[0]
-    writers = tuple(writer for writer in found if writer.writer not in known and not writer.is_launcher)
-    recording = Recording(folder=folder, exit_code=exit_code, writers=writers)
-    if hosts:
-        so_far = f"recorded {recording.num_sequences:,} sequences so far"
-        return replace(recording, note=f"{so_far}; {hosts} still records, and the last node to end finishes the trace")
-    if compact:
-        _merge(folder)
-    if at_end is not None:
-        at_end(recording)
-    if sender is not None:
+        exit_code = child.wait(give_sign, SIGN_S)
+
+    def finish() -> Recording:
+        if not _is_there(folder, run_id):
+            return Recording(folder=folder, exit_code=exit_code, writers=(), is_there=False)
+        hosts = launcher.close(exit_code)
+        _adopt(folder)
+        found = Store(folder).writers()[0]
+        writers = tuple(writer for writer in found if writer.writer not in known and not writer.is_launcher)
+        recording = Recording(folder=folder, exit_code=exit_code, writers=writers)
+        if hosts:
+            so_far = f"recorded {recording.num_sequences:,} sequences so far"
+            return replace(
+                recording, note=f"{so_far}; {hosts} still records, and the last node to end finishes the trace"
+            )
+        if compact:
+            _merge(folder)
+        if at_end is not None:
+            at_end(recording)
+        return recording
+
+    try:
+        recording = files.result(finish)
+        files.close()
+    except StorageStalled as error:
+        files.abandon()
+        remedy = f"tim-trace compact {shlex.quote(str(folder))}" if sender is None else sender.remedy
+        note = f"{error}, so the recording is not finished: `{remedy}` does that once it answers"
+        return Recording(folder=folder, exit_code=exit_code, writers=(), note=note, is_stuck=True)
+    if sender is not None and recording.is_there and recording.note is None:
         sender.finish()
     return recording
 
 
-def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], number: str, wait_s: float) -> Recording:
-    """Run the command of a further node that found no recording to join."""
+def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> str:
+    """Say why a further node found no recording to join."""
     way = "object storage takes the recording of one node: name a folder that every node sees"
     if "://" not in os.fspath(output):
         way = f"none was found there in {wait_s:g} s: start every node with the same folder, one that all of them see"
     by_itself = f"; unset {number.partition('=')[0]} where this command records by itself" if number[0] != "-" else ""
-    why = f"{number} says that another node begins the recording to {output}, and {way}{by_itself}"
+    return f"{number} says that another node begins the recording to {output}, and {way}{by_itself}"
+
+
+def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], why: str) -> Recording:
+    """Run the command without recording it, and say why before and after."""
     _tell(f"NOT RECORDED on this node, where the command starts now: {why}")
     exit_code = _started(command, os.environ).wait(lambda: None, SIGN_S)
     return Recording(folder=Path(output), exit_code=exit_code, writers=(), note=f"NOT RECORDED on this node: {why}")
@@ -240,7 +290,6 @@ class Launcher:
             program=tuple(command),
             files={},
         )
-        self._save()
 
     def give_sign(self) -> None:
         """Show that the command runs."""
@@ -253,7 +302,7 @@ class Launcher:
         beside: set[str] = set()
         # Of two that end at once the second sees that the first has ended.
         with contextlib.suppress(OSError), alone(self.folder):
-            self._save()
+            self.save()
             same = [state for state in launchers(self.folder) if state.attempt_key == self.state.attempt_key]
             beside = {state.writer for state in same if state.state == OPEN}
         return ", ".join(sorted({state.host for state in running_launchers(self.folder, SIGNED_S, beside)}))
@@ -262,7 +311,7 @@ class Launcher:
     def _path(self) -> Path:
         return self.folder / WRITERS / f"{self.state.writer}.json"
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """Write the state. A full disk, or a folder that is gone, does not end the command."""
         with contextlib.suppress(OSError):
             write_part(self.folder, f"{WRITERS}/{self.state.writer}.json", self.state.to_json().encode())

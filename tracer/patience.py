@@ -71,9 +71,7 @@ class Patience:
                 self._tell(still_s)
 
     def _tell(self, waited_s: float) -> None:
-        bound = (
-            "" if self.max_wait_s == math.inf else f"; after {self.max_wait_s:g} s recording stops, training goes on"
-        )
+        bound = "" if self.max_wait_s == math.inf else f"; after {self.max_wait_s:g} s this process goes on without it"
         text = f"waiting for {self._path} ({self._mount()}) to answer, {waited_s:.0f} s so far{bound}"
         print(f"tim-trace: {text}", file=sys.stderr, flush=True)
         self._meanwhile()

@@ -44,7 +44,7 @@ class Sender:
         self.folder = cache_folder(url)
         if self.folder.exists():
             raise TraceExists(
-                f"{url}: an earlier recording that was not sent whole lies in {self.folder}; send it with `{self._remedy}`, "
+                f"{url}: an earlier recording that was not sent whole lies in {self.folder}; send it with `{self.remedy}`, "
                 "or remove it"
             )
         self._upload = Upload(self.folder, url)
@@ -53,7 +53,8 @@ class Sender:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
 
     @property
-    def _remedy(self) -> str:
+    def remedy(self) -> str:
+        """The command that sends what was not sent."""
         return f"tim-trace compact {self.folder} -o {self.url}"
 
     @contextmanager
@@ -105,7 +106,7 @@ class Sender:
             raise failed[0]
         if failed:
             raise StorageError(
-                f"{failed[0]}; the whole trace lies in {self.folder}: send it with `{self._remedy}`"
+                f"{failed[0]}; the whole trace lies in {self.folder}: send it with `{self.remedy}`"
             ) from failed[0]
         shutil.rmtree(self.folder.parent, ignore_errors=True)
 

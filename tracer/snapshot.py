@@ -69,6 +69,8 @@ class TableFile:
         return self.relative.rpartition("/")[2].rpartition("-")[0]
 
 
+Journals = dict[Segment, dict[str, int]]
+"""Segment that is not sealed -> table -> bytes of its journal that are read."""
 Examined = dict[str, TableFile]
 """Path of a sealed file that can serve -> what was found of it. A sealed file never changes."""
 
@@ -179,10 +181,9 @@ def _look(snapshot: Snapshot) -> None:
     snapshot.damaged += damaged
     snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
     # Journals come first: what is sealed after this listing is still found below, as Parquet.
-    journals = journaled_segments(store)
+    journals = _journals_of_one_moment(store)
     lost: dict[str, list[str]] = {}
-    # Sequences are recorded before what names them, and so are read after it: every score of a live run has its sequence.
-    for table in sorted(TABLES, key=lambda name: name in (SEQUENCES, EVAL_SEQUENCES)):
+    for table in TABLES:
         _read_table(snapshot, table, journals, lost)
     arriving = store.arriving_writers() if lost else set()
     for writer, files in sorted(lost.items()):
@@ -210,9 +211,24 @@ def _look(snapshot: Snapshot) -> None:
             snapshot.damaged.append(torn_record(store.shown(name), num_bytes))
 
 
-def _read_table(
-    snapshot: Snapshot, table: str, journals: dict[Segment, tuple[str, ...]], lost: dict[str, list[str]]
-) -> None:
+def _journals_of_one_moment(store: Store) -> Journals:
+    """Return the journals as two looks in a row find them: between these, no writer appended a record to any of them.
+
+    Where they grow too often for that, sequences are as found last, so that every score has its sequence.
+    """
+    before, now = {}, journaled_segments(store)
+    for _ in range(_LOOKS):
+        before, now = now, journaled_segments(store)
+        if now == before:
+            break
+    of_sequences = (SEQUENCES, EVAL_SEQUENCES)
+    return {
+        segment: before.get(segment, {}) | {table: size for table, size in tables.items() if table in of_sequences}
+        for segment, tables in now.items()
+    }
+
+
+def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[str, list[str]]) -> None:
     """Note the readable files of a table and the rows of its journals, and the files of writers whose state is lost."""
     store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
     replaced = snapshot.replaced
@@ -253,7 +269,7 @@ def _read_table(
         if state is None and snapshot.manifest.is_checked:
             lost.setdefault(segment.writer, []).append(store.shown(segment.journal(table)))
             continue
-        rows += _journal_rows(snapshot, segment, table, state)
+        rows += _journal_rows(snapshot, segment, table, state, tables[table])
     if rows:
         snapshot.journals[table] = pa.Table.from_batches(rows, TABLE_SPECS[table].schema)
 
@@ -368,11 +384,11 @@ def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
 
 
 def _journal_rows(
-    snapshot: Snapshot, segment: Segment, table: str, state: WriterState | None
+    snapshot: Snapshot, segment: Segment, table: str, state: WriterState | None, num_bytes: int
 ) -> Iterator[pa.RecordBatch]:
     store, where = snapshot.store, snapshot.store.shown(segment.journal(table))
     try:
-        content = read_journal(store, segment, table)
+        content = read_journal(store, segment, table, num_bytes)
     except DamagedTrace as error:
         snapshot.damaged.append(str(error))
         return
@@ -424,9 +440,10 @@ def _read_contracts(snapshot: Snapshot) -> None:
         except DamagedTrace as error:
             snapshot.damaged.append(str(error))
             continue
-        if not snapshot.manifest.is_checked or f"{PASSES}/{name}" in accounted:
+        # A live writer may name it in its next state, and score under it before.
+        if not snapshot.manifest.is_checked or f"{PASSES}/{name}" in accounted or snapshot.is_live:
             snapshot.contracts.append((pass_name, digest, contract))
-        elif not snapshot.is_live:  # else a writer may be about to name it
+        else:
             snapshot.ignored.append(
                 f"{store.shown(f'{PASSES}/{name}')}: no writer accounts for it; it was passed over, remove it"
             )

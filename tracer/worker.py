@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from ..schemas.errors import StorageStalled
 from .patience import Patience
 
-Task = Callable[[], None]
+Task = Callable[[], Any]
 _Given = TypeVar("_Given")
 
 _TASK_BYTES = 16 << 10
@@ -99,17 +100,29 @@ class Worker:
 
     @property
     def signs(self) -> tuple[int, list[str]]:
-        """What differs as long as its thread gets on: tasks that ran, and CPU time as the system shows it."""
-        try:
-            text = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text(errors="replace")
-        except OSError:
-            text = ""
-        return self._num_done, text.rpartition(")")[2].split()[11:13]
+        """What differs as long as its thread gets on: tasks that ran, and its time on a CPU as the system shows it."""
+        task = Path(f"/proc/self/task/{self._thread.native_id}")
+        for name, times in (
+            ("schedstat", slice(1)),
+            ("stat", slice(11, 13)),
+        ):  # in nanoseconds where the kernel counts them
+            with contextlib.suppress(OSError):
+                return self._num_done, (task / name).read_text(errors="replace").rpartition(")")[2].split()[times]
+        return self._num_done, []
 
     def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
         """Wait until every queued task ran, and count the wait. With `signs`, as long as they differ."""
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
+
+    def result(self, call: Callable[[], _Given]) -> _Given:
+        """Return what a call gives on this worker's thread, waited for as long as that gets on; raise what it raises."""
+        given: list[_Given] = []
+        self.submit(lambda: given.append(call()), 0)
+        self.drain(signs=lambda: self.signs)
+        if self.error is not None:
+            raise self.error
+        return given[0]
 
     def close(self, *, signs: Callable[[], Any] | None = None) -> None:
         """Run what is queued and end the thread."""

@@ -325,6 +325,7 @@ class TraceWriter:
     def _keep(self, relative: str, content: bytes) -> None:
         write_part(self.folder, relative, content)
         self.written(relative, content)
+        self.save_state()
 
     def _sync(self, *, weights: bool) -> None:
         """Have everything recorded survive a loss of power."""

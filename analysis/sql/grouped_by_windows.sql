@@ -7,7 +7,7 @@ FROM (
         SELECT *, max(sum_d) OVER grouped AS peak, max(peak_d) OVER grouped AS top_d,
                max(peak_a) OVER grouped AS top_a, max(peak_b) OVER grouped AS top_b
         FROM (SELECT *, CASE WHEN by_step THEN step END AS grouped_step FROM pair_sums(a, b)
-                  WHERE (of_run IS NULL OR run = of_run) AND (first_step IS NULL OR step >= first_step)
+                  WHERE (of_runs IS NULL OR list_contains(of_runs, run)) AND (first_step IS NULL OR step >= first_step)
                     AND (last_step IS NULL OR step <= last_step))
         WINDOW grouped AS (PARTITION BY run, grouped_step)
     )

@@ -1,11 +1,13 @@
--- Rows for group_statistics.sql of one run as a whole, which are not held in memory: sums are read three times.
+-- Rows for group_statistics.sql of runs as a whole, which are not held in memory: sums are read three times.
 SELECT sums.*, NULL::BIGINT AS grouped_step, peak, top_d,
        exp(top_a) * (fall_from(top_a, peak_a, mean_fall_a) - middle_a) AS off_a,
        exp(top_b) * (fall_from(top_b, peak_b, mean_fall_b) - middle_b) AS off_b
-FROM (SELECT * FROM sequence_sums WHERE pass_a = {a} AND pass_b = {b} AND run = {run}) AS sums
-CROSS JOIN run_tops
-CROSS JOIN (
-    SELECT median(fall_from(top_a, peak_a, mean_fall_a)) AS middle_a, median(fall_from(top_b, peak_b, mean_fall_b)) AS middle_b
-    FROM sequence_sums CROSS JOIN run_tops
-    WHERE pass_a = {a} AND pass_b = {b} AND run = {run}
-)
+FROM (SELECT * FROM sequence_sums WHERE pass_a = {a} AND pass_b = {b} AND list_contains({runs}, run)) AS sums
+JOIN run_tops USING (run)
+JOIN (
+    SELECT run, median(fall_from(top_a, peak_a, mean_fall_a)) AS middle_a,
+           median(fall_from(top_b, peak_b, mean_fall_b)) AS middle_b
+    FROM sequence_sums JOIN run_tops USING (run)
+    WHERE pass_a = {a} AND pass_b = {b} AND list_contains({runs}, run)
+    GROUP BY run
+) USING (run)

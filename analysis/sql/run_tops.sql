@@ -1,5 +1,6 @@
--- run_tops: the largest values of one run, for grouped_run.sql.
+-- run_tops: the largest values of runs, for grouped_run.sql.
 CREATE OR REPLACE TEMP TABLE run_tops AS
-    SELECT max(sum_d) AS peak, max(peak_d) AS top_d, max(peak_a) AS top_a, max(peak_b) AS top_b
+    SELECT run, max(sum_d) AS peak, max(peak_d) AS top_d, max(peak_a) AS top_a, max(peak_b) AS top_b
     FROM sequence_sums
-    WHERE pass_a = {a} AND pass_b = {b} AND run = {run};
+    WHERE pass_a = {a} AND pass_b = {b} AND list_contains({runs}, run)
+    GROUP BY run;

@@ -47,8 +47,8 @@ CREATE OR REPLACE MACRO pair_sequences(a, b) AS TABLE
     ORDER BY sums.run, sums.step, sums.seq_id, sums.iteration_a, sums.iteration_b;
 
 -- Statistics from sums, without quantiles, of the steps of a range, or of runs with step NULL: group_statistics(a, b, by_step,
--- of_run, first_step, last_step); NULL asks for all runs, or leaves an end of the range open.
-CREATE OR REPLACE MACRO group_statistics(a, b, by_step, of_run, first_step, last_step) AS TABLE
+-- of_runs, first_step, last_step); NULL asks for all runs, or leaves an end of the range open.
+CREATE OR REPLACE MACRO group_statistics(a, b, by_step, of_runs, first_step, last_step) AS TABLE
     {statistics_of_groups};
 
 -- The same with places for quantiles: pair_groups(a, b, by_step). Kept rows are read where there are any.

@@ -38,9 +38,9 @@ CREATE OR REPLACE MACRO pair_keys(a, b, of_run, first_step, last_step) AS TABLE
       AND (first_step IS NULL OR (scores_a.step >= first_step AND scores_b.step >= first_step))
       AND (last_step IS NULL OR (scores_a.step <= last_step AND scores_b.step <= last_step));
 
--- pair_lists(a, b, of_run, first_step, last_step): the lists of logprobs of the rows that both passes have, empty where there
+-- pair_lists(a, b, of_runs, first_step, last_step): the lists of logprobs of the rows that both passes have, empty where there
 -- is none or no sequence, and the mask, empty where every token counts.
-CREATE OR REPLACE MACRO pair_lists(a, b, of_run, first_step, last_step) AS TABLE
+CREATE OR REPLACE MACRO pair_lists(a, b, of_runs, first_step, last_step) AS TABLE
     SELECT scores_a.run, scores_a.step, scores_a.seq_id,
            scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
            coalesce(CASE WHEN s.seq_id IS NOT NULL THEN scores_a.logprobs END, []::FLOAT[]) AS logprobs_a,
@@ -51,17 +51,17 @@ CREATE OR REPLACE MACRO pair_lists(a, b, of_run, first_step, last_step) AS TABLE
                            AND scores_b.seq_id = scores_a.seq_id
     LEFT JOIN sequences AS s ON s.run = scores_a.run AND s.step = scores_a.step AND s.seq_id = scores_a.seq_id
     WHERE scores_a."pass" = a AND scores_b."pass" = b
-      AND (of_run IS NULL OR (scores_a.run = of_run AND scores_b.run = of_run))
+      AND (of_runs IS NULL OR (list_contains(of_runs, scores_a.run) AND list_contains(of_runs, scores_b.run)))
       AND (first_step IS NULL OR (scores_a.step >= first_step AND scores_b.step >= first_step))
       AND (last_step IS NULL OR (scores_a.step <= last_step AND scores_b.step <= last_step));
 
--- sums_of_tokens(a, b, of_run, first_step, last_step): the sums of sums/ computed from tokens; NULL asks for all runs, or
+-- sums_of_tokens(a, b, of_runs, first_step, last_step): the sums of sums/ computed from tokens; NULL asks for all runs, or
 -- leaves an end of the range of steps open.
 -- A token is in the sums when it counts in the loss and both passes have a finite logprob for it; NaN and infinities
 -- are counted, and in no sum.
-CREATE OR REPLACE MACRO sums_of_tokens(a, b, of_run, first_step, last_step) AS TABLE
+CREATE OR REPLACE MACRO sums_of_tokens(a, b, of_runs, first_step, last_step) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sums.*
     FROM (
         SELECT * EXCLUDE (logprobs_a, logprobs_b, mask), pair_sums_of(logprobs_a, logprobs_b, mask) AS sums
-        FROM pair_lists(a, b, of_run, first_step, last_step)
+        FROM pair_lists(a, b, of_runs, first_step, last_step)
     );

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 
@@ -22,6 +23,15 @@ from .source import Pair, Source, made_of_metadata, sums_file
 
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
 """Kinds of sums that have a row or more a sequence, or many a step. The others are tables of DuckDB."""
+
+
+RUN_OF_FOLDER = "tim_trace_run"
+"""What DuckDB calls the column that it reads from the name of a run's folder."""
+
+
+def run_folder(run: str) -> str:
+    """Name of a folder of files of a run, which DuckDB reads as `_` and the run's name: some names alone mean NULL to it."""
+    return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +63,8 @@ class ComputedFiles:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="tim-trace-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        path = self._folder / f"{spec.name}-{uuid.uuid4().hex}.parquet"
+        path = self._folder / run_folder(source.run) / f"{spec.name}-{uuid.uuid4().hex}.parquet"
+        path.parent.mkdir(exist_ok=True)
         schema = sums_schema(source, pair, spec)
         with checked_writer(path, f"{SUMS}/{spec.name}", schema, **SUMS_OPTIONS) as writer:
             yield lambda rows: writer.write(rows.cast(schema))

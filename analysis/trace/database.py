@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib.resources import files
 from threading import Event, Thread
-from typing import Any
+from typing import Any, cast
 
 import duckdb
 import pyarrow as pa
@@ -26,7 +26,7 @@ from ...tracer.progress import Progress, no_progress
 from ...tracer.snapshot import TableFile
 from ...tracer.store import first_line
 from ...tracer.trace_files import TraceFiles
-from ...tracer.verified_file import FileCursor
+from ...tracer.verified_file import FileCursor, VerifiedFile
 from ..correction import Correction, published
 from ..correction import define as define_corrections
 from ..correction_zones import FUNCTION as CORRECTION_ZONES
@@ -37,7 +37,7 @@ from ..routing import FUNCTIONS
 from ..routing import register as register_routing
 from ..rows import Rows
 from . import large_tables
-from .computed import IN_FILES, ComputedFiles
+from .computed import IN_FILES, RUN_OF_FOLDER, ComputedFiles, run_folder
 from .connection import Connection, Parameters
 from .large_tables import LargeTables
 from .macros import MacroFile, Macros
@@ -47,6 +47,9 @@ from .quoting import quoted
 from .source import Pair, Source, open_source
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+RunFile = tuple[str, str]
+"""A run, and the URL of a file of it."""
 
 _CHANGES = "CREATE OR REPLACE VIEW changes AS SELECT * FROM recorded_changes"
 _LOCATED = """
@@ -78,10 +81,12 @@ _LOOK_EVERY_S = 0.1
 class Database:
     """Traces that are open for questions."""
 
-    def __init__(self, traces: Traces | Source | Database, steps: str = ALL_STEPS, *, ray: str | None = None):
+    def __init__(
+        self, traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, *, ray: str | None = None
+    ):
         """Look at the traces and define views; macros are defined when a question first names them.
 
-        A Source is a trace that was looked at already, of which parts may have been taken out; of a Database the traces are
+        A Source is a trace that was looked at already, of which parts may have been taken out, alone or among others; of a Database the traces are
         taken as they were looked at then. `steps`, as parse_steps reads it, is chosen of each trace: nothing of another step
         is in any view then, but for hyperparameters, which hold from the step that they were recorded at. `ray` is the cluster
         that readings of all tokens are divided among, where they can be: see spread.
@@ -91,12 +96,14 @@ class Database:
         self.given: tuple[str, ...]
         """The traces as they were named, for commands to copy."""
         self.sources: list[Source]
+        looked_at = _looked_at(traces)
         if isinstance(traces, Database):
             self.given, self.sources = traces.given, traces.sources
-        elif isinstance(traces, Source):
-            self.given, self.sources = (traces.store.url,), [traces]
+        elif looked_at:
+            self.given, self.sources = tuple(source.store.url for source in looked_at), looked_at
         else:
-            self.given, self.sources = tuple(_urls(traces)), _open(traces)
+            named = cast("Traces", traces)
+            self.given, self.sources = tuple(_urls(named)), _open(named)
         self.files = TraceFiles()
         self.distributions = ComparedDistributions(self.sources)
         self.connection = Connection(
@@ -137,7 +144,7 @@ class Database:
         self.connection.choose_files = self._choose_files
         if steps != ALL_STEPS:
             self._choose_steps(steps)
-        if not isinstance(traces, (Source, Database)):  # who looked at one knows
+        if not looked_at:  # who looked at one knows
             tell_damage(self.damaged)
 
     @contextmanager
@@ -254,63 +261,66 @@ class Database:
     def _define_table(self, spec: Table) -> None:
         """Define the view of a table over the files and journals of every trace."""
         columns = ", ".join(f'"{column.name}"' for column in spec.columns)
-        parts = []
+        files: dict[tuple[str, ...], list[RunFile]] = {}
+        others = []
         for index, source in enumerate(self.sources):
-            part = []
             for lacking, entries in source.files_by_columns(spec.name).items():
-                urls = [self.files.add(f"{index}/{entry.relative}", entry.file) for entry in entries]
-                # DuckDB itself says what it calls the types of Arrow's columns.
-                types = self.connection.raw.from_arrow(_no_rows(spec.schema)).types if lacking else spec.columns
-                found = ", ".join(
-                    f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
-                    for column, type in zip(spec.columns, types, strict=True)
-                )
+                named = [self._add_file(source, entry.relative, entry.file) for entry in entries]
                 if len(entries) > large_tables.MANY_FILES:
-                    part.append(f"SELECT {columns} FROM {self._add_large(index, spec, entries, found)}")
+                    view = self._add_large(index, source, spec, entries, self._found(spec, lacking))
+                    others.append(f"SELECT {quoted(source.run)} AS run, {columns} FROM {view}")
                 else:
-                    part.append(f"SELECT {found} FROM read_parquet({_list(urls)})")
+                    files.setdefault(lacking, []).extend(named)
             if spec.name in source.journals:
                 journal = f"journal_{index}_{spec.name}"
                 self.connection.register(journal, source.journals[spec.name])
-                part.append(f"SELECT {columns} FROM {journal}")
-            if part:
-                rows = " UNION ALL ".join(part)
-                parts.append((index, source, f"SELECT {quoted(source.run)} AS run, {columns} FROM ({rows})"))
-        newest = [self._newest(index, source, rows) for index, source, rows in parts]
-        _define_view(self.connection, f"all_{spec.name}", [rows for _, _, rows in parts], columns, spec.schema)
-        _define_view(self.connection, spec.name, newest, columns, spec.schema)
+                others.append(f"SELECT {quoted(source.run)} AS run, {columns} FROM {journal}")
+        parts = [_rows_of(named, self._found(spec, lacking)) for lacking, named in files.items()] + others
+        _define_view(self.connection, f"all_{spec.name}", parts, columns, spec.schema)
+        _define_view(self.connection, spec.name, self._newest(parts), columns, spec.schema)
 
-    def _add_large(self, index: int, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
+    def _found(self, spec: Table, lacking: Collection[str]) -> str:
+        """A table's columns as they are read of files that lack some."""
+        # DuckDB itself says what it calls the types of Arrow's columns.
+        types = self.connection.raw.from_arrow(_no_rows(spec.schema)).types if lacking else spec.columns
+        return ", ".join(
+            f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
+            for column, type in zip(spec.columns, types, strict=True)
+        )
+
+    def _add_file(self, source: Source, relative: str, file: VerifiedFile) -> RunFile:
+        return source.run, self.files.add(f"{run_folder(source.run)}/{relative}", file)
+
+    def _add_large(self, index: int, source: Source, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
         """Name of a view over files of which a question reads those that it needs."""
         lacking = entries[0].lacking
         view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
         schema = pa.schema([field for field in spec.schema if field.name not in lacking])
-        self.large.add(view, schema, columns, str(index), entries)
+        self.large.add(view, schema, columns, run_folder(source.run), entries)
         return view
 
     def _choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
         choice = self.large.choose(query, parameters)
         return lambda: None if choice is None else self.large.take(choice)
 
-    def _newest(self, index: int, source: Source, rows: str) -> str:
+    def _newest(self, parts: list[str]) -> list[str]:
         """The rows of a step's newest attempt at training alone, where a run resumed."""
-        if not source.newest:
-            return rows
-        name = f"newest_{index}"
-        steps, attempts = list(source.newest), list(source.newest.values())
-        self.connection.register(
-            name, pa.table({"step": pa.array(steps, pa.int64()), "newest_attempt": pa.array(attempts, pa.int32())})
-        )
-        return (
-            f"SELECT * EXCLUDE (newest_attempt) FROM ({rows}) LEFT JOIN {name} USING (step) "
-            "WHERE attempt IS NULL OR newest_attempt IS NULL OR attempt = newest_attempt"
-        )
-
-    def _named_sums(self) -> list[tuple[str, str, Pair, str]]:
-        """Run, kind, pair and URL of every file of sums that serves."""
+        if not parts or not any(source.newest for source in self.sources):
+            return parts
+        rows = [(source.run, *newest) for source in self.sources for newest in source.newest.items()]
+        runs, steps, attempts = zip(*rows, strict=True)
+        columns = {"run": text_array(runs), "step": pa.array(steps, pa.int64())}
+        self.connection.register("newest", pa.table(columns | {"newest_attempt": pa.array(attempts, pa.int32())}))
         return [
-            (source.run, kind, pair, self.files.add(f"{index}/{file.relative}", file))
-            for index, source in enumerate(self.sources)
+            f"SELECT * EXCLUDE (newest_attempt) FROM ({' UNION ALL '.join(parts)}) LEFT JOIN newest USING (run, step) "
+            "WHERE attempt IS NULL OR newest_attempt IS NULL OR attempt = newest_attempt"
+        ]
+
+    def _named_sums(self) -> list[tuple[str, Pair, RunFile]]:
+        """Kind, pair, run and URL of every file of sums that serves."""
+        return [
+            (kind, pair, self._add_file(source, file.relative, file))
+            for source in self.sources
             for kind, pairs in source.sums.items()
             for pair, file in pairs.items()
         ]
@@ -411,11 +421,10 @@ class Database:
         self._superseded_runs.discard(pair)
         self.define_sums(self._superseded)
 
-    def kept_sums(self, spec: Table, pair: Pair, run: str) -> str:
-        """A query for what the trace keeps of a pair, whether the views hold it or not."""
-        columns = ", ".join(column.name for column in spec.columns)
-        (url,) = (url for *found, url in self._sums if found == [run, spec.name, pair])
-        return f"SELECT {quoted(run)} AS run, {columns} FROM read_parquet({_list([url])})"
+    def kept_sums(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
+        """A query for what the traces of some runs keep of a pair, whether the views hold it or not."""
+        files = [file for *known, file in self._sums if known == [spec.name, pair] and file[0] in runs]
+        return _rows_of(files, _names(spec))
 
     def is_computed(self, pair: Pair, *, of_runs: bool = False) -> bool:
         """Whether the views hold the sums of a pair that were computed here, or those of its runs, not what the trace keeps."""
@@ -464,19 +473,18 @@ class Database:
         """Define the tables of sums; of `superseded` pairs they hold what was computed here, not what the trace keeps."""
         for spec in KINDS.values():
             passed_over = self._superseded_runs if spec in OF_RUNS else set()
-            columns = ", ".join(column.name for column in spec.columns)
-            parts = [
-                f"SELECT {quoted(run)} AS run, {columns} FROM read_parquet({_list([url])})"
-                for run, kind, pair, url in self._sums
-                if kind == spec.name and pair not in superseded | passed_over
+            columns = _names(spec)
+            files = [
+                file for kind, pair, file in self._sums if kind == spec.name and pair not in superseded | passed_over
             ]
-            if self._within:  # what is kept of a whole run is of all its steps
-                parts = [] if spec in OF_RUNS else [f"SELECT * FROM ({part}) WHERE {self._within}" for part in parts]
+            if self._within and spec in OF_RUNS:  # what is kept of a whole run is of all its steps
+                files = []
+            parts = [_rows_of(files, columns)] if files else []
+            if self._within:
+                parts = [f"SELECT * FROM ({part}) WHERE {self._within}" for part in parts]
             if spec in IN_FILES:
-                parts += [
-                    f"SELECT {quoted(file.run)} AS run, {columns} FROM read_parquet({quoted(str(file.path))})"
-                    for file in self.computed.of(spec.name)
-                ]
+                computed = [(file.run, str(file.path)) for file in self.computed.of(spec.name)]
+                parts += [_rows_of(computed, columns)] if computed else []
             else:
                 parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
             _define_view(self.connection, spec.name, parts, columns, spec.schema)
@@ -524,6 +532,14 @@ def sql_file(name: str) -> str:
 def statistics_of_groups(rows: str) -> str:
     """SQL of the statistics of groups of sequences, from a query of rows as group_statistics.sql says."""
     return sql_file("group_statistics").format(rows=rows)
+
+
+def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[Source]:
+    """The sources among what is to be opened."""
+    if isinstance(traces, Database):
+        return traces.sources
+    several = [traces] if isinstance(traces, (str, os.PathLike, Source)) else traces
+    return [trace for trace in several if isinstance(trace, Source)]
 
 
 def _urls(traces: Traces) -> list[str]:
@@ -590,7 +606,7 @@ def _define_computed(connection: Connection) -> None:
     for spec in KINDS.values():
         if spec in IN_FILES:
             continue
-        columns = ", ".join(column.name for column in spec.columns)
+        columns = _names(spec)
         connection.register(f"empty_{spec.name}", _no_rows(spec.schema))
         connection.execute(
             f"CREATE TABLE computed_{spec.name} AS SELECT NULL::VARCHAR AS run, {columns} FROM empty_{spec.name}"
@@ -635,8 +651,18 @@ def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) 
     return within if num_known == len(set(steps)) else f"{within} AND step IN ({', '.join(map(str, steps))})"
 
 
-def _list(paths: list[str]) -> str:
-    return f"[{', '.join(quoted(path) for path in paths)}]"
+def _rows_of(files: Sequence[RunFile], columns: str) -> str:
+    """A query for columns of files, and the run of each: several runs' are one reading, which has one plan."""
+    urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
+    if len(runs) == 1:
+        return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"
+    # DuckDB reads the name of the run from that of its folder, and opens no file of a run that a question leaves out.
+    parsed = f"hive_partitioning = true, hive_types = {{'{RUN_OF_FOLDER}': VARCHAR}}"
+    return f"SELECT substr({RUN_OF_FOLDER}, 2) AS run, {columns} FROM read_parquet({urls}, {parsed})"
+
+
+def _names(spec: Table) -> str:
+    return ", ".join(column.name for column in spec.columns)
 
 
 def _pairs(pairs: set[Pair]) -> str:

@@ -39,8 +39,8 @@ OF_PROBABILITIES = (
 )  # fmt: skip
 """Columns that `probability_sums` gives."""
 
-Sizes = list[tuple[int, np.ndarray]]
-"""Step and [T] |d| of the tokens that count and are finite in both passes, float64."""
+Sizes = list[tuple[str, int, np.ndarray]]
+"""Run, step and [T] |d| of the tokens that count and are finite in both passes, float64."""
 
 FUNCTION = "pair_sums_of"
 """Name of the function in SQL."""
@@ -241,16 +241,17 @@ def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:
 
 
 def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
-    """Step and |d| of each stretch of rows of one step."""
+    """Run, step and |d| of each stretch of rows of one step."""
     abs_d_T = np.abs(tokens.a_T.astype(np.float64) - tokens.b_T)
-    step_N = rows.column("step").to_numpy()
+    run_N, step_N = rows.column("run").dictionary_encode(), rows.column("step").to_numpy()
     ends_N = np.cumsum(tokens.num_tokens_N)
-    lasts: list[int] = [*np.flatnonzero(np.diff(step_N)).tolist(), len(step_N) - 1] if len(step_N) else []
+    changes_N = (np.diff(step_N) != 0) | (np.diff(run_N.indices) != 0)
+    lasts: list[int] = [*np.flatnonzero(changes_N).tolist(), len(step_N) - 1] if len(step_N) else []
     found, start = [], 0
     for last in lasts:
         end = int(ends_N[last])
         if end > start:
-            found.append((int(step_N[last]), abs_d_T[start:end]))
+            found.append((run_N[last].as_py(), int(step_N[last]), abs_d_T[start:end]))
         start = end
     return found
 

@@ -19,6 +19,8 @@ from ...tracer.store import Store, first_line
 from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
+_EDITION = 2
+"""Of sums: files of another one are not believed. Until 2, sums of several runs at once could be those of another run."""
 
 Pair = tuple[str, str]
 """Two passes, a and b: d = logprob(a) - logprob(b)."""
@@ -108,7 +110,7 @@ def open_source(url: str, run: str | None = None, *, examined: Examined | None =
     store = Store(url)
     source = Source(run=run or store.name, snapshot=take_snapshot(store, examined=examined))
     source.newest = newest_attempts(source.snapshot)
-    _find_sums(source)
+    find_sums(source)
     return source
 
 
@@ -116,8 +118,9 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _find_sums(source: Source) -> None:
+def find_sums(source: Source) -> None:
     """Find, for each pair, the sums made from most of what is still there, and the pairs whose sums hold everything."""
+    source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
     for name, num_bytes in source.store.files(SUMS).items():
@@ -152,7 +155,11 @@ def _find_sums(source: Source) -> None:
 
 def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:
     """What a file of sums says of itself: its kind, its pair, and the sealed files that it was made from."""
-    return {MADE_OF: json.dumps({"kind": kind, "pair": list(pair), "covers": sorted(segments)}).encode()}
+    return {
+        MADE_OF: json.dumps(
+            {"edition": _EDITION, "kind": kind, "pair": list(pair), "covers": sorted(segments)}
+        ).encode()
+    }
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
@@ -173,7 +180,7 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
         raise DamagedTrace(f"{where}: does not say what it was made of") from error
     if relative != sums_file(kind, footer.hash) or kind not in KINDS:
         raise DamagedTrace(f"{where}: is not what its name stands for")
-    if not footer.schema.equals(KINDS[kind].schema):
+    if not footer.schema.equals(KINDS[kind].schema) or content.get("edition") != _EDITION:
         return None
     keeps_tail = indexed is not None or not store.is_local
     return kind, (a, b), covers, footer.verified(store, relative, keeps_tail=keeps_tail)

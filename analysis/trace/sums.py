@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ...schemas.layout import SUMS
 from ...schemas.sums import (
+    KINDS,
     OF_RUNS,
     RUN_QUANTILES,
     RUN_STATISTICS,
@@ -30,8 +33,8 @@ from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import unnamed_file
 from .computed import IN_FILES, SUMS_OPTIONS, ComputedFile, sums_schema
 from .database import Database, Traces, sql_file, statistics_of_groups
-from .pair_sums import Sizes, computed, sizes_read
-from .quantiles import ERROR, SHARES, Cuts, Gathered, Histogram, merged, quantile_cont, quantiles
+from .pair_sums import computed, sizes_read
+from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .quoting import quoted
 from .source import Pair, Source, sums_file
 from .spread import spread, unit_tokens
@@ -50,6 +53,10 @@ EXACT_TOKENS = 32 << 20
 """Tokens to compare of a run, up to which its quantiles are exact unless asked: they fit in memory, as a chunk does."""
 
 
+Quantiles = tuple[Any, ...]
+"""Run and what the tables of quantiles hold behind the pair."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkSums:
     """What the tokens of a range of steps give."""
@@ -58,9 +65,9 @@ class _ChunkSums:
     """Of its sequences, in order."""
     histograms: pa.Table
     """Of its steps."""
-    quantiles: pa.Table
+    quantiles: list[Quantiles]
     """Of its steps, exact ones."""
-    sizes: Sizes
+    sizes: list[np.ndarray]
     """|d| of its tokens, where the quantiles of the run are taken of them; else none."""
 
 
@@ -76,10 +83,13 @@ class Chunk:
     is_missing: bool
     """Whether its sums are computed; else they are kept ones."""
 
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens of a sequence."""
-        return self.num_tokens / max(self.num_sequences, 1)
+    def holds(self, step: int) -> bool:
+        """Whether a step is in the range."""
+        return self.first_step <= step <= self.last_step
+
+
+Unit = tuple[Chunk, ...]
+"""What is worked on at once: a range of steps, or several runs as a whole."""
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
@@ -91,33 +101,32 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
     if pair in database.covered and (not of_run or pair in database.run_covered):
         return False
     has_computed = pair not in database.covered
+    steps = _steps(database)
     if has_computed:
-        _cover(database, pair, progress)
+        _cover(database, pair, steps, progress)
         database.supersede(pair)
     runs = _runs_without_quantiles(database, pair)
+    units = _units(database, list(_joined(steps, _most_tokens(database, steps))))
     if has_computed:
-        _add_step_statistics(database, pair)
+        _add_step_statistics(database, pair, units)
     if of_run:
-        for run in runs:
-            _add_run_quantiles(database, pair, run, progress)
-        _add_run_statistics(database, pair)
+        _put_run_quantiles(database, pair, [_run_quantiles(database, pair, run, progress) for run in runs])
+        _add_run_statistics(database, pair, units)
     database.supersede_runs(pair, covered=of_run)
     return has_computed or bool(runs)
 
 
-def _add_step_statistics(database: Database, pair: Pair) -> None:
+def _add_step_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
     """Add the statistics of each step, from its sequences' sums."""
-    a, b = quoted(pair[0]), quoted(pair[1])
-    for source in database.sources:
-        for chunk in run_chunks(database, source.run):
-            groups = f"group_statistics({a}, {b}, true, {quoted(source.run)}, {chunk.first_step}, {chunk.last_step})"
-            _insert(database, STEP_STATISTICS, pair, f"SELECT run, step, {', '.join(STATISTICS)} FROM {groups}")
+    for unit in units:
+        groups = f"group_statistics({quoted(pair[0])}, {quoted(pair[1])}, true, {_within(unit)})"
+        _insert(database, STEP_STATISTICS, pair, f"SELECT run, step, {', '.join(STATISTICS)} FROM {groups}")
 
 
-def _add_run_statistics(database: Database, pair: Pair) -> None:
+def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
     """Add the statistics of each run, from its sequences' sums."""
-    for source in database.sources:
-        values = {"a": quoted(pair[0]), "b": quoted(pair[1]), "run": quoted(source.run)}
+    for runs in dict.fromkeys(tuple(chunk.run for chunk in unit) for unit in units):
+        values = {"a": quoted(pair[0]), "b": quoted(pair[1]), "runs": _listed(runs)}
         database.connection.execute(sql_file("run_tops").format(**values))
         groups = statistics_of_groups(sql_file("grouped_run").format(**values))
         _insert(database, RUN_STATISTICS, pair, f"SELECT run, {', '.join(STATISTICS)} FROM ({groups})")
@@ -134,20 +143,22 @@ def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
     )
 
 
-def _cover(database: Database, pair: Pair, progress: Progress) -> None:
+def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
     """Write the sums, quantiles and histograms of every step, kept ones and those computed from tokens, in one order.
 
     Adding up gives one result then, whatever was kept.
     """
     database.begin_sums(pair)
-    chunks = _marked_chunks(database, pair)
+    chunks = _marked_chunks(database, pair, steps)
     # |d| of tokens is taken along where it is of a whole run, and is where the quantiles are made.
     whole = _whole_runs(chunks) if database.ray is None else set()
-    units = [(pair, chunk, chunk.run in whole) for chunk in chunks if chunk.is_missing]
-    computed_units = spread(database, _compute, units)
-    with progress("reading tokens", sum(chunk.num_tokens for _, chunk, _ in units)) as advance:
+    missing = [chunk for chunk in chunks if chunk.is_missing]
+    computed_chunks = spread(database, _compute, [(pair, unit, whole) for unit in _units(database, missing)])
+    step_quantiles: list[Quantiles] = []
+    run_quantiles: list[Quantiles] = []
+    with progress("reading tokens", sum(chunk.num_tokens for chunk in missing)) as advance:
         for source in database.sources:
-            sizes: Sizes = []
+            sizes: list[np.ndarray] = []
             files = database.computed
             with (
                 files.writing(source, SEQUENCE_SUMS, pair) as write_sums,
@@ -159,42 +170,60 @@ def _cover(database: Database, pair: Pair, progress: Progress) -> None:
                     if not chunk.is_missing:
                         _copy(database, pair, chunk, write_sums, write_histograms)
                         continue
-                    found = next(computed_units)
+                    found = next(computed_chunks)
                     write_sums(found.sums)
                     write_histograms(found.histograms)
-                    _add_step_quantiles(database, chunk.run, found.quantiles)
+                    step_quantiles += found.quantiles
                     sizes += found.sizes
                     advance(chunk.num_tokens)
             if source.run in whole:
-                _add_quantiles_of(database, pair, source.run, sizes)
+                run_quantiles.append(_quantiles_of(source.run, sizes))
+    _put(database, STEP_QUANTILES, pair, step_quantiles)
+    _put_run_quantiles(database, pair, run_quantiles)
 
 
-def _compute(database: Database, unit: tuple[Pair, Chunk, bool]) -> Iterator[_ChunkSums]:
-    """The sums, histograms and quantiles of a range of steps, and |d| of its tokens where it is wanted."""
-    pair, chunk, wants_sizes = unit
-    batches, sizes = [], []
-    for batch, of_batch in computed(database.connection, _lists(pair, chunk), chunk.mean_tokens):
+def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator[_ChunkSums]:
+    """The sums, histograms and quantiles of ranges of steps, and |d| of the tokens of those runs that want it."""
+    pair, unit, wants_sizes = asked
+    batches: list[pa.RecordBatch] = []
+    sizes: dict[str, dict[int, list[np.ndarray]]] = {chunk.run: {} for chunk in unit}
+    for batch, of_batch in computed(database.connection, _lists(pair, unit), _mean_tokens(unit)):
         batches.append(batch)
-        sizes += of_batch
+        for run, step, abs_d_T in of_batch:
+            sizes[run].setdefault(step, []).append(abs_d_T)
     a, b = quoted(pair[0]), quoted(pair[1])
     with _registered(database, pa.Table.from_batches(batches)) as name:
-        query = f"SELECT {a} AS pass_a, {b} AS pass_b, {SUM_COLUMNS} FROM {name} ORDER BY ALL"
-        sums = database.connection.sql(query).to_arrow_table()
-    steps = [(step, abs_d_T, Histogram.of(abs_d_T)) for step, abs_d_T in _by_step(sizes)]
-    yield _ChunkSums(
-        sums=sums,
-        histograms=_with_pair(_histogram_rows(steps), pair),
-        quantiles=_with_pair(_quantile_rows(steps), pair),
-        sizes=sizes if wants_sizes else [],
-    )
-
-
-def _add_step_quantiles(database: Database, run: str, rows: pa.Table) -> None:
-    with _registered(database, rows) as name:
-        columns = ", ".join(STEP_QUANTILES.schema.names)
-        database.connection.execute(
-            f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT {quoted(run)}, {columns} FROM {name}"
+        query = f"SELECT run, {a} AS pass_a, {b} AS pass_b, {SUM_COLUMNS} FROM {name} ORDER BY ALL"
+        sums = _by_run(database.connection.sql(query).to_arrow_table(), sizes)
+    for chunk in unit:
+        parts = {step: sizes[chunk.run][step] for step in sorted(sizes[chunk.run]) if chunk.holds(step)}
+        steps = [(step, np.concatenate(parts[step])) for step in parts]
+        histograms = [(step, abs_d_T, Histogram.of(abs_d_T)) for step, abs_d_T in steps]
+        yield _ChunkSums(
+            sums=_of_steps(sums[chunk.run], chunk),
+            histograms=_with_pair(_histogram_rows(histograms), pair),
+            quantiles=[
+                (chunk.run, step, len(abs_d_T), *quantiles(abs_d_T, bins, quantile_cont))
+                for step, abs_d_T, bins in histograms
+            ],
+            sizes=[part for step in parts for part in parts[step]] if chunk.run in wants_sizes else [],
         )
+
+
+def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
+    """The rows of each of some runs, without its name; those of one lie together."""
+    found, start = {run: rows.slice(0, 0) for run in runs}, 0
+    for counted in rows["run"].value_counts().to_pylist():
+        found[counted["values"]] = rows.slice(start, counted["counts"])
+        start += counted["counts"]
+    return {run: of_run.drop_columns("run") for run, of_run in found.items()}
+
+
+def _of_steps(rows: pa.Table, chunk: Chunk) -> pa.Table:
+    """Those of a run's rows, which are in the order of steps, that are of a range."""
+    steps = rows["step"].to_numpy()
+    first, end = np.searchsorted(steps, chunk.first_step), np.searchsorted(steps, chunk.last_step, side="right")
+    return rows.slice(first, end - first)
 
 
 def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write_histograms: Write) -> None:
@@ -237,27 +266,10 @@ def make_exact(database: Database, pair: Pair, progress: Progress = no_progress)
     if not runs:
         return
     if not database.is_computed(pair, of_runs=True):
-        for source in database.sources:
-            for spec in OF_RUNS:
-                _take_kept(database, spec, pair, source.run)
-    for run in runs:
-        _put_run_quantiles(database, pair, run, *_read_again(database, pair, run, progress), 0.0)
+        for spec in OF_RUNS:
+            _take_kept(database, spec, pair, [source.run for source in database.sources])
+    _put_run_quantiles(database, pair, [_read_again(database, pair, run, progress) for run in runs])
     database.supersede_runs(pair, covered=True)
-
-
-def _by_step(sizes: Sizes) -> Iterator[tuple[int, np.ndarray]]:
-    """Step and [T] |d| of all of its tokens, in the order of steps."""
-    found: dict[int, list[np.ndarray]] = {}
-    for step, abs_d_T in sizes:
-        found.setdefault(step, []).append(abs_d_T)
-    for step in sorted(found):
-        yield step, np.concatenate(found[step])
-
-
-def _quantile_rows(steps: list[tuple[int, np.ndarray, Histogram]]) -> pa.Table:
-    rows = [(step, len(abs_d_T), *quantiles(abs_d_T, bins, quantile_cont)) for step, abs_d_T, bins in steps]
-    names = STEP_QUANTILES.schema.names[2:]
-    return pa.Table.from_pylist([dict(zip(names, row, strict=True)) for row in rows], _without_pair(STEP_QUANTILES))
 
 
 def _histogram_rows(steps: list[tuple[int, np.ndarray, Histogram]]) -> pa.Table:
@@ -273,7 +285,7 @@ def _without_pair(spec: Table) -> pa.Schema:
     return pa.schema([field for field in spec.schema if field.name not in ("pass_a", "pass_b")])
 
 
-def summarize(traces: Traces, *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
+def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
     """Keep the per-sequence sums of a pair beside the scores, so that statistics need not read tokens.
 
     Returns whether sums were written: not when they were there, nor while a trace is live or where it is read-only.
@@ -284,10 +296,25 @@ def summarize(traces: Traces, *, pair: Pair = MISMATCH, progress: Progress = no_
 
 def keep(database: Database, pair: Pair) -> bool:
     """Write a pair's sums into every trace that is finished and writable, and return whether all of them were."""
-    return database.is_whole and all([_keep(database, pair, source) for source in database.sources])
+    if not database.is_whole:
+        return False
+    kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.is_computed(pair) else []
+    kinds += OF_RUNS if pair in database.run_covered else ()
+    rows = {spec.name: _computed_rows(database, spec, pair) for spec in kinds}
+    return all([_keep(database, pair, source, rows) for source in database.sources])
 
 
-def _keep(database: Database, pair: Pair, source: Source) -> bool:
+def _computed_rows(database: Database, spec: Table, pair: Pair) -> dict[str, pa.Table]:
+    """Run -> the rows of a kind that were computed here."""
+    assert spec not in IN_FILES
+    rows = database.connection.sql(
+        f"SELECT run, {', '.join(spec.schema.names)} FROM computed_{spec.name} WHERE pass_a = ? AND pass_b = ? ORDER BY ALL",
+        params=[*pair],
+    ).to_arrow_table()
+    return _by_run(rows, [source.run for source in database.sources])
+
+
+def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[str, pa.Table]]) -> bool:
     if not source.store.is_local or source.is_live or source.journals:
         return False
     try:
@@ -295,11 +322,8 @@ def _keep(database: Database, pair: Pair, source: Source) -> bool:
             for file in database.computed.files:
                 if file.pair == pair and file.run == source.run:
                     _place(source, file)
-            _write(database, pair, source, STEP_QUANTILES)
-            _write(database, pair, source, STEP_STATISTICS)
-        if pair in database.run_covered:
-            for spec in OF_RUNS:
-                _write(database, pair, source, spec)
+        for kind, of_runs in rows.items():
+            write_sums(source, pair, KINDS[kind], of_runs[source.run])
         write_index(Path(source.store.root))
     except OSError:
         return False
@@ -313,16 +337,6 @@ def _place(source: Source, file: ComputedFile) -> None:
         shutil.copyfile(file.path, temporary)
         temporary.rename(folder / file.relative)
     _remove_outdated(source, pair=file.pair, kind=file.kind)
-
-
-def _write(database: Database, pair: Pair, source: Source, spec: Table) -> None:
-    assert spec not in IN_FILES
-    columns = ", ".join(column.name for column in spec.columns)
-    rows = database.connection.sql(
-        f"SELECT {columns} FROM computed_{spec.name} WHERE run = ? AND pass_a = ? AND pass_b = ? ORDER BY ALL",
-        params=[source.run, *pair],
-    ).to_arrow_table()
-    write_sums(source, pair, spec, rows)
 
 
 def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
@@ -342,15 +356,22 @@ def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
         Path(source.store.root, relative).unlink(missing_ok=True)
 
 
-def _marked_chunks(database: Database, pair: Pair) -> list[Chunk]:
-    """Ranges of all steps, cut where kept sums end or begin."""
-    query = """
-        SELECT run, step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences GROUP BY run, step ORDER BY run, step
+def _steps(database: Database, run: str | None = None) -> list[Chunk]:
+    """Every step of a run, or of all, which are in the order of the sources."""
+    query = f"""
+        SELECT run, step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences
+        {"" if run is None else f"WHERE run = {quoted(run)}"} GROUP BY run, step ORDER BY run, step
     """
+    places = {source.run: place for place, source in enumerate(database.sources)}
     steps = [
         Chunk(run, step, step, num_tokens, num_sequences, True)
         for run, step, num_tokens, num_sequences in database.connection.execute(query).fetchall()
     ]
+    return sorted(steps, key=lambda step: places[step.run])
+
+
+def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> list[Chunk]:
+    """Ranges of all steps, cut where kept sums end or begin."""
     query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
     missing = {
@@ -409,14 +430,24 @@ def _whole_runs(chunks: list[Chunk]) -> set[str]:
 
 def run_chunks(database: Database, run: str) -> list[Chunk]:
     """The steps of a run in ranges that are worked on at once, here or on a cluster."""
-    query = """
-        SELECT step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences WHERE run = ? GROUP BY step ORDER BY step
-    """
-    steps = [
-        Chunk(run, step, step, num_tokens, num_sequences, True)
-        for step, num_tokens, num_sequences in database.connection.execute(query, [run]).fetchall()
-    ]
+    steps = _steps(database, run)
     return list(_joined(steps, _most_tokens(database, steps)))
+
+
+def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
+    """Join neighbouring runs to units of about the size of a chunk; a run of several chunks has a unit for each."""
+    most_tokens, num_chunks = _most_tokens(database, chunks), Counter(chunk.run for chunk in chunks)
+    units: list[Unit] = []
+    num_tokens = num_sequences = 0
+    for chunk in chunks:
+        num_tokens, num_sequences = num_tokens + chunk.num_tokens, num_sequences + chunk.num_sequences
+        fits = num_tokens <= most_tokens and num_sequences <= CHUNK_SEQUENCES
+        if units and fits and num_chunks[chunk.run] == num_chunks[units[-1][0].run] == 1:
+            units[-1] += (chunk,)
+        else:
+            units.append((chunk,))
+            num_tokens, num_sequences = chunk.num_tokens, chunk.num_sequences
+    return units
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
@@ -424,43 +455,42 @@ def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
-    for source in database.sources:
-        if source.run not in known and database.is_whole and pair in source.run_covered:
-            known.add(source.run)
-            _take_kept(database, RUN_QUANTILES, pair, source.run)
+    kept = [source.run for source in database.sources if source.run not in known and pair in source.run_covered]
+    if database.is_whole and kept:
+        _take_kept(database, RUN_QUANTILES, pair, kept)
+        known |= {*kept}
     return [source.run for source in database.sources if source.run not in known]
 
 
-def _take_kept(database: Database, spec: Table, pair: Pair, run: str) -> None:
-    """Let what a trace keeps of a run be among what was computed here."""
-    database.connection.execute(f"INSERT INTO computed_{spec.name} {database.kept_sums(spec, pair, run)}")
+def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str]) -> None:
+    """Let what traces keep of runs be among what was computed here."""
+    database.connection.execute(f"INSERT INTO computed_{spec.name} {database.kept_sums(spec, pair, runs)}")
 
 
-def _add_quantiles_of(database: Database, pair: Pair, run: str, sizes: Sizes) -> None:
-    """Add the exact quantiles of a run from |d| of all of its tokens, which stay in the parts in which they were read."""
-    histogram = merged(Histogram.of(part) for _, part in sizes)
+def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
+    """The exact quantiles of a run from |d| of all of its tokens, which stay in the parts in which they were read."""
+    histogram = merged(Histogram.of(part) for part in sizes)
     gathered = Gathered(histogram)
-    for _, part in sizes:
+    for part in sizes:
         gathered.add(part)
-    _put_run_quantiles(database, pair, run, histogram.num_values, gathered.cuts(), 0.0)
+    return run, histogram.num_values, *gathered.cuts(), 0.0
 
 
-def _add_run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> None:
-    """Add the quantiles of a run from the histograms of its steps: exact ones up to EXACT_TOKENS, which reads tokens."""
+def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
+    """The quantiles of a run from the histograms of its steps: exact ones up to EXACT_TOKENS, which reads tokens."""
     histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
-        _put_run_quantiles(database, pair, run, *_read_again(database, pair, run, progress), 0.0)
-        return
+        return _read_again(database, pair, run, progress)
     query = f"SELECT max(max_abs_d) FROM {SEQUENCE_SUMS.name} WHERE run = ? AND pass_a = ? AND pass_b = ?"
     ((largest,),) = database.connection.execute(query, [run, *pair]).fetchall()
-    _put_run_quantiles(database, pair, run, histogram.num_values, histogram.cuts(largest), ERROR)
+    return run, histogram.num_values, *histogram.cuts(largest), ERROR
 
 
-def _read_again(database: Database, pair: Pair, run: str, progress: Progress) -> tuple[int, Cuts]:
-    """The number of a run's tokens, and their exact quantiles: of the bins that hold these the values are read."""
+def _read_again(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
+    """The exact quantiles of a run's tokens: of the bins that hold these the values are read."""
     histogram = _histogram_of(database, pair, run)
     if not histogram.num_values:
-        return 0, tuple(None for _ in SHARES)
+        return run, 0, *(None for _ in SHARES), 0.0
     chunks = run_chunks(database, run)
     gathered = Gathered(histogram)
     parts = spread(database, _gather, [(pair, chunk, histogram) for chunk in chunks])
@@ -468,15 +498,15 @@ def _read_again(database: Database, pair: Pair, run: str, progress: Progress) ->
         for chunk, part in zip(chunks, parts, strict=True):
             gathered.take(part)
             advance(chunk.num_tokens)
-    return histogram.num_values, gathered.cuts()
+    return run, histogram.num_values, *gathered.cuts(), 0.0
 
 
 def _gather(database: Database, unit: tuple[Pair, Chunk, Histogram]) -> Iterator[Gathered]:
     """The values of a range of steps in the bins of the run's quantiles."""
     pair, chunk, histogram = unit
     gathered = Gathered(histogram)
-    for sizes in sizes_read(database.connection, _lists(pair, chunk), chunk.mean_tokens):
-        for _, abs_d_T in sizes:
+    for sizes in sizes_read(database.connection, _lists(pair, (chunk,)), _mean_tokens((chunk,))):
+        for _, _, abs_d_T in sizes:
             gathered.add(abs_d_T)
     gathered.count()
     yield gathered
@@ -491,19 +521,37 @@ def _histogram_of(database: Database, pair: Pair, run: str) -> Histogram:
     return Histogram(np.asarray(found["bin"]), np.asarray(found["num_tokens"]))
 
 
-def _put_run_quantiles(database: Database, pair: Pair, run: str, num_tokens: int, cuts: Cuts, error: float) -> None:
-    """Let these be the quantiles of a run; none where it has no token."""
-    table = f"computed_{RUN_QUANTILES.name}"
-    connection = database.connection
-    connection.execute(f"DELETE FROM {table} WHERE run = ? AND pass_a = ? AND pass_b = ?", [run, *pair])
-    if num_tokens:
-        row = [run, *pair, num_tokens, *cuts, error]
-        connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+def _put_run_quantiles(database: Database, pair: Pair, rows: Sequence[Quantiles]) -> None:
+    """Let these be the quantiles of their runs; none where one has no token."""
+    where = f"pass_a = ? AND pass_b = ? AND run IN {_listed(run for run, *_ in rows)}"
+    database.connection.execute(f"DELETE FROM computed_{RUN_QUANTILES.name} WHERE {where}", [*pair])
+    _put(database, RUN_QUANTILES, pair, [row for row in rows if row[1]])
 
 
-def _lists(pair: Pair, chunk: Chunk) -> str:
-    a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
-    return f"SELECT * FROM pair_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})"
+def _put(database: Database, spec: Table, pair: Pair, rows: Sequence[Quantiles]) -> None:
+    schema = pa.schema([pa.field("run", pa.string()), *_without_pair(spec)])
+    table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
+    with _registered(database, table) as name:
+        _insert(database, spec, pair, f"SELECT * FROM {name}")
+
+
+def _lists(pair: Pair, unit: Unit) -> str:
+    return f"SELECT * FROM pair_lists({quoted(pair[0])}, {quoted(pair[1])}, {_within(unit)})"
+
+
+def _within(unit: Unit) -> str:
+    """The runs and the range of steps of a unit, as arguments of a macro."""
+    first, last = min(chunk.first_step for chunk in unit), max(chunk.last_step for chunk in unit)
+    return f"{_listed(chunk.run for chunk in unit)}, {first}, {last}"
+
+
+def _listed(runs: Iterable[str]) -> str:
+    return f"[{', '.join(quoted(run) for run in runs)}]::VARCHAR[]"
+
+
+def _mean_tokens(unit: Unit) -> float:
+    """Tokens of a sequence."""
+    return sum(chunk.num_tokens for chunk in unit) / max(sum(chunk.num_sequences for chunk in unit), 1)
 
 
 SUM_COLUMNS = ", ".join(column.name for column in SEQUENCE_SUMS.columns if column.name not in ("pass_a", "pass_b"))

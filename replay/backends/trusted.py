@@ -128,6 +128,7 @@ class _Scoring(msgspec.Struct):
     rows_a_forward: int | None = None
     parameters_dtype: str | None = None
     logprobs_dtype: str | None = None
+    attended_tokens: _Count | None = None
 
 
 def _factory() -> str:

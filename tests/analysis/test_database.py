@@ -1,11 +1,15 @@
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from threading import Thread
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from builders import add_step, make_batch, make_trace
+from builders import PROGRAMS, add_step, make_batch, make_trace
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.compact import compact
 from tim_trace.analysis.dynamics.series import read_series
@@ -15,7 +19,7 @@ from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace import large_tables
 from tim_trace.analysis.trace.database import Database, connect
-from tim_trace.analysis.trace.source import sums_file
+from tim_trace.analysis.trace.source import MADE_OF, sums_file
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.watch.watcher import Watcher
 from tim_trace.schemas.tables import TABLES, Column
@@ -23,6 +27,7 @@ from tim_trace.tracer import snapshot
 from tim_trace.tracer.parquet_file import write_checked
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.scored_passes import scored_passes
+from tim_trace.tracer.store import Store
 
 
 def rows(path, query):
@@ -150,25 +155,78 @@ def test_a_live_trace_shows_what_was_recorded_by_now(tmp_path, sealed):
             )
 
 
-@pytest.mark.slow
-def test_every_score_of_a_live_trace_has_its_sequence(tmp_path, monkeypatch):
+@pytest.fixture
+def live(tmp_path):
+    """A recording under way, and what adds a step to every table of it."""
     with Recorder(tmp_path / "run") as recorder:
-        steps, read = iter(range(1, 100)), snapshot._read_table
+        steps = iter(range(1, 10_000))
 
         def add_step():
-            batch = recorder.add_sequences(step=next(steps), response_ids=[[1, 2]])
-            recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]])
-            recorder.flush()
-
-        def read_slowly(*arguments):
-            read(*arguments)
-            add_step()
+            step = next(steps)
+            recorder.add_contract("train", {"engine": "none", "step": step})
+            for split in ("train", "eval"):
+                batch = recorder.add_sequences(step=step, response_ids=[[1, 2]], split=split)
+                recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]])
+            recorder.add_metrics(step, {"loss": 0.5})
+            recorder.writer._worker.drain()
 
         add_step()
-        monkeypatch.setattr(snapshot, "_read_table", read_slowly)
-        query = "SELECT count(*) FROM scores ANTI JOIN sequences USING (run, step, seq_id)"
-        assert connect(tmp_path / "run").execute(query).fetchall() == [(0,)]
-        assert connect(tmp_path / "run").execute("SELECT count(*) FROM scores").fetchall() > [(0,)]
+        yield tmp_path / "run", add_step
+
+
+def test_all_tables_of_a_live_trace_are_of_one_moment(live, monkeypatch):
+    run, add_step = live
+    read = snapshot._read_table
+
+    def read_slowly(*arguments):
+        read(*arguments)
+        add_step()
+
+    monkeypatch.setattr(snapshot, "_read_table", read_slowly)
+    tables = ("sequences", "scores", "metrics", "eval_sequences", "eval_scores")
+    for num_steps in (1, 1 + len(TABLES)):
+        found = connect(run).execute(f"SELECT {', '.join(f'(SELECT max(step) FROM {name})' for name in tables)}")
+        assert found.fetchall() == [(num_steps,) * len(tables)]
+
+
+def test_a_contract_of_a_live_or_killed_run_is_in_passes_with_the_first_score_under_it(live):
+    run, add_step = live
+    add_step()
+    query = """SELECT count(*), count(engine) FROM scores LEFT JOIN passes USING (run, "pass", contract)"""
+    assert connect(run).execute(query).fetchall() == [(2, 2)]
+    (state,), _ = Store(run).writers()
+    assert len([name for name in state.files if name.startswith("passes/train/")]) == 2
+
+
+def test_every_score_has_its_sequence_where_journals_grow_between_any_two_looks(live, monkeypatch):
+    run, add_step = live
+    look = snapshot.journaled_segments
+
+    def look_slowly(store):
+        add_step()
+        return look(store)
+
+    monkeypatch.setattr(snapshot, "journaled_segments", look_slowly)
+    query = "SELECT count(*), count(sequences.step) FROM scores LEFT JOIN sequences USING (run, step, seq_id)"
+    ((scores, sequences),) = connect(run).execute(query).fetchall()
+    assert scores == sequences > 1
+
+
+def test_a_process_that_records_as_fast_as_it_can_is_read_as_of_one_moment(tmp_path):
+    steps = ", ".join(
+        f"(SELECT coalesce(max(step), 0) FROM {rows})"
+        for rows in ("sequences", "scores WHERE pass = 'rollout'", "scores WHERE pass = 'train'", "metrics")
+    )
+    program = [sys.executable, PROGRAMS / "endless.py", tmp_path / "run", "logprobs", "60_000_000"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as recording:
+        try:
+            recording.stdout.readline()
+            Thread(target=recording.stdout.read, daemon=True).start()
+            for _ in range(5):
+                sampled, rollout, train, logged = connect(tmp_path / "run").execute(f"SELECT {steps}").fetchone()
+                assert sampled >= rollout >= train >= logged >= sampled - 1, "in this order they are recorded"
+        finally:
+            recording.kill()
 
 
 def test_a_trace_without_a_row_answers_with_nothing(tmp_path):
@@ -321,6 +379,26 @@ def test_sums_of_an_earlier_release_are_passed_over_and_made_anew(trace_v1):
     again = Database(trace_v1)
     assert again.covered == {("train", "rollout")}
     assert stats(again, by="step").rows == found
+
+
+def test_sums_of_an_edition_whose_numbers_may_be_another_run_s_are_not_believed(tmp_path):
+    trace = tmp_path / "run"
+    make_trace(trace)
+    wanted = stats(trace, by="step").rows
+    for kept in sorted((trace / "sums").iterdir()):
+        kind, table = kept.name.split("-")[0], pq.read_table(kept)
+        made_of = json.loads(table.schema.metadata[MADE_OF])
+        del made_of["edition"]
+        if kind == "sequence_sums":
+            table = table.set_column(
+                table.schema.get_field_index("sum_d"), table.schema.field("sum_d"), pc.add(table["sum_d"], 1)
+            )
+        table = table.replace_schema_metadata({MADE_OF: json.dumps(made_of).encode()})
+        kept.unlink()
+        written = write_checked(tmp_path / "odd", f"sums/{kind}", table.schema, [table])
+        (tmp_path / "odd").rename(trace / sums_file(kind, written.footer))
+    assert Database(trace).covered == set()
+    assert stats(trace, by="step").rows == wanted
 
 
 @pytest.mark.slow

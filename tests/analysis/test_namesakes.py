@@ -18,7 +18,7 @@ ROWS, VOCAB = 4, 7
 LENGTHS = [[3, 2, 5, 1], [2, 4, 1, 3], [4, 3, 2, 2]]
 ARGUMENTS = {
     "a": "'train'", "b": "'rollout'", "c": "'reference'", "train": "'train'", "rollout": "'rollout'", "now": "'current'",
-    "by_step": "true", "by_sequence": "true", "by_length": "false", "of_run": "NULL", "first_step": "NULL", "last_step": "NULL",
+    "by_step": "true", "by_sequence": "true", "by_length": "false", "of_run": "NULL", "of_runs": "NULL", "first_step": "NULL", "last_step": "NULL",
 }  # fmt: skip
 DEFAULTS = {"kind", "aggregation", "level"}
 """Parameters from which on each has a default."""

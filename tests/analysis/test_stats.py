@@ -1,5 +1,6 @@
 import importlib
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
+from tim_trace.schemas.sums import KINDS
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.writer import TraceWriter
 
@@ -227,7 +229,7 @@ def test_only_steps_without_sums_are_computed(tmp_path, monkeypatch):
     compute = sums._compute
 
     def noted(database, unit):
-        _, chunk, _ = unit
+        _, (chunk,), _ = unit
         computed_steps.append((chunk.first_step, chunk.last_step))
         return compute(database, unit)
 
@@ -421,14 +423,15 @@ def test_an_interrupted_answer_over_many_runs_keeps_the_sums_that_it_made(tmp_pa
     for run in runs:
         make_trace(run, first=1 + int(run.name.partition("-")[2]))
     alone = [stats(str(run)).rows[0] for run in runs[:1]]
-    kept, module = iter(range(100)), importlib.import_module("tim_trace.analysis.stats")
+    batches, module = iter(range(100)), importlib.import_module("tim_trace.analysis.stats")
 
-    def summarize_three(*arguments, **options):
-        if next(kept) == 3:
+    def summarize_one_batch(*arguments, **options):
+        if next(batches) == 1:
             raise KeyboardInterrupt
         return summarize(*arguments, **options)
 
-    monkeypatch.setattr(module, "summarize", summarize_three)
+    monkeypatch.setattr(module, "_TOGETHER", 3)
+    monkeypatch.setattr(module, "summarize", summarize_one_batch)
     with pytest.raises(KeyboardInterrupt):
         stats([str(run) for run in runs])
     assert sum(any((run / "sums").glob("*")) for run in runs[1:] if (run / "sums").exists()) == 3
@@ -437,3 +440,19 @@ def test_an_interrupted_answer_over_many_runs_keeps_the_sums_that_it_made(tmp_pa
     assert len(together) == 10
     assert together[0][1:] == alone[0][1:]
     assert all(any((run / "sums").glob("*")) for run in runs)
+
+
+def test_runs_together_have_the_numbers_and_sums_that_each_has_alone(tmp_path, monkeypatch):
+    names = ["NULL", "a b", "50%25", "it's=1", "x", "[y]*?", "\u00fc+", "longer", "last"]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    for number, name in enumerate(names):
+        make_trace(alone / name, first=1 + number, steps=3 if name == "longer" else 2)
+    shutil.copytree(alone, together)
+    monkeypatch.setattr(sums, "CHUNK_TOKENS", 70)  # two or three of the runs, and some steps of the longer one
+    rows = {by: [row for name in sorted(names) for row in stats(alone / name, by=by).rows] for by in ("run", "step")}
+    assert {by: stats([together / name for name in names], by=by).rows for by in rows} == rows
+    last = {row[0]: row for row in rows["step"]}
+    assert stats([together / name for name in names], by="step", steps="-1:").rows == [*last.values()]
+    kept = [{path.name: path.read_bytes() for path in side.glob("*/sums/*")} for side in (alone, together)]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == len(names) * len(KINDS)

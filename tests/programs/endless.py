@@ -10,9 +10,9 @@ from builders import add_step, make_batch
 from tim_trace.tracer.dense import TopK
 from tim_trace.tracer.recorder import Recorder
 
-path, capture = sys.argv[1:]
+path, capture, *seal_bytes = sys.argv[1:]
 recorder = Recorder(path, capture=capture)
-recorder.writer.segments.seal_bytes = 30_000
+recorder.writer.segments.seal_bytes = int(*seal_bytes or [30_000])
 step = 0
 while True:
     step += 1

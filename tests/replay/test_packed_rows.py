@@ -21,8 +21,8 @@ FORWARDS = ((4, 0, 3), (5, 1), (2,))
 """Rows of each, in the order in which they went through the model."""
 
 
-def scored(model, rows, *, is_packed, num_pads):
-    """[T] logprobs of each row's response, of one forward."""
+def scored(model, rows, *, is_packed, num_pads, attended):
+    """[T] logprobs of each row's response, of one forward whose attention sees some places of each row, or all."""
     whole = [torch.tensor(np.r_[prompt, response]) for prompt, response in rows]
     if is_packed:
         none = torch.zeros(num_pads, dtype=torch.long)
@@ -35,6 +35,8 @@ def scored(model, rows, *, is_packed, num_pads):
                 [torch.ones_like(ids) for ids in whole], batch_first=True
             ),
         }
+        if attended is not None:
+            inputs["attention_mask"][:] = torch.arange(inputs["input_ids"].shape[1]) < attended
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
     found, start = [], 0
@@ -47,7 +49,7 @@ def scored(model, rows, *, is_packed, num_pads):
     return found
 
 
-def recorded(path, *, is_packed, num_pads=0):
+def recorded(path, *, is_packed, num_pads=0, attended=None):
     model, draw = tiny_model().eval(), np.random.default_rng(0)
     rows = [
         (draw.integers(0, VOCAB, draw.integers(3, 20)), draw.integers(0, VOCAB, draw.integers(1, 24))) for _ in range(6)
@@ -56,7 +58,7 @@ def recorded(path, *, is_packed, num_pads=0):
     for number, chosen in enumerate(FORWARDS):
         some = [rows[row] for row in chosen]
         lengths = [len(prompt) + len(response) for prompt, response in some]
-        given = scored(model, some, is_packed=is_packed, num_pads=num_pads)
+        given = scored(model, some, is_packed=is_packed, num_pads=num_pads, attended=attended)
         for place, (row, values) in enumerate(zip(chosen, given, strict=True)):
             after = num_pads * (place == len(chosen) - 1) if is_packed else max(lengths) - lengths[place]
             logprobs[row], forward[row] = values, (number, place, len(chosen), after)
@@ -67,6 +69,7 @@ def recorded(path, *, is_packed, num_pads=0):
         contract = {
             "engine": "verl", "packing": packing, "prompt_padding_side": "right", "torch": {"num_threads": 1},
             "settings": {"ulysses_sequence_parallel_size": 2},
+            **({} if attended is None else {"attended_tokens": attended}),
         }  # fmt: skip
         recorder.add_contract("train", contract)
         recorder.add_weights(0, model.state_dict())
@@ -93,6 +96,21 @@ def test_every_bit_comes_back_of_forwards_as_verl_makes_them(tmp_path, is_packed
             contract_json ->> '$.settings.ulysses_sequence_parallel_size' FROM passes WHERE pass = 'replay/as-recorded'
     """
     assert connect(trace).execute(query).fetchall() == [("rows" if is_packed else None, "right", "1")]
+
+
+def test_a_mask_that_hides_the_end_of_a_row_is_replayed_where_rows_stay_padded(tmp_path):
+    """As verl before 0.8 makes it for padded rows: of 30 tokens and more, attention sees the first 12."""
+    trace = recorded(tmp_path / "run", is_packed=False, attended=12)
+    torch.set_num_threads(1)
+    found = {
+        row.arm: row for row in replay(trace, arm=["batch-size=2", "padding=packed", "padding=left", "engine=exact"])
+    }
+    assert found["as-recorded"].identity_held, found["as-recorded"].differs
+    seen = "SELECT pass, contract_json ->> '$.attended_tokens' FROM passes WHERE pass LIKE 'replay/%'"
+    for pass_name, attended in connect(trace).execute(seen).fetchall():
+        is_seen = found[pass_name.removeprefix("replay/")].max_abs_d < 1e-5
+        assert attended == ("12" if is_seen else None), pass_name
+    assert sum(row.max_abs_d < 1e-5 for row in found.values()) == 2
 
 
 def test_an_arm_of_another_shape_takes_packed_rows_apart(tmp_path):

@@ -15,6 +15,7 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.weights import export, weights
 from tim_trace.replay.engine import replay
+from tim_trace.replay.recorded import RecordedRun
 from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
 from tim_trace.tracer.importers.import_dump import import_dump
 from tim_trace.tracer.recorder import Recorder
@@ -125,6 +126,32 @@ def test_another_batch_shape_is_a_last_place_off_and_the_replay_says_what_was_no
         "batch composition: not recorded, now one row a forward",
         "policy version: not recorded, now 0, the only one whose weights there are",
     )
+
+
+def test_the_model_that_was_attached_is_built_whichever_writer_comes_first(tmp_path, model):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.describe(model={"name": "as vLLM says it", "config": model.config.to_dict()})
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1, 5]], response_ids=[[2, 9]])
+        recorder.add_contract("rollout", {"engine": "vllm"})
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
+    for _ in range(8):  # each has a random name
+        attach(tmp_path / "run", 0, tmp_path / "model", force=True)
+        assert RecordedRun(tmp_path / "run").model["class"].endswith("Qwen3ForCausalLM")
+    assert replay(tmp_path / "run")[0].num_tokens == 2
+
+
+def test_a_replay_without_weights_says_how_to_attach_them(tmp_path, model):
+    with Recorder(tmp_path / "run") as recorder:
+        described = {
+            "class": "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM",
+            "config": model.config.to_dict(),
+        }
+        recorder.describe(model=described)
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1, 5]], response_ids=[[2, 9]])
+        recorder.add_contract("rollout", {"engine": "vllm"})
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
+    with pytest.raises(CannotReplay, match=r"policy_version not recorded.*tim-trace weights RUN --attach 0 DIR"):
+        replay(tmp_path / "run")
 
 
 def test_rows_of_no_version_are_not_scored_where_there_are_several(dumped, tmp_path):

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from builders import PROGRAMS, add_step, make_batch, run
+from builders import PROGRAMS, add_step, make_batch, run, tim_trace
 from tim_trace.analysis.info import info
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.tracer import patience
@@ -24,6 +24,26 @@ def test_no_call_waits_longer_than_the_bound_for_a_file_system_that_does_not_ans
     if case != "open":
         assert done.stderr.count("RECORDING STOPPED") == 1, done.stderr
         assert "did not answer within 2 s (file system " in done.stderr
+
+
+@pytest.mark.parametrize("case", ["record-begin", "record-sign", "record-end"])
+def test_a_command_is_started_and_ends_where_tim_trace_record_waits_for_a_file_system(tmp_path, case):
+    path = tmp_path / "run"
+    done = run(sys.executable, PROGRAMS / "stalled.py", path, case, timeout=PLENTY_S)
+    assert done.code == 3, done.stderr
+    assert (tmp_path / "run-started").exists()
+    *before, sentence = [line for line in done.stderr.splitlines() if "did not answer within 2 s (file system " in line]
+    assert sentence == done.stderr.splitlines()[-1]
+    if case == "record-begin":
+        assert all(line.startswith("tim-trace: NOT RECORDED") for line in (*before, sentence)), done.stderr
+        return
+    assert not before
+    assert f"`tim-trace compact {path}`" in sentence
+    assert list((path / "journal").glob("*.arrows"))
+    finished = tim_trace("compact", path)
+    assert finished.code == 0, finished.stderr
+    found = info(str(path))
+    assert (found.num_sequences, found.damaged, (path / "journal").exists()) == (4, (), False)
 
 
 def held(recorder, monkeypatch):
@@ -57,7 +77,7 @@ def test_the_wait_counts_while_it_lasts_and_is_in_the_trace(tmp_path, monkeypatc
     assert recorder.close() is True
     said = capsys.readouterr().err
     assert f"tim-trace: waiting for {tmp_path / 'run'} (file system " in said
-    assert "after 60 s recording stops, training goes on" in said
+    assert "after 60 s this process goes on without it" in said
 
 
 def test_what_was_left_behind_is_finished_when_the_file_system_answers_again(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import sys
+from functools import partial
 from importlib.metadata import distribution
 from types import ModuleType, SimpleNamespace
 
@@ -194,7 +195,7 @@ def test_a_worker_declares_what_decides_the_trainer_s_logprobs(session, queue):
     def compute_log_prob(actor, data):
         return hooks.infer(infer_batch, worker, {"temperature": 0.5})
 
-    hooks.score(compute_log_prob, SimpleNamespace(), made_batch())
+    hooks.score("train", compute_log_prob, SimpleNamespace(), made_batch())
     session.seal()
     trace = recorded(session, queue, ONE)
     contracts = rows(trace, "SELECT contract_json FROM passes WHERE pass = 'train'")
@@ -212,7 +213,7 @@ def test_the_actor_without_its_adapter_is_its_own_reference(session, queue):
     asked = {"temperature": 1.0, "no_lora_adapter": True}
     worker = SimpleNamespace(engine=an_engine())
     score = lambda actor, data: hooks.infer(lambda worker, data: output, worker, asked)  # noqa: E731
-    hooks.score(score, SimpleNamespace(), made_batch())
+    hooks.score("train", score, SimpleNamespace(), made_batch())
     session.seal()
     names = rows(connect(session.order.run), "SELECT pass FROM passes")
     assert names == [("reference",)]
@@ -371,7 +372,7 @@ def test_of_processes_with_the_same_rows_one_records(session, padding, queue):
     assert rows(trace, "SELECT count(*) FROM scores WHERE pass = 'current'") == [(0,)]
 
 
-def scored_by(hooks, rank, micro_batches, *, rows=(0, 1), strategy="fsdp2", pass_name="train", **settings):
+def scored_by(hooks, rank, micro_batches, *, rows=(0, 1), strategy="fsdp2", pass_name="train", mask=None, **settings):
     """The column that a worker of two adds to its output, of these rows in these micro-batches."""
     engine = an_engine(strategy=strategy)
     vars(engine.engine_config).update(settings)
@@ -385,8 +386,9 @@ def scored_by(hooks, rank, micro_batches, *, rows=(0, 1), strategy="fsdp2", pass
     def prepare_micro_batches(data):
         numbers = data.get("tim_trace_row", torch.arange(len(rows)))
         return [
-            {"input_ids": nested(*[whole[row] for row in chosen]), "tim_trace_row": numbers[list(chosen)]}
+            {"input_ids": ids, "loss_mask": ids if mask is None else mask, "tim_trace_row": numbers[list(chosen)]}
             for chosen in micro_batches
+            for ids in [nested(*[whole[row] for row in chosen])]
         ], None
 
     def infer_batch(worker, data):
@@ -396,7 +398,7 @@ def scored_by(hooks, rank, micro_batches, *, rows=(0, 1), strategy="fsdp2", pass
     def compute_log_prob(actor, data):
         return hooks.infer(infer_batch, SimpleNamespace(engine=engine), data)
 
-    score = hooks.score if pass_name == "train" else hooks.score_reference
+    score = partial(hooks.score, pass_name)
     score(compute_log_prob, SimpleNamespace(), data)
     assert "tim_trace_row" not in data
     column = output.get(f"tim_trace_forward_{pass_name}")
@@ -420,6 +422,19 @@ PACKED = {"use_remove_padding": True}
 def test_a_worker_says_which_rows_went_through_the_model_together(session, settings, wanted):
     """A row's forward, its place there, the rows there, and the padding behind it: 5 and 6 tokens."""
     assert scored_by(WorkerHooks(session), 0, [(1, 0)], **settings) == wanted
+
+
+@pytest.mark.parametrize(("release", "settings", "wanted"), [("0.7", {}, 4), ("0.7", PACKED, None), ("0.8", {}, None)])
+def test_a_mask_as_wide_as_a_response_is_in_the_contract(session, padding, capfd, release, settings, wanted):
+    """verl before 0.8 makes the attention's mask of padded rows out of the loss's."""
+    if release == "0.7":
+        del padding.build_attention_mask_from_nested
+    scored_by(WorkerHooks(session), 0, [(1, 0)], mask=torch.ones(2, 4), **settings)
+    session.seal()
+    trace = connect(session.order.run)
+    ((text,),) = rows(trace, "SELECT contract_json FROM passes WHERE pass = 'train'")
+    assert json.loads(text).get("attended_tokens") == wanted
+    assert ("lets attention see only the first 4 tokens" in capfd.readouterr().err) == (wanted is not None)
 
 
 def test_forwards_of_several_workers_and_calls_are_told_apart(session):

@@ -6,6 +6,7 @@ Shapes: B rows of a worker's batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,13 @@ class Forwards:
         """Return the forwards of these rows; None unless every row was in one."""
         known = all(int(row) in self._of_row for row in rows)
         return forward_of([np.array(self._of_row[int(row)]) for row in rows]) if known else None
+
+
+def attended_tokens(loss_mask: Any) -> dict[str, int]:
+    """Return how many tokens of a padded row attention sees, for a contract: verl before 0.8 takes the width of this mask."""
+    since_0_8 = "build_attention_mask_from_nested"
+    is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
+    return {} if is_all else {"attended_tokens": loss_mask.shape[1]}
 
 
 def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import count
 from typing import Any
@@ -25,13 +25,14 @@ from .session import Session
 from .trl_batches import right_padded
 from .verl_contract import FSDP, model_identity, scoring_contract
 from .verl_engine_weights import VerlEngineWeights
-from .verl_forwards import FORWARD_KEYS, ROW_KEY, Forwards
+from .verl_forwards import FORWARD_KEYS, ROW_KEY, Forwards, attended_tokens
 
 UPDATE_KEY = "tim_trace_update"
 """Rides along from the driver to the workers with the rows of an update: its step and its weights' version."""
 
 _COMPOSITION = "which rows of verl's passes went through the model together"
 
+_BLIND = "verl {} lets attention see only the first {} tokens of a padded row: set actor_rollout_ref.model.use_remove_padding=True"
 _OTHER_STRATEGY = (
     "weights are not recorded: verl's strategy {} holds them under names and in parts of its own; replaying needs them: have verl "
     "save them with hf_model in actor.checkpoint.save_contents, and after the run attach each version's folder: "
@@ -71,8 +72,8 @@ def install(session: Session, module: Any) -> Patches:
             ("TrainingWorker", "train_mini_batch", hooks.update),
             ("TrainingWorker", "train_batch", hooks.mini_batch),
             ("TrainingWorker", "infer_batch", hooks.infer),
-            ("ActorRolloutRefWorker", "compute_log_prob", hooks.score),
-            ("ActorRolloutRefWorker", "compute_ref_log_prob", hooks.score_reference),
+            ("ActorRolloutRefWorker", "compute_log_prob", partial(hooks.score, TRAIN)),
+            ("ActorRolloutRefWorker", "compute_ref_log_prob", partial(hooks.score, REFERENCE)),
             ("ActorRolloutRefWorker", "update_weights", hooks.account.transfer),
         ],
         "verl.workers.engine.fsdp.transformer_impl": [("FSDPEngine", "get_per_tensor_param", hooks.account.export)],
@@ -107,6 +108,7 @@ class WorkerHooks:
         self._keeps_weights: bool | None = None
         self._forwards: Forwards | None = None
         """Those of the call of an engine that is under way."""
+        self._attended: dict[str, int] = {}
         self._numbers = count()
         """Of forwards."""
 
@@ -158,13 +160,7 @@ class WorkerHooks:
                 self._record(self._update, arguments(original, *args, **kwargs))
         return original(*args, **kwargs)
 
-    def score(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._scored(TRAIN, original, worker, *args, **kwargs)
-
-    def score_reference(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._scored(REFERENCE, original, worker, *args, **kwargs)
-
-    def _scored(self, pass_name: str, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    def score(self, pass_name: str, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         self._scoring = pass_name
         try:
             return original(worker, *args, **kwargs)
@@ -200,7 +196,11 @@ class WorkerHooks:
         made = original(data, *args, **kwargs)
         if self._forwards is not None:
             with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
-                self._forwards.add(made[0], is_packed=bool(plain(data.get("use_remove_padding", True))))
+                is_packed = bool(plain(data.get("use_remove_padding", True)))
+                self._forwards.add(made[0], is_packed=is_packed)
+                self._attended = {} if is_packed else attended_tokens(made[0][0]["loss_mask"])
+                if self._attended:
+                    self.session.tell(_BLIND.format(version("verl"), self._attended["attended_tokens"]))
         return made
 
     def _listen(self, engine: Any) -> None:
@@ -304,7 +304,7 @@ class WorkerHooks:
             self._contract = scoring_contract(
                 update.engine, source="loss", grad=True, temperature=plain(data.get("temperature", None)),
                 dtype=output["log_probs"].dtype,
-            )  # fmt: skip
+            ) | self._attended  # fmt: skip
             if update.is_train and not update.engine.get_data_parallel_rank():
                 recorder.describe(model=model_identity(update.engine))  # no pass before said it
         for pass_name in (CURRENT, TRAIN) if is_first else (CURRENT,):
@@ -331,7 +331,7 @@ class WorkerHooks:
         self._begin_training()
         recorder = self.session.recorder
         contract = scoring_contract(engine, source="recomputed", grad=False, temperature=temperature, dtype=dtype)
-        recorder.add_contract(pass_name, contract)
+        recorder.add_contract(pass_name, contract | self._attended)
         if pass_name == TRAIN:
             recorder.describe(model=model_identity(engine))
         self.session.seal()

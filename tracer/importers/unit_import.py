@@ -12,6 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -221,10 +222,18 @@ def add_units(
         for name in {unit.parts[0].files[0] for unit in units if isinstance(unit.piece, Lines)}:
             job.sources[name] = job.content(name, job.sources[name].num_rows)
     except ImportFailed:
-        shutil.rmtree(room, ignore_errors=True)
+        _remove(room)
         raise
-    shutil.rmtree(room, ignore_errors=True)
+    _remove(room)
     return sum(each.num_read for each in found)
+
+
+def _remove(room: Path) -> None:
+    """Remove a folder that an actor may still write to, although it was killed: under another name it writes there no more."""
+    aside = room.with_name(f"{room.name}-{uuid.uuid4().hex}")
+    with suppress(OSError):
+        room.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _run(address: str, worker: _Reader, units: Sequence[Unit], advance: Callable[[int], None]) -> list[UnitImport]:
