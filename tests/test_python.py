@@ -326,7 +326,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tim_trace.analysis.frameworks.framework import call, option_field, options_of
-from tim_trace.analysis.frameworks.sequence_rows import rows_of
+from tim_trace.analysis.frameworks.framework import rows_of
 from tim_trace.analysis.trace.quoting import quoted_pair
 
 
