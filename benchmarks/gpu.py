@@ -77,7 +77,7 @@ ENGINES = {
 
 BATCH, TOKENS, ROUNDS, REPEATS = 64, 512, 12, 9
 RESULTS = Path(__file__).parents[1] / "runs" / "gpu.jsonl"
-PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "gpu.md"
 
 
 WITHOUT_NETWORK = """\

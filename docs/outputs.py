@@ -1,4 +1,4 @@
-"""Run the commands whose output README.md and docs/*.md show, and write their output anew.
+"""Run the commands whose output README.md and docs/ show, and write their output anew.
 
 python docs/outputs.py runs/demo runs/demo-collapse            # write them; the traces of make demo and make demo-collapse
 python docs/outputs.py runs/demo runs/demo-collapse --check    # fail when they are stale
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WIDTH = 120
 """Columns from which on a line of text is broken."""
 
