@@ -198,7 +198,9 @@ def title(page):
 
 def summary(page):
     """The first sentence of a page's first paragraph of prose."""
-    text = re.sub(r"^```.*?^```$|^<!--.*?-->$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```$|^<!--.*?-->$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     paragraphs = [part for part in text.split("\n\n")[1:] if re.match(r"\n*[\w`*]", part)]
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|\*\*", r"\1", " ".join(paragraphs[0].split()))
     return re.match(r".+?[.?:](?= [A-Z`]|$)|.+", plain)[0].rstrip(":")
