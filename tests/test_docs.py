@@ -133,6 +133,13 @@ def test_every_output_that_a_page_shows_is_generated_from_its_command(page):
     assert all(re.match(r"\s*[\w.]+/? |\S+/$|\s{8,}", line) for tree in trees for line in tree)
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "answer").glob("*.md")), ids=lambda page: page.name)
+def test_an_answer_begins_with_a_command_and_its_output(page):
+    before, begin, _ = page.read_text().partition("<!-- begin output")
+    assert begin
+    assert len(before.split()) < 50
+
+
 def test_the_readme_shows_outputs_each_with_its_command():
     shown = OUTPUTS["shown_outputs"]("README.md", README)
     assert len(shown) == README.count("<!-- begin output") == README.count("<!-- end output") > 1
