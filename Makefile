@@ -1,7 +1,7 @@
 # make demo    record a real GRPO run and look at it
 # make demo-collapse  record the same training with an engine that goes wrong on the way, and ask why its reward falls
 # make demo-smollm2  record a GRPO run of a real pretrained model of 135 million parameters, and replay some of its steps (AVX-512 or a GPU)
-# make test    install everything, check style and types, run the tests on several workers; CI runs this
+# make test    install everything, check style and types, build the site, run the tests on several workers; CI runs this
 # make test-slow SHARD=1/8  an eighth of the slow tests, which repeat a behaviour in more settings; CI runs another one at each commit
 # make test-all  all tests; over an hour on two cores
 # make lint    style and types alone
