@@ -1,16 +1,17 @@
 # make demo    record a real GRPO run and look at it
 # make demo-collapse  record the same training with an engine that goes wrong on the way, and ask why its reward falls
 # make demo-smollm2  record a GRPO run of a real pretrained model of 135 million parameters, and replay some of its steps (AVX-512 or a GPU)
-# make test    install everything, check style and types, run the tests on several workers; CI runs this
+# make test    install everything, check style and types, build the site, run the tests on several workers; CI runs this
 # make test-slow SHARD=1/8  an eighth of the slow tests, which repeat a behaviour in more settings; CI runs another one at each commit
 # make test-all  all tests; over an hour on two cores
 # make lint    style and types alone
 # make stress  the long forms of tests that kill processes, some minutes
 # make bench   the benchmarks, as ratios within one run
-# make bench-gpu  measure what a GPU gives and write docs/gpu.md; benchmarks/gpu.py --quick needs torch and transformers alone
+# make bench-gpu  measure what a GPU gives and write docs/evidence/gpu.md; benchmarks/gpu.py --quick needs torch and transformers alone
 # make matrix  record and replay a short training with older releases of TRL, vLLM and verl; some GB and most of an hour
 # make fuzz    damage traces at random in 5,000 ways and judge what every verb says to that
 # make docs    write the generated parts of docs/ anew
+# make site    build docs/ as a searchable site in site/
 # make outputs  run the commands whose output README.md and docs/ show on the demos, and write it anew; demo-smollm2 if it was made
 
 PYTHON ?= python3
@@ -45,7 +46,7 @@ INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	else $(NO_BROWSER); fi
 endif
 
-.PHONY: demo demo-collapse demo-smollm2 test test-slow test-all lint stress bench bench-gpu matrix fuzz docs outputs clean
+.PHONY: demo demo-collapse demo-smollm2 test test-slow test-all lint stress bench bench-gpu matrix fuzz docs site outputs clean
 
 demo: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
@@ -85,7 +86,7 @@ runs/demo/trace.json:
 runs/demo-collapse/trace.json:
 	$(MAKE) demo-collapse
 
-test: lint
+test: lint site
 	$(PYTEST) -m "not slow"
 
 SHARD ?= 1/8
@@ -121,6 +122,10 @@ fuzz: $(VENV)/test-installed
 docs: $(VENV)/test-installed
 	"$(BIN)/python" docs/generate.py
 
+site: $(VENV)/test-installed
+	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --strict
+	test -s site/search/search_index.json && test -s site/llms.txt
+
 outputs: $(VENV)/demo-installed runs/demo/trace.json runs/demo-collapse/trace.json runs/gemma2/trace.json
 	$(DEMO_THREADS) "$(BIN)/python" docs/outputs.py runs/demo runs/demo-collapse runs/gemma2 $(wildcard $(SMOLLM2))
 
@@ -128,7 +133,7 @@ runs/gemma2/trace.json:
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) python benchmarks/location/softcap.py -o runs/gemma2
 
 clean:
-	rm -rf "$(VENV)" runs
+	rm -rf "$(VENV)" runs site
 
 $(VENV)/bin/python:
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'tim-trace needs Python 3.11 or later: make PYTHON=...')"
@@ -146,7 +151,7 @@ $(VENV)/smollm2-installed: $(VENV)/demo-installed
 	touch "$@"
 
 $(VENV)/test-installed: $(VENV)/demo-installed
-	$(PIP) --editable ".[demo,test]"
+	$(PIP) --editable ".[demo,test,docs]"
 # verl's own functions are what its numbers are compared with; what it depends on is not needed for that.
 	$(PIP) --no-deps verl==0.9.0
 # OpenRLHF's too. Its wheel names one Python and platform, though its code is Python alone, and brings a package `tests`: it

@@ -460,11 +460,11 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     """Make a trace of another tool's files, or add what is new to it.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, npz, vllm, sglang, trl, areal, open-instruct,
-    torchtitan or ms-swift; docs/importing.md says what each reads. A further import of a folder that has grown adds what
+    torchtitan or ms-swift; docs/reference/import-formats.md says what each reads. A further import of a folder that has grown adds what
     is new. Nothing in the files is executed.
 
     FORMAT parquet is the neutral way in: one row a sequence, in Parquet, JSON, CSV or Arrow, with the columns step,
-    prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/trace-format.md has them all).
+    prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/reference/trace-format.md has them all).
     PATH is a file or a folder, or the URL of one (s3://bucket/dump); of parquet also one that save_to_disk of Hugging Face datasets wrote, or a pattern.
     """
     from .analysis import import_dump
@@ -1388,7 +1388,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 
     It waits for a run that is not there yet, and ends when the recording does; Ctrl-C ends the view alone. Each alarm
     has the step at which it sounded first: published levels under their own definitions, and this project's own rule
-    (docs/collapses.md). What sounds is no verdict: diagnose gives one. Nothing is written to the trace.
+    (docs/evidence/alerts.md). What sounds is no verdict: diagnose gives one. Nothing is written to the trace.
     """
     from .analysis import watch as look
     from .analysis.watch.screen import can_redraw, show

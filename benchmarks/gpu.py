@@ -77,13 +77,13 @@ ENGINES = {
 
 BATCH, TOKENS, ROUNDS, REPEATS = 64, 512, 12, 9
 RESULTS = Path(__file__).parents[1] / "runs" / "gpu.jsonl"
-PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "gpu.md"
 
 
 WITHOUT_NETWORK = """\
-On a machine without a network, with torch and transformers and the wheels that tim-trace needs (duckdb, numcodecs, pytz, zarr,
-msgspec, google-crc32c, donfig, rich), link the clone as the package and run it in parts. Each row is kept as soon as it is
-measured, and a later run goes on where this one stopped:
+On a machine without a network that has torch, transformers and tim-trace's wheels (duckdb, numcodecs, pytz, zarr, msgspec,
+google-crc32c, donfig, rich), link the clone as the package and run it in parts. Each row is saved as soon as it is measured,
+and the next run continues:
 
     mkdir p && ln -s "$PWD" p/tim_trace && export PYTHONPATH="$PWD/p"
     python -m pytest -m gpu
@@ -180,7 +180,7 @@ def _append(path, row):
 def _page(results, wanted):
     """The page of all results, by machine and part."""
     parts = [
-        "# On a GPU\n\n`make bench-gpu` measures this page and writes it; `benchmarks/gpu.py` says how, in parts.\n",
+        "# On a GPU\n\nWhat ran on a GPU, and how fast; `make bench-gpu` measures this page and writes it.\n",
         WITHOUT_NETWORK,
     ]
     for machine in dict.fromkeys(row["machine"] for row in results):
@@ -284,9 +284,9 @@ def _scores(model, sequences, prompt):
 def _recording(arguments, room):
     """Recording from the device.
 
-    A training step (forward, backward and AdamW over the sequences of a step, eight rows at a time) with a recorder beside it over
-    the same step alone, in turn; the calls on the thread that trains; and what digests, weights and the optimizer's statistics of
-    the whole model take. The first two versions of weights find memory that nobody has touched yet.
+    A training step (forward, backward and AdamW, eight rows at a time) with a recorder, over the same step without one, measured
+    alternately; the time of the recorder's calls on the training thread; and the time for digests, weights and optimizer
+    statistics of the whole model. The first two versions of weights include first-touch page faults.
     """
     return [
         ("a training step alone, ms", partial(_step, arguments, room, "alone")),
@@ -453,9 +453,9 @@ def _optimizer(arguments, room):
 def _replay(arguments, room):
     """Arms of a replay.
 
-    d is against fp64 on the same device, in nats; equal: the share of tokens with the bits of the arm `dtype=bf16`. The first row
-    is against the bare loop, whose logsumexp adds up all rows of a batch at once, and the replay's some at a time. Seconds have
-    loading and writing in them. Decode, compile, the exact engine and vLLM run on four short sequences.
+    d is the difference from fp64 on the same device, in nats; *equal* the share of tokens that match the arm `dtype=bf16` bit for
+    bit. The first row compares with a bare loop, whose logsumexp runs over the whole batch at once. Seconds include loading and
+    writing. Decode, compile, the exact engine and vLLM run on four short sequences.
     """
     return [
         ("as recorded, against the bare loop", partial(_identity, arguments, room)),
@@ -512,8 +512,7 @@ def _arm(arguments, room, arm):
 def _locate(arguments, room):
     """Locate.
 
-    The first operator beyond its bound between two executions, and the largest error in units of its bound: rounding alone stays
-    below 1.
+    The first operator whose error exceeds its bound, and the largest error in units of its bound: rounding stays below 1.
     """
     pairs = {
         "dtype=bf16 against dtype=fp64": ("dtype=bf16", "dtype=fp64"),
@@ -534,10 +533,10 @@ def _located(arguments, room, arm, against):
 
 
 def _throughput(arguments, room):
-    """Tokens a second.
+    """Tokens per second.
 
-    Prompt and response tokens of one pass over nine steps like step 1; of the bare loop the median of three of one such step. A
-    replay of one step beside it takes loading, opening and writing out of the replay's second figure.
+    Prompt and response tokens of one pass over nine steps like step 1; for the bare loop the median of three passes over one step.
+    *loading left out* subtracts a replay of one step.
     """
     return [
         ("transformers, a bare loop in bf16", partial(_bare, arguments)),
@@ -588,8 +587,8 @@ def _vllm_speed(arguments, room):
 def _engines(arguments, room):
     """CUDA graphs and batch invariance of vLLM.
 
-    Greedy samples of the same prompts: how many sequences have the tokens of the first row, and of their tokens the share with
-    equal logprobs and the mean difference, in nats.
+    Greedy samples of the same prompts: how many sequences have the first row's tokens, the share of these tokens with equal
+    logprobs, and the mean difference in nats.
     """
     first = cache(partial(_engine_run, arguments, room, {}))
     return [(name, partial(_engine, arguments, room, options, first)) for name, options in ENGINES.items()]

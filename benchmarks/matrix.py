@@ -1,4 +1,4 @@
-"""Record and replay a short real training with releases of TRL, vLLM and verl, and write the table of docs/versions.md.
+"""Record and replay a short real training with releases of TRL, vLLM and verl, and write the table of docs/evidence/versions.md.
 
     python benchmarks/matrix.py                  # environments that have no result yet, then the table
     python benchmarks/matrix.py trl-1.8 --again  # that one again
@@ -24,7 +24,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "evidence" / "versions.md"
 PROGRAMS = ROOT / "tests" / "programs"
 RESULT = "results.json"
 LIMIT_S = 1800

@@ -1,4 +1,4 @@
-"""Write the parts of docs/ that come from the code: every --help, column, threshold and public name.
+"""Write the parts of docs/ that come from the code (every --help, column, threshold and public name), and llms.txt.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # fail when they are stale
@@ -161,15 +161,15 @@ def formats():
 def pages():
     """Page -> marker -> generated text."""
     return {
-        "cli.md": {"help": "\n\n".join(helps())},
-        "collapses.md": {
+        "reference/cli.md": {"help": "\n\n".join(helps())},
+        "reference/attribute.md": {
             "evidence": evidence(),
             "thresholds": thresholds("dynamics/fall.py", "attribution/thresholds.py"),
         },
-        "importing.md": {"formats": "\n\n".join(formats())},
-        "python.md": {"names": "\n\n".join(public_names())},
-        "faults.md": {"thresholds": thresholds("check/thresholds.py")},
-        "trace-format.md": {
+        "reference/import-formats.md": {"formats": "\n\n".join(formats())},
+        "reference/python.md": {"names": "\n\n".join(public_names())},
+        "reference/check.md": {"thresholds": thresholds("check/thresholds.py")},
+        "reference/trace-format.md": {
             "tables": "\n\n".join(
                 f"### {spec.name}\n\n{spec.doc}" if spec.name.startswith("eval_") else table(spec)
                 for spec in TABLES.values()
@@ -178,6 +178,32 @@ def pages():
             "located": "\n\n".join(table(spec) for spec in LOCATED_TABLES.values()),
         },
     }
+
+
+def llms():
+    """The pages for a language model (llmstxt.org): those of the site's navigation, each with its first sentence."""
+    site = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    lines = ["# tim-trace", "", f"> {re.search('site_description: (.+)', site)[1]}"]
+    for indent, name, page in re.findall(r"^( +)- ([^:]+): ?(\S+\.md)?$", site.partition("\nnav:\n")[2], re.MULTILINE):
+        if not page:
+            lines += ["", f"## {name}", ""]
+        else:
+            lines += [""] * (len(indent) == 2) + [f"- [{title(page)}]({page}): {summary(page)}"]
+    return "\n".join(lines) + "\n"
+
+
+def title(page):
+    return (DOCS / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def summary(page):
+    """The first sentence of a page's first paragraph of prose."""
+    text = re.sub(
+        r"^```.*?^```$|^<!--.*?-->$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    paragraphs = [part for part in text.split("\n\n")[1:] if re.match(r"\n*[\w`*]", part)]
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|\*\*", r"\1", " ".join(paragraphs[0].split()))
+    return re.match(r".+?[.?:](?= [A-Z`]|$)|.+", plain)[0].rstrip(":")
 
 
 def filled(text, parts):
@@ -192,17 +218,14 @@ def filled(text, parts):
 
 
 def main():
-    stale = []
-    for name, parts in pages().items():
-        path = DOCS / name
-        old = path.read_text(encoding="utf-8")
-        new = filled(old, parts)
-        if old != new:
-            stale.append(name)
-            if "--check" not in sys.argv:
-                path.write_text(new, encoding="utf-8")
+    written = {DOCS / name: parts for name, parts in pages().items()}
+    fresh = {path: filled(path.read_text(encoding="utf-8"), parts) for path, parts in written.items()}
+    fresh[DOCS / "llms.txt"] = llms()
+    stale = [path for path, new in fresh.items() if not path.exists() or path.read_text(encoding="utf-8") != new]
     if stale and "--check" in sys.argv:
-        sys.exit(f"stale: {', '.join(stale)}; write them anew with: make docs")
+        sys.exit(f"stale: {', '.join(path.name for path in stale)}; write them anew with: make docs")
+    for path in stale:
+        path.write_text(fresh[path], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Run the commands whose output README.md and docs/*.md show, and write their output anew.
+"""Run the commands whose output README.md and docs/ show, and write their output anew.
 
 python docs/outputs.py runs/demo runs/demo-collapse            # write them; the traces of make demo and make demo-collapse
 python docs/outputs.py runs/demo runs/demo-collapse --check    # fail when they are stale
 
 A shown output is one fence between `<!-- begin output -->` and `<!-- end output -->`. Its first lines are the command after
-`$ `, and what follows is generated. `<!-- begin output lines 1-5 -->` shows these lines of the output alone. The commands run
-in order in a folder with copies of the traces, so that the traces given stay as they are. A page about a trace that is not given
-stays as it is, and is named.
+`$ `, and what follows is generated. `<!-- begin output lines 1-5 -->` shows these lines of the output alone. The commands
+of a page run in order in a folder with copies of the traces, so that no page changes what another shows. A page about a trace
+that is not given stays as it is, and is named.
 """
 
 import argparse
@@ -19,10 +19,11 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WIDTH = 120
 """Columns from which on a line of text is broken."""
 
@@ -111,19 +112,21 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="say which outputs are stale, and write nothing")
     given = parser.parse_args()
     stale = []
-    with tempfile.TemporaryDirectory() as folder:
-        for trace in given.traces:
-            shutil.copytree(trace, Path(folder) / "runs" / trace.name)
-        for path in PAGES:
-            old = path.read_text(encoding="utf-8")
-            if missing := needed_traces(path.name, old) - {trace.name for trace in given.traces}:
-                print(f"{path.name} stays as it is, without runs/{', runs/'.join(sorted(missing))}")
-                continue
-            new = filled(path.name, old, lambda command: _run(command, Path(folder)))
-            befores, afters = (shown_outputs(path.name, text) for text in (old, new))
-            stale += [after for before, after in zip(befores, afters, strict=True) if before != after]
-            if old != new and not given.check:
-                path.write_text(new, encoding="utf-8")
+    for path in PAGES:
+        page, old = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        needed = needed_traces(page, old)
+        if missing := needed - {trace.name for trace in given.traces}:
+            print(f"{page} stays as it is, without runs/{', runs/'.join(sorted(missing))}")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for trace in given.traces:
+                if trace.name in needed:
+                    shutil.copytree(trace, Path(folder) / "runs" / trace.name)
+            new = filled(page, old, partial(_run, folder=Path(folder)))
+        befores, afters = (shown_outputs(page, text) for text in (old, new))
+        stale += [after for before, after in zip(befores, afters, strict=True) if before != after]
+        if old != new and not given.check:
+            path.write_text(new, encoding="utf-8")
     for shown in stale:
         print(f"{shown.page}: $ {shown.command}\n{shown.output}")
     if stale and given.check:

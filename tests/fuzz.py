@@ -1,4 +1,4 @@
-"""Damage traces at random and hold what every verb then says against what docs/trace-format.md promises.
+"""Damage traces at random and hold what every verb then says against what docs/reference/trace-format.md promises.
 
     python tests/fuzz.py --cases 5000 --seed 1
     python tests/fuzz.py --seed 1 --only 77      # one case again, with what it did and what came of it

@@ -399,7 +399,7 @@ def change_value(random, holder, key):
 
 
 def resign(path, document):
-    """Give a document the checksum that docs/trace-format.md says."""
+    """Give a document the checksum that docs/reference/trace-format.md says."""
     if path.startswith(("writers/", "weights/")) or path == "trace.json":
         document.pop("checksum", None)
         document["checksum"] = checksum(document)

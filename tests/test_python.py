@@ -411,7 +411,7 @@ def test_a_framework_s_options_are_on_the_command_line_without_a_change_there(tr
 
 @pytest.mark.slow
 def test_the_examples_of_the_python_page_run(tmp_path):
-    page = (ROOT / "docs" / "python.md").read_text()
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
     (tmp_path / "page.py").write_text("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)))
     done = run(sys.executable, "-W", "error", tmp_path / "page.py", cwd=tmp_path)
     assert done.code == 0, done.stderr
@@ -421,7 +421,7 @@ def test_the_examples_of_the_python_page_run(tmp_path):
 
 
 def test_every_public_name_is_on_the_python_page():
-    page = (ROOT / "docs" / "python.md").read_text()
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
     for name in tim_trace.__all__:
         assert f"### {name}\n" in page
 

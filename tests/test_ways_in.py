@@ -1,4 +1,4 @@
-"""README's table "Your way in": each row is a thing that a test ran, and these are the tests."""
+"""README's table "Ways in": each row is a thing that a test ran, and these are the tests."""
 
 import re
 from pathlib import Path
@@ -53,17 +53,17 @@ RAN = {
         "tracer/test_vllm_server.py::test_ctrl_c_ends_the_server_and_the_trace_is_finished",
     ),
     "a loop of your own": (
-        "test_docs.py::test_python_in_the_readme_runs",
+        "test_docs.py::test_the_loop_of_one_s_own_that_a_page_shows_is_recorded_and_replayed",
         "replay/test_replay.py::test_a_loop_of_one_s_own_can_be_replayed",
         "replay/test_replay.py::test_a_model_factory_builds_what_transformers_does_not_know",
     ),
-    "verl, slime, miles, SkyRL": (
+    "dumps of verl, slime, miles, SkyRL": (
         "tracer/test_import_dumps.py::test_stats_of_an_import_are_those_of_the_arrays",
         "tracer/test_import_remote.py::test_an_import_from_a_url_is_that_from_the_folder",
         "tracer/test_attach.py::test_an_import_attaches_its_model_once_and_a_later_import_leaves_it",
         "analysis/test_verl.py::test_numbers_of_an_imported_dump_are_verl_s_own_of_its_arrays",
     ),
-    "files with two columns": (
+    "a table with two columns": (
         "tracer/test_import_formats.py::test_every_form_gives_the_trace_that_json_lines_give",
         "tracer/test_attach.py::test_a_parquet_file_is_replayed_with_the_model_that_its_import_names",
     ),
@@ -72,7 +72,7 @@ RAN = {
 
 
 def rows():
-    (table,) = re.findall(r"^## Your way in\n\n\|.*\n\|[-|]*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    (table,) = re.findall(r"^## Ways in\n\n(?:[^|].*\n|\n)*\|.*\n\|[-|]*\n((?:\|.*\n)+)", README, re.MULTILINE)
     return [line.split("|")[1].strip() for line in table.splitlines()]
 
 

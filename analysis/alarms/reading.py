@@ -20,7 +20,7 @@ from .published import ALARMS, Alarm
 from .repeats import Repeats
 
 OWN = "tim-trace"
-_MEASURED = "docs/collapses.md"
+_MEASURED = "docs/evidence/alerts.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""This project's own alarm: four signs, each from what was known by then. docs/collapses.md says how often it was right.
+"""This project's own alarm: four signs, each from what was known by then. docs/evidence/alerts.md says how often it was right.
 
 Shapes: n values, one a step that has one.
 """

@@ -72,7 +72,7 @@ class Fall:
     """Steps of which what was before and since the fall is told: breaks from `before` to `after` that fit about as well as
     the best one, up to the value after it. Too narrow for an interval."""
     interval: tuple[int, int]
-    """The 95 % interval of the step at which it begins, both levels free and autocorrelation counted in: docs/intervals.md."""
+    """The 95 % interval of the step at which it begins, both levels free and autocorrelation counted in: docs/evidence/intervals.md."""
     fallen: int
     """First step at which FALLEN of it is lost: what changes later is no cause."""
     before: float

@@ -28,7 +28,7 @@ class Growth:
     """1 / step."""
     low: float
     high: float
-    """The 95 % interval of the slope, autocorrelation counted in: docs/intervals.md."""
+    """The 95 % interval of the slope, autocorrelation counted in: docs/evidence/intervals.md."""
     growth: float
     """Factor of a step less 1: exp(slope) - 1."""
     doubling: float | None

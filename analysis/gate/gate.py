@@ -94,7 +94,7 @@ def gate(
     none. What follows from sums of sequences has a bootstrap-t; largest values a bootstrap that ends at the value itself;
     quantiles of |d| are inverted from the bootstrap-t of the share of tokens above them (Woodruff 1952); all else, the
     frameworks' numbers among it, has a jackknife over 20 parts of whole groups; counts have none. Of fewer than 8 groups
-    there is no interval. Resampling has a fixed seed. How often they hold is measured: docs/intervals.md.
+    there is no interval. Resampling has a fixed seed. How often they hold is measured: docs/evidence/intervals.md.
 
     `fails` of a verdict, and so the exit code, goes by the value alone; `verdict` is `cannot tell` where the interval holds
     both values that fail and values that do not, or where there should be an interval and is none. NaN and infinities fail,

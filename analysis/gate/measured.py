@@ -39,7 +39,7 @@ TAILS = {
     "k2": 0.86, "k3": 0.89, "rms_d": 0.86, "ess_token": 0.84, "ess_sequence": 0.75, "chi2_token": 0.92, "chi2_sequence": 0.88,
 }  # fmt: skip
 """Numbers that a few tokens can carry -> in what share of such runs an interval of 95 % held the truth, measured where
-errors of logits have tails without a fourth moment: benchmarks/coverage.py, docs/intervals.md."""
+errors of logits have tails without a fourth moment: benchmarks/coverage.py, docs/evidence/intervals.md."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),

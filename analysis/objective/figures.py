@@ -35,7 +35,7 @@ class FigureFormula:
     """What it cannot leave, nor its interval."""
     in_tails: float | None = None
     """In what share of the runs that a few tokens carry an interval of 95 % held the truth, where that is less than 90 %:
-    benchmarks/coverage.py, docs/intervals.md."""
+    benchmarks/coverage.py, docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:

@@ -367,5 +367,5 @@ def arms_note(a: str, b: str) -> str:
 def corrections_note(part: str) -> str:
     return (
         f"Cut: weight 0. Lowered: the weight is held at its bound. Of {part}. How much it would help is another question: see "
-        "docs/collapses.md."
+        "docs/evidence/remedies.md."
     )

@@ -1,4 +1,4 @@
--- pair_distributions(a, b): one row a response token whose distribution both passes captured; nats, see docs/cli.md.
+-- pair_distributions(a, b): one row a response token whose distribution both passes captured; nats, see docs/reference/sql.md.
 -- compare_distributions is a Python function; it is given at most 128 tokens of a sequence at a time.
 CREATE OR REPLACE MACRO pair_distributions(a, b) AS TABLE
     SELECT run, step, seq_id, group_id, iteration_a, iteration_b, position, token_id, mask,

@@ -32,7 +32,7 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """The 95 % interval of the first index of the fall, both levels fitted, in noise that autocorrelates: docs/intervals.md.
+    """The 95 % interval of the first index of the fall, both levels fitted, in noise that autocorrelates: docs/evidence/intervals.md.
 
     `deviation` is the least that the noise is taken for: see noise.level_deviation.
     """

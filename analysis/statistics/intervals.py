@@ -1,7 +1,7 @@
 """Intervals over groups: sequences of one prompt are off together, and so are the tokens of a sequence.
 
 What is resampled is a group: the sequences of one step that share a `group_id`, or one sequence that has none. How often
-these intervals hold the truth is measured by benchmarks/coverage.py; docs/intervals.md has the table.
+these intervals hold the truth is measured by benchmarks/coverage.py; docs/evidence/intervals.md has the table.
 
 Shapes: N sequences, G units (groups, or several of them), R resamples, C columns.
 """

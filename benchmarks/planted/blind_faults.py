@@ -14,7 +14,7 @@ Each trace is a folder NAME/trace with NAME/label.json beside it:
 
 | field | meaning |
 |---|---|
-| fault | a code of docs/faults.md; `none` of healthy traces; `other` where no code names it |
+| fault | a code of docs/reference/check.md; `none` of healthy traces; `other` where no code names it |
 | also | other codes that are as right |
 | of_weights | whether one path held other weights: stale, partly synchronised, quantised, without its adapter |
 | detectable | whether the two columns, tokens, positions, steps and contracts suffice to tell it from a healthy run |

@@ -1642,7 +1642,7 @@ def numbers_of(sentence):
 
 
 def test_every_code_of_evidence_is_documented():
-    page = (Path(__file__).parents[2] / "docs" / "collapses.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "attribute.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| \w+ \| `(\w+)` \|", page, re.MULTILINE))
     assert documented == set(EVIDENCE)
     assert sum(len(sentences) for sentences in EVIDENCE_OF.values()) == len(EVIDENCE)

@@ -20,7 +20,7 @@ def _activate() -> None:
     if activate() is None:
         print(
             "tim-trace: this process is not recorded: what started it passed PYTHONPATH on and TIM_TRACE_RECORD not; "
-            "docs/clusters.md says how to start it",
+            "docs/start/clusters.md says how to start it",
             file=sys.stderr,
         )
 

@@ -58,7 +58,7 @@ def import_dump(
 ) -> Imported:
     """Make a trace of another tool's files, or add what is new to the trace that an earlier import of them made.
 
-    `format` is `auto`, `parquet` (import_parquet) or the name of a framework or engine; docs/importing.md says for each which
+    `format` is `auto`, `parquet` (import_parquet) or the name of a framework or engine; docs/reference/import-formats.md says for each which
     files it reads and which field becomes which column. `map` reads the field THEIRS for our column OURS, where a release
     of the framework calls it otherwise; "" leaves a field out. `steps` (3:80, -10:) takes a part of the run, and `sample`
     a share of the sequences, chosen by a hash of their names. What is not complete yet (a step without its marker, a file
