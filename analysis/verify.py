@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..replay.locate.result_files import header_path, read_header, read_whole_table, result_ids
-from ..replay.locate.result_header import ResultHeader
-from ..replay.locate.unfinished import unfinished_names, unfinished_questions
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, QueryFailed, TimTraceError
 from ..schemas.layout import DENSE, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
@@ -18,6 +15,15 @@ from ..schemas.results import Result
 from ..tracer.dense_group import is_sealed, open_dense, sealed_root
 from ..tracer.index import passed_over
 from ..tracer.journal import DENSE_TABLE, journaled_segments, read_journal
+from ..tracer.located.result_files import (
+    header_path,
+    read_header,
+    read_whole_table,
+    result_ids,
+    unfinished_names,
+    unfinished_questions,
+)
+from ..tracer.located.result_header import ResultHeader
 from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import torn_record
 from ..tracer.store import first_line
