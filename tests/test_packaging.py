@@ -104,13 +104,9 @@ def is_inside(path, module):
     return ".".join(("tim_trace", *path.with_suffix("").parts)).startswith(module + ".")
 
 
-TORCH_SCHEDULER = Path("analysis/dynamics/length_decay_lr.py")
-"""Is for training and derives from torch's class; `tim_trace.analysis` imports it when it is asked for."""
-
-
 def test_heavy_libraries_are_imported_only_by_the_hooks_and_inside_functions():
     for path in python_files():
-        if path.parts[0] in ("schemas", "tracer", "replay", "analysis", "cli.py") and path != TORCH_SCHEDULER:
+        if path.parts[0] in ("schemas", "tracer", "replay", "analysis", "cli.py"):
             found = re.findall(
                 r"^(?:import|from) (torch|transformers|trl|vllm|ray)\b", (ROOT / path).read_text(), re.MULTILINE
             )
