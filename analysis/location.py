@@ -104,35 +104,16 @@ def location(found: Located, *, kept: str | None = None, not_kept: str | None = 
     kinds = tuple(shares.carried(lambda each: (each.side, each.kind, None)))
     interval = shares.interval(np.array([each.sum_square for each in found.sequences]) / 2)
     return Location(
-        run=found.run,
-        step=found.step,
-        policy_version=found.policy_version,
-        device=found.device,
-        a=found.a,
-        b=found.b,
-        only=found.only,
-        chosen=found.chosen,
-        num_sequences=len(found.sequences),
+        run=found.run, step=found.step, policy_version=found.policy_version, device=found.device, a=found.a, b=found.b,
+        only=found.only, chosen=found.chosen, num_sequences=len(found.sequences),
         num_groups=len({each.group for each in found.sequences}),
-        no_interval=interval.value if interval is NoInterval.FEW else None,
-        num_tokens=found.num_tokens,
-        mean_abs_d=found.mean_abs_d,
-        max_abs_d=found.max_abs_d,
-        gap_rms=(total / max(found.num_tokens, 1)) ** 0.5,
-        explained=sum(each.carried for each in kinds) if total else None,
-        first=found.first,
-        weights=found.weights,
-        routers=found.routers,
-        kinds=kinds,
-        layers=tuple(shares.carried(lambda each: (each.side, "", each.layer))),
-        patches=tuple(shares.patched()),
-        operators=found.operators,
-        unseen=found.unseen,
-        unjudged=found.unjudged,
-        engines=found.engines,
-        kept=kept,
-        not_kept=not_kept,
-    )
+        no_interval=interval.value if interval is NoInterval.FEW else None, num_tokens=found.num_tokens,
+        mean_abs_d=found.mean_abs_d, max_abs_d=found.max_abs_d, gap_rms=(total / max(found.num_tokens, 1)) ** 0.5,
+        explained=sum(each.carried for each in kinds) if total else None, first=found.first, weights=found.weights,
+        routers=found.routers, kinds=kinds, layers=tuple(shares.carried(lambda each: (each.side, "", each.layer))),
+        patches=tuple(shares.patched()), operators=found.operators, unseen=found.unseen, unjudged=found.unjudged,
+        engines=found.engines, kept=kept, not_kept=not_kept,
+    )  # fmt: skip
 
 
 class _Shares:
@@ -155,31 +136,22 @@ class _Shares:
         for (side, kind, layer), members in groups.items():
             own = [products[side, each.operator] for each in members]
             share, low, high = self._share(self._summed(item for each in own for item in each.items()))
-            rows.append(
-                OperatorShare(
-                    side=side,
-                    kind=kind,
-                    layer=layer,
-                    num_operators=len(members),
-                    carried=share,
-                    carried_low=low,
-                    carried_high=high,
-                    ratio=max(each.ratio for each in members),
-                )
-            )
+            rows.append(OperatorShare(
+                side=side, kind=kind, layer=layer, num_operators=len(members), carried=share, carried_low=low,
+                carried_high=high, ratio=max(each.ratio for each in members),
+            ))  # fmt: skip
         yield from sorted(rows, key=lambda row: -row.carried)
 
     def patched(self) -> Iterator[PatchShare]:
         """A row a patch, in their order."""
         groups: dict[tuple[str, str, int], list[tuple[str, float]]] = {}
         for each in self._found.patches:
-            groups.setdefault((each.name, each.taker, each.num_operators), []).append(
-                (each.seq_id, each.sum_square_left)
-            )
-        for (name, taker, number), left in groups.items():
+            left = groups.setdefault((each.name, each.taker, each.num_operators), [])
+            left.append((each.seq_id, each.sum_square_left))
+        for (patch, taker, num), left in groups.items():
             share, low, high = self._share(self._square_S - self._summed(left))
             yield PatchShare(
-                patch=name, taker=taker, num_operators=number, removed=share, removed_low=low, removed_high=high
+                patch=patch, taker=taker, num_operators=num, removed=share, removed_low=low, removed_high=high
             )
 
     def _summed(self, values: Iterable[tuple[str, float]]) -> Array:
@@ -190,20 +162,15 @@ class _Shares:
 
     def _share(self, value_S: Array) -> tuple[float, float | None, float | None]:
         total = float(self._square_S.sum())
-        found = ends(self.interval(value_S))
-        low, high = (None, None) if found is None else found
+        low, high = ends(self.interval(value_S)) or (None, None)
         return float(value_S.sum()) / total if total else 0.0, low, high
 
     def interval(self, value_S: Array) -> Interval | NoInterval:
         """Of the sum of values over that of squares."""
         if not self._square_S.any():
             return NoInterval.UNDEFINED
-        return bootstrap(
-            {"share": lambda t: t["value"] / t["square"]},
-            {"value": value_S, "square": self._square_S},
-            self._group_S,
-            _CONFIDENCE,
-        )["share"]
+        sums = {"value": value_S, "square": self._square_S}
+        return bootstrap({"share": lambda t: t["value"] / t["square"]}, sums, self._group_S, _CONFIDENCE)["share"]
 
 
 def location_rows(found: Location, by: str = "kind") -> Rows:
@@ -211,5 +178,4 @@ def location_rows(found: Location, by: str = "kind") -> Rows:
     tables: dict[str, Sequence[Any]] = {
         "kind": found.kinds, "operator": found.operators, "layer": found.layers, "patch": found.patches,
     }  # fmt: skip
-    rows = table(tables[by])
-    return rows.without({"kind": ("layer",), "layer": ("kind",)}.get(by, ()))
+    return table(tables[by]).without({"kind": ("layer",), "layer": ("kind",)}.get(by, ()))

@@ -98,7 +98,5 @@ def _decays(period: int, last: int) -> Iterator[Decay]:
 def _under(kappa: float, variant: dict[str, int], length: Series) -> Sensitivity:
     surge = _surge(length, kappa=kappa, **variant)
     period = None if surge.step is None else decay_period(surge.step)
-    return Sensitivity(
-        kappa=kappa, window=surge.window, gap=surge.gap, above=surge.above, of=surge.of, surge_step=surge.step,
-        decay_period=period,
-    )  # fmt: skip
+    settings = {name: getattr(surge, name) for name in ("window", "gap", "above", "of")}
+    return Sensitivity(kappa=kappa, **settings, surge_step=surge.step, decay_period=period)
