@@ -13,8 +13,7 @@ from ..arms import Arm, parse_arm
 
 def question_id(question: LocateQuestion) -> str:
     """Return the XXH3-64 of a question's canonical JSON, 16 hexadecimal digits; arms count by their changes, not their spelling."""
-    arms = {"arm": _changes(question.arm), "against": _changes(question.against)}
-    asked: dict[str, Any] = asdict(question) | arms
+    asked: dict[str, Any] = asdict(question) | {"arm": _changes(question.arm), "against": _changes(question.against)}
     if question.operators is None:  # questions of earlier releases had none
         del asked["operators"]
     return short_hash(canonical_json(asked).encode())
