@@ -1141,8 +1141,8 @@ def locate(
     if by == "parameter":
         raise InvalidOption("'parameter' goes with --backward alone", option="by")
     from .analysis import locate as find
-    from .analysis.locate import location_rows
     from .analysis.locate_text import location_text, next_command, sentence
+    from .analysis.location import location_rows
 
     with _library_output_held_back():
         found = find(trace, progress=_progress, **options)

@@ -1,6 +1,6 @@
 """Questions to traces: every verb of the command line as a function. Importing it imports none of them.
 
-Everything here runs without torch, except for LengthDecayLR, which is for training, and for replays.
+Everything here runs without torch, except for replays.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .diagnosis.diagnose import diagnose
     from .dumps.compare import locate_dumps
     from .dynamics.dynamics import dynamics
-    from .dynamics.length_decay_lr import LengthDecayLR
     from .export.export import export_run
     from .gate.gate import gate
     from .info import info
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from .weights import export, weights
 
 __all__ = [
-    "LengthDecayLR", "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
+    "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
     "import_dump", "import_parquet", "info", "locate", "locate_dumps", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
@@ -47,7 +46,6 @@ __all__ = [
 make_lazy(
     __name__,
     {
-        "LengthDecayLR": ".dynamics.length_decay_lr",
         "attach": "..tracer.weights.attach",
         "attribute": ".attribution.attribute",
         "check": ".check.check",

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..replay.locate.result_files import result_ids
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST, WEIGHTS
 from ..schemas.passes import REPLAY_PREFIX, STANDARD
 from ..schemas.results import Result
 from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState, command_exit_code
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
+from ..tracer.located.result_files import result_ids
 from .trace.database import Database
 from .trace.samples import sample_sentence, sampled_passes
 from .trace.source import Source, open_source

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..replay.locate.results import ROUTES, Divergence, WeightDifference
-from .locate import Location, OperatorShare, PatchShare, location_rows
+from ..tracer.located.results import ROUTES, Divergence, WeightDifference
+from .location import Location, OperatorShare, PatchShare, location_rows
 from .main_columns import MAIN_COLUMNS
 from .rows import Rows, shown, to_text
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..replay.locate.result_files import KeptResult, read_results
-from ..replay.locate.result_header import LocateQuestion
 from ..schemas.errors import tell_damage
 from ..schemas.located import OPERATORS, PATCHES
 from ..schemas.tables import Table
-from .locate import Location, location
+from ..tracer.located.result_files import KeptResult, read_results
+from ..tracer.located.result_header import LocateQuestion
+from .location import Location, location
 from .trace.cache import cached
 from .trace.database import Database
 

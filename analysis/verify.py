@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..replay.locate.result_files import header_path, read_header, read_whole_table, result_ids
-from ..replay.locate.result_header import ResultHeader
-from ..replay.locate.unfinished import unfinished_names, unfinished_questions
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, QueryFailed, TimTraceError
 from ..schemas.layout import DENSE, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
@@ -18,6 +15,8 @@ from ..schemas.results import Result
 from ..tracer.dense_group import is_sealed, open_dense, sealed_root
 from ..tracer.index import passed_over
 from ..tracer.journal import DENSE_TABLE, journaled_segments, read_journal
+from ..tracer.located import result_files
+from ..tracer.located.result_header import ResultHeader
 from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import torn_record
 from ..tracer.store import first_line
@@ -300,24 +299,24 @@ class _Verifier:
     def _results(self) -> Iterator[_Part]:
         """The results of `locate`, header and tables; a header is read before its tables are known."""
         seen: set[str] = set()
-        for result in result_ids(self.store):
-            relative = header_path(result)
+        for result in result_files.result_ids(self.store):
+            relative = result_files.header_path(result)
             seen.add(relative)
             headers: list[ResultHeader] = []
 
             def read_into(result: str = result, headers: list[ResultHeader] = headers) -> None:
-                headers.append(read_header(self.store, result))
+                headers.append(result_files.read_header(self.store, result))
 
             num_bytes = self.store.file_size(relative)
             yield _Part(folder=LOCATE, name=relative, num_bytes=num_bytes, is_checked=True, read=read_into)
             for header in headers:
                 for name, record in header.files.items():
                     seen.add(name)
-                    read = partial(read_whole_table, self.store, header, name)
+                    read = partial(result_files.read_whole_table, self.store, header, name)
                     yield _Part(folder=LOCATE, name=name, num_bytes=record.num_bytes, is_checked=True, read=read)
         unfinished: set[str] = set()
-        for question in unfinished_questions(self.store):
-            names = unfinished_names(self.store, question)
+        for question in result_files.unfinished_questions(self.store):
+            names = result_files.unfinished_names(self.store, question)
             unfinished |= set(names)
             self.ignored.append(
                 f"{self.store.shown(f'{LOCATE}/{question}-unfinished*')}: {len(names)} files of a locate that was interrupted, or "

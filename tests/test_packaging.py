@@ -65,13 +65,48 @@ def test_imports_run_one_way():
                 assert first in allowed, f"{path} imports {first}"
 
 
-TORCH_SCHEDULER = Path("analysis/dynamics/length_decay_lr.py")
-"""Is for training and derives from torch's class; `tim_trace.analysis` imports it when it is asked for."""
+OF_LOCATE = {
+    "tim_trace.replay.locate": {
+        "analysis/locate.py",
+        "analysis/locate_backward.py",
+        "analysis/locate_backward_text.py",
+    },
+    "tim_trace.analysis.locate": {"analysis/__init__.py", "cli.py"},
+    "tim_trace.analysis.locate_backward": {"analysis/locate_backward_text.py", "cli.py"},
+}
+"""The part that runs `locate` -> who may import it. What lies in a trace is read without it, through tracer/located."""
+
+
+def test_only_the_verb_imports_the_part_that_locates():
+    importers = {module: set() for module in OF_LOCATE}
+    for path in python_files():
+        if path.parts[0].removesuffix(".py") in LAYERS:
+            for module in OF_LOCATE:
+                if any(f"{name}.".startswith(f"{module}.") for name in imported(path)) and not is_inside(path, module):
+                    importers[module].add(str(path))
+    assert importers == OF_LOCATE
+
+
+def imported(path):
+    """Every module that a file names in an import, and `module.name` of what it takes from one, also inside functions."""
+    package = ("tim_trace", *path.parent.parts)
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def is_inside(path, module):
+    return ".".join(("tim_trace", *path.with_suffix("").parts)).startswith(module + ".")
 
 
 def test_heavy_libraries_are_imported_only_by_the_hooks_and_inside_functions():
     for path in python_files():
-        if path.parts[0] in ("schemas", "tracer", "replay", "analysis", "cli.py") and path != TORCH_SCHEDULER:
+        if path.parts[0] in ("schemas", "tracer", "replay", "analysis", "cli.py"):
             found = re.findall(
                 r"^(?:import|from) (torch|transformers|trl|vllm|ray)\b", (ROOT / path).read_text(), re.MULTILINE
             )

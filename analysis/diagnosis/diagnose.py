@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ...replay.arms import parse_arm
 from ...replay.recorded import has_experts
@@ -23,6 +23,8 @@ from ..check.detectors.numerics import Precision, precisions
 from ..check.pair_data import PairData
 from ..check.result import CheckResult
 from ..dynamics.recorded import RecordedChange, read_recorded
+from ..located import newest
+from ..location import Location
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
@@ -30,9 +32,6 @@ from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, Size
 from .figures import FIGURES
 from .metrics import own_metrics
 from .replay_effects import replay_effects
-
-if TYPE_CHECKING:
-    from ..locate import Location
 
 JUDGED = "k3"
 """Series whose jumps are told."""
@@ -183,7 +182,5 @@ def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, .
 def _located(database: Database) -> Location | None:
     if not database.has_located:
         return None
-    from ..located import newest  # it brings in what runs models
-
     found = newest(database)
     return None if found is None else replace(found.location, operators=())

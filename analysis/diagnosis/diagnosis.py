@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ...schemas.results import Result
 from ..advice import Advice
@@ -11,10 +11,8 @@ from ..alarms.reading import AlarmReadings
 from ..attribution.attribution import Attribution
 from ..check.result import CheckResult
 from ..dynamics.recorded import RecordedChange
+from ..location import Location
 from .figures import PublishedFigure
-
-if TYPE_CHECKING:
-    from ..locate import Location
 
 SETTLES = 0.9
 """Share of the mismatch that a replay must remove to have settled its cause."""

@@ -15,6 +15,7 @@ from ..check.text import checked_json, checked_text, wrapped
 from ..dynamics.change_text import change_sentence
 from ..dynamics.recorded import RecordedChange
 from ..dynamics.timeline import MIN_VALUES
+from ..locate_text import sentence as located_sentence
 from ..rows import Rows, shown, to_text
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 
@@ -119,10 +120,8 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     if settled is not None:
         rows.append(("replays", effect_text(settled)))
     if found.located is not None:
-        from ..locate_text import sentence  # it brings in what runs models
-
         where = found.located
-        rows.append(("where", f"{sentence(where)} (a is {where.a}, b is {where.b}; step {where.step})"))
+        rows.append(("where", f"{located_sentence(where)} (a is {where.a}, b is {where.b}; step {where.step})"))
     lines = [_labelled(name, text, width) for name, text in rows]
     of_suspects = [each.next for each in asked if each.next and (each.code == attribution.cause or each.for_it)]
     advice = [*found.next, *of_suspects[:1]]
@@ -153,9 +152,7 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
     """The same as JSON can say it: codes, every number, and the sentences made from them."""
     told = asdict(found) | {"story": story(found), "attribution": attribution_json(found.attribution)}
     if found.located is not None:
-        from ..locate_text import sentence
-
-        told["located"]["sentence"] = sentence(found.located)
+        told["located"]["sentence"] = located_sentence(found.located)
     for replay, effect in zip(told["replays"], found.replays, strict=True):
         replay |= {"code": effect.code, "sentence": effect_text(effect)}
     told["alarms"] = [

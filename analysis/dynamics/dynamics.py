@@ -39,7 +39,7 @@ def dynamics(
     Series are those of `series.read_series`, on the scales of `quantities.KINDS`; `steps` (3:80, :100, 2:200:2) takes a part
     of the run. Change points are those of `changes.change_points`, each with a 95 % interval: an order of two onsets
     whose intervals overlap is not decided. Then correlations over lags; the surge of the response length and the
-    learning-rate schedule of arXiv 2602.01826, as `analysis.LengthDecayLR` would have kept it; the rate at which k3
+    learning-rate schedule of arXiv 2602.01826, as a training would have kept it; the rate at which k3
     compounds; and the entropy law of arXiv 2505.22617. What the trace cannot answer is listed, and the rest answered. The
     onset of a fall is the one that `attribute` reports.
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from statistics import median
-from typing import Any
 
 from ...schemas.errors import InvalidOption
 
@@ -56,16 +54,3 @@ class LengthSurge:
                 self.step = self.num_steps
         self._lengths.append(float(length))
         return self.step is not None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next answers depend on, as plain values."""
-        settings = {name: getattr(self, name) for name in ("kappa", "window", "gap", "above", "of")}
-        state = {"num_steps": self.num_steps, "step": self.step}
-        return settings | state | {"lengths": list(self._lengths), "over": list(self._over)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one stood, with its settings."""
-        for name in ("kappa", "window", "gap", "above", "of", "num_steps", "step"):
-            setattr(self, name, state[name])
-        self._lengths = deque(state["lengths"], maxlen=self.window + self.gap)
-        self._over = deque(state["over"], maxlen=self.of)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from ..trace.database import Database
 from .columns import Column, by_step, columns_of
 
+# Sums in a fixed order: threads would change last bits from one reading to the next.
 _SEQUENCES = """
-SELECT step, avg(reward) FILTER (isfinite(reward)) AS reward, avg(num_response_tokens) AS length,
+SELECT step, avg(reward ORDER BY seq_id) FILTER (isfinite(reward)) AS reward, avg(num_response_tokens) AS length,
        avg((finish_reason = 'length')::INTEGER) AS share_length_limited,
        coalesce(avg((NOT isfinite(reward))::INTEGER), 0) AS share_not_finite
 FROM sequences WHERE run = $run GROUP BY step ORDER BY step
 """
 
 _GROUPS = """
-SELECT step, avg(spread) AS reward_std_within_groups, avg((spread = 0)::INTEGER) AS share_groups_without_spread
+SELECT step, avg(spread ORDER BY group_id) AS reward_std_within_groups, avg((spread = 0)::INTEGER) AS share_groups_without_spread
 FROM (
-    SELECT step, CASE WHEN min(reward) = max(reward) THEN 0.0 ELSE stddev_samp(reward) END AS spread
+    SELECT step, group_id,
+           CASE WHEN min(reward) = max(reward) THEN 0.0 ELSE stddev_samp(reward ORDER BY seq_id) END AS spread
     FROM sequences
     WHERE run = $run AND group_id IS NOT NULL AND isfinite(reward)
     GROUP BY step, group_id

@@ -1,4 +1,8 @@
-"""When the length-decay schedule would have acted on a recorded run."""
+"""When the length-decay schedule would have acted on a recorded run.
+
+arXiv 2602.01826, algorithm 1: eta_t = max(eta_{t-1} / 2, eta_0 / 10) when t mod T = 0, with T = round(1.8 t_surge). Before a
+surge of the response length nothing decays. t counts updates, the first is 1.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .length_decay import LengthDecay
 from .length_surge import LengthSurge
 from .quantities import Series
 
+FACTOR, FLOOR = 0.5, 0.1
+"""Of one decay, and of the first learning rate what is left at the end."""
+_STRETCH = 1.8
 KAPPAS = (1.5, 2.0, 3.0)
 VARIANTS: tuple[dict[str, int], ...] = (
     {}, {"window": 10}, {"window": 40}, {"gap": 0}, {"gap": 10}, {"above": 1, "of": 1}, {"above": 5, "of": 5},
@@ -54,15 +60,20 @@ class Schedule:
 
 
 def schedule_of(length: Series) -> Schedule:
-    """Run the scheduler's own detector over the recorded steps; a step without responses keeps the length before it."""
-    decay = LengthDecay(_surge(length))
-    last = int(length.steps[-1])
+    """Run the detector over the recorded steps; a step without responses keeps the length before it."""
+    surge_step = _surge(length).step
+    period = None if surge_step is None else decay_period(surge_step)
     return Schedule(
-        surge_step=decay.surge.step,
-        decay_period=decay.decay_period,
-        decays=tuple(_decays(decay, last)),
+        surge_step=surge_step,
+        decay_period=period,
+        decays=() if period is None else tuple(_decays(period, int(length.steps[-1]))),
         sensitivity=tuple(_under(kappa, variant, length) for kappa in KAPPAS for variant in VARIANTS),
     )
+
+
+def decay_period(surge_step: int) -> int:
+    """Return the number of steps from one decay to the next."""
+    return max(1, round(_STRETCH * surge_step))
 
 
 def _surge(length: Series, **settings: Any) -> LengthSurge:
@@ -76,19 +87,16 @@ def _surge(length: Series, **settings: Any) -> LengthSurge:
     return surge
 
 
-def _decays(decay: LengthDecay, last: int) -> Iterator[Decay]:
-    """Decays at the multiples of the period, the first of which comes after the surge."""
-    step = 0
-    while decay.decay_period is not None and decay.scale > decay.floor:
-        step += decay.decay_period
-        decay.surge.num_steps = step - 1
-        yield Decay(step=step, scale=decay.observe(None), is_within_run=step <= last)
+def _decays(period: int, last: int) -> Iterator[Decay]:
+    """Yield the decays at multiples of the period; the first comes after the surge."""
+    step, scale = 0, 1.0
+    while scale > FLOOR:
+        step, scale = step + period, max(scale * FACTOR, FLOOR)
+        yield Decay(step=step, scale=scale, is_within_run=step <= last)
 
 
 def _under(kappa: float, variant: dict[str, int], length: Series) -> Sensitivity:
     surge = _surge(length, kappa=kappa, **variant)
-    period = LengthDecay(surge).decay_period
-    return Sensitivity(
-        kappa=kappa, window=surge.window, gap=surge.gap, above=surge.above, of=surge.of, surge_step=surge.step,
-        decay_period=period,
-    )  # fmt: skip
+    period = None if surge.step is None else decay_period(surge.step)
+    settings = {name: getattr(surge, name) for name in ("window", "gap", "above", "of")}
+    return Sensitivity(kappa=kappa, **settings, surge_step=surge.step, decay_period=period)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...replay.locate.results import BEYOND, OperatorError
-from ..locate import Location
+from ...tracer.located.results import BEYOND, OperatorError
 from ..locate_text import sentence
+from ..located import LocatedResult
+from ..location import Location
 from . import chart, text
 from .chart import Band, Bar, BarChart, Chart, Line, LineChart
-
-if TYPE_CHECKING:
-    from ..located import LocatedResult
 
 _MOST_LINES = 5
 """Kinds of operators that have a line; those of the largest errors."""

@@ -11,6 +11,7 @@ from ..rows import Rows
 from . import chart, text
 from .chart import Array, Bar, BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
 from .commands import command
+from .located_charts import located_charts
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
@@ -44,8 +45,6 @@ def mismatch_charts(subject: Subject) -> list[Chart]:
     found += _objective_charts(subject)
     found += [one for one in (_arms(subject), _corrections(subject)) if one is not None]
     if subject.located is not None:
-        from .located_charts import located_charts  # it brings in what runs models
-
         found += located_charts(subject.located)
     return found
 

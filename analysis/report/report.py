@@ -25,7 +25,7 @@ from .subject import NUM_QUESTIONS, Subject, read_subject
 from .targets import explained, local, refuse
 
 if TYPE_CHECKING:
-    from .paper.style import PaperStyle
+    from .paper.figure import PaperStyle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def report(
 
 
 def _style(width: str | float, font: str, title: bool) -> PaperStyle:
-    from .paper.style import paper_style  # matplotlib takes a second to load
+    from .paper.figure import paper_style  # matplotlib takes a second to load
 
     return paper_style(width, font, title)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from ..dynamics.motion import Dynamics
 from ..dynamics.quantities import Series
 from ..dynamics.series import read_series
 from ..info import TraceInfo, info
+from ..located import LocatedResult, newest
 from ..objective.judged import Objective
 from ..objective.objective import objective
 from ..rows import Rows
@@ -34,9 +35,6 @@ from ..trace.database import Database, opened
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair
 from .sample import num_steps_within, without_most_steps
-
-if TYPE_CHECKING:
-    from ..located import LocatedResult
 
 Found = TypeVar("Found")
 
@@ -138,8 +136,6 @@ def read_subject(
 def _located(database: Database) -> LocatedResult | None:
     if not database.has_located:
         return None
-    from ..located import newest  # it brings in what runs models
-
     return newest(database)
 
 

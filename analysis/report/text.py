@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...schemas.passes import REPLAY_PREFIX
 from ..alarms.text import alarm_sentence
@@ -17,11 +16,9 @@ from ..diagnosis.diagnosis import Diagnosis, ReplayEffect
 from ..diagnosis.text import cause_title, effect_text, numerics_text, size_text, story, story_of_run
 from ..dynamics.changes import ChangePoint
 from ..info import TraceInfo
+from ..location import Location
 from ..objective.judged import Estimate, Objective
 from ..token_samples.token_sample import TokenSample
-
-if TYPE_CHECKING:
-    from ..locate import Location
 
 QUESTIONS = {
     "validity": "Is the comparison valid?",

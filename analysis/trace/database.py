@@ -14,7 +14,6 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...replay.locate.result_files import result_ids
 from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
 from ...schemas.layout import HYPERPARAMETER, METRICS, TABLES
 from ...schemas.steps import ALL_STEPS, named_range, parse_steps, select_steps
@@ -22,6 +21,7 @@ from ...schemas.sums import KINDS, OF_RUNS, SEQUENCE_SUMS, STATISTICS
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.tables import Table
 from ...tracer.arrow_arrays import text_array
+from ...tracer.located.result_files import result_ids
 from ...tracer.progress import Progress, no_progress
 from ...tracer.snapshot import TableFile
 from ...tracer.store import first_line

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-from tim_trace.analysis.dynamics.length_decay import LengthDecay
-
-_FLOOR = 0.1
-"""Share of the first rate that is left at the end: that of the length-decay schedule, too."""
+from tim_trace.analysis.dynamics.length_surge import LengthSurge
+from tim_trace.analysis.dynamics.schedule import FACTOR, FLOOR, decay_period
 
 
 class Schedule:
@@ -16,16 +14,19 @@ class Schedule:
     def __init__(self, name: str):
         """`name` is `constant`, `cosine` or `length_decay`."""
         self._name = name
-        self._decay = LengthDecay(floor=_FLOOR)
+        self._surge, self._scale = LengthSurge(), 1.0
 
     def observe(self, mean_length: float) -> None:
-        """Take the mean response length of a step, in tokens, as `LengthDecayLR.step` does; it counts from the next step on."""
-        self._decay.observe(mean_length)
+        """Take the mean response length of a step, in tokens, which counts from the next step on."""
+        surge = self._surge
+        surge.observe(mean_length)
+        if surge.step is not None and surge.num_steps % decay_period(surge.step) == 0:
+            self._scale = max(self._scale * FACTOR, FLOOR)
 
     def factor(self, progress: float) -> float:
         """The factor of the step at a share of the run."""
         if self._name == "length_decay":
-            return self._decay.scale
+            return self._scale
         if self._name == "cosine":
-            return _FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * progress)) / 2
+            return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2
         return 1.0

@@ -215,7 +215,7 @@ def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """The tensors of which the engine holds other bits than these rounded to its dtype, or of which that cannot be told."""
-    from ..locate.vllm_mixture import held_by, mixtures
+    from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)
     model = llm.apply_model(lambda model: model)[0]

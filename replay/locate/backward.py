@@ -12,6 +12,7 @@ import numpy as np
 
 from ...schemas.errors import CannotReplay, InvalidOption
 from ...schemas.steps import parse_steps
+from ...tracer.located.results import BEYOND, A, B
 from ...tracer.progress import Progress, no_progress
 from ..arms import Arm
 from ..backends import kernels
@@ -34,7 +35,6 @@ from .chosen import choose
 from .engine import REFERENCE
 from .execution import Prepare
 from .reference import kind_of, layer_of
-from .results import BEYOND, A, B
 
 Spans = list[tuple[LossRow, slice]]
 """Rows of a forward, each with its place in [N]."""

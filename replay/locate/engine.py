@@ -17,6 +17,20 @@ from ...schemas.contract import canonical_json
 from ...schemas.errors import CannotReplay, InvalidOption, TimTraceError
 from ...schemas.steps import parse_steps
 from ...tracer import environment
+from ...tracer.located.results import (
+    ROUTES,
+    A,
+    B,
+    CarriedError,
+    Divergence,
+    Located,
+    LocatedSequence,
+    OperatorError,
+    PatchedSequence,
+    Router,
+    WeightDifference,
+    only,
+)  # fmt: skip
 from ...tracer.progress import Progress, no_progress
 from ...tracer.store import first_line
 from ...tracer.weights.reader import Tensor
@@ -31,20 +45,6 @@ from .execution import Execution, Prepare
 from .head import Head, judge_head
 from .judged_sequence import Apart, JudgedSequence
 from .reference import EVERY_LAYER, Judged, Judgement, Point, Reference, Window, kind_of, layer_of, position_of
-from .results import (
-    ROUTES,
-    A,
-    B,
-    CarriedError,
-    Divergence,
-    Located,
-    LocatedSequence,
-    OperatorError,
-    PatchedSequence,
-    Router,
-    WeightDifference,
-    only,
-)  # fmt: skip
 from .routes import choices, score_with
 from .taps import RowTaps
 from .unfinished import Unfinished

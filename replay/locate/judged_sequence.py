@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...tracer.located.results import CarriedError, Router
 from .reference import Judged
-from .results import CarriedError, Router
 
 Apart = tuple[float, float]
 """Sums of squares of the difference, and of a's."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...tracer.routing import NOT_ROUTED, Routing, routers
 from ..backends.routing import Table, followed
+from ..backends.vllm_mixture import Select, mixtures, names_of, selecting
 from ..batching import ForwardBatch
 from ..recorded import RecordedRow
 from .exact_execution import ExactExecution
@@ -20,7 +21,6 @@ from .execution import Execution
 from .grafts import cast
 from .taps import RowTaps
 from .vllm_execution import AnyExecution, Span, VllmExecution
-from .vllm_mixture import Select, mixtures, names_of, selecting
 
 
 def choices(

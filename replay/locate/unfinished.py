@@ -19,14 +19,15 @@ from ...schemas.contract import canonical_json
 from ...schemas.documents import read_document, to_document
 from ...schemas.errors import DamagedTrace, TimTraceError, tell_damage
 from ...schemas.layout import LOCATE
+from ...tracer.located.result_files import UNFINISHED, unfinished_names
+from ...tracer.located.result_header import LocateQuestion
+from ...tracer.located.results import PatchedSequence
 from ...tracer.store import Store, first_line
 from ...tracer.whole_file import check_inside, write_part
 from .judged_sequence import JudgedSequence
-from .result_header import LocateQuestion
-from .results import PatchedSequence
+from .question import question_id
 
 _WHAT = "what an interrupted locate had done"
-_UNFINISHED = "-unfinished"
 
 Part = TypeVar("Part")
 
@@ -101,12 +102,12 @@ class Unfinished:
         """Remove all parts of the question."""
         root = Path(self._store.root)
         with suppress(OSError):  # as where nothing could be written
-            for name in unfinished_names(self._store, self._question.id) if self._store.is_local else ():
+            for name in unfinished_names(self._store, question_id(self._question)) if self._store.is_local else ():
                 check_inside(root, name)
                 (root / name).unlink(missing_ok=True)
 
     def _name(self, part: str = "") -> str:
-        return f"{LOCATE}/{self._question.id}{_UNFINISHED}{part and '-'}{part}.json"
+        return f"{LOCATE}/{question_id(self._question)}{UNFINISHED}{part and '-'}{part}.json"
 
     def _part(self, part: str, kind: type[Part]) -> Part | None:
         return self._read(self._name(part), kind, is_part=True)
@@ -141,13 +142,3 @@ class Unfinished:
             write_part(Path(self._store.root), relative, to_document(values).encode())
         except OSError:  # that the result cannot be kept either is said at the end
             self._writes = False
-
-
-def unfinished_names(store: Store, question: str) -> list[str]:
-    """Paths in a trace of what an interrupted `locate` left of a question."""
-    return [f"{LOCATE}/{name}" for name in store.files(LOCATE) if name.startswith(f"{question}{_UNFINISHED}")]
-
-
-def unfinished_questions(store: Store) -> list[str]:
-    """Ids of questions that an interrupted `locate` left parts of."""
-    return sorted({name.partition(_UNFINISHED)[0] for name in store.files(LOCATE) if _UNFINISHED in name})

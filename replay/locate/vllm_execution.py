@@ -21,12 +21,12 @@ from ...schemas.errors import CannotReplay, option
 from ...tracer.weights.reader import Tensor
 from ..arms import Arm
 from ..backends.vllm import FORCED
+from ..backends.vllm_mixture import Select, check_mixture, held_by, in_order, is_mixture, mixtures, names_of, selecting
 from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun, has_experts
 from ..vllm_scorer import VllmScorer
 from .execution import Execution
 from .taps import Call, RowTaps, core_name
-from .vllm_mixture import Select, check_mixture, held_by, in_order, is_mixture, mixtures, names_of, selecting
 
 VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")

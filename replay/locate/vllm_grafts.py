@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.vllm_mixture import Select, in_order, is_mixture, selecting
 from ..batching import PaddedBatch
 from ..recorded import RecordedRow
 from .exact_execution import ExactExecution
@@ -21,7 +22,6 @@ from .grafts import Graft, as_given, cast
 from .reference import ROTARY
 from .taps import attention_layers, core_name, operators
 from .vllm_execution import AnyExecution, Span, VllmExecution, names
-from .vllm_mixture import Select, in_order, is_mixture, selecting
 
 _ROTATES = "apply_rotary_pos_emb"
 """transformers' function that turns queries and keys, in the module of each model."""

@@ -1,4 +1,4 @@
-"""Every threshold of an attribution, just under and just over it. Numbers are written out: a changed threshold fails here."""
+"""What an attribution concludes just under and just over each of its thresholds."""
 
 from __future__ import annotations
 
@@ -101,41 +101,31 @@ def checked(code, *, fails=True, signal=""):
     return SimpleNamespace(findings=[finding], is_valid=not fails)
 
 
-class Stub(SimpleNamespace):
-    """Facts that were not read from a trace."""
+class GivenFacts(Facts):
+    """Facts of a run without sequences, except for what a test gives in place of what they would read or compute."""
 
-    def values(self, name):
-        return np.asarray(self.series.get(name, np.full(len(STEPS), np.nan)), float)
-
-    def around_fall(self):
-        return None
-
-    clear, settings_of = Facts.clear, Facts.settings_of
-    is_given_otherwise = property(Facts.is_given_otherwise.fget)
-    rewards_lie_off = property(Facts.rewards_lie_off.fget)
+    def __getattribute__(self, name):
+        given = object.__getattribute__(self, "__dict__").get("given", {})
+        return given[name] if name in given else super().__getattribute__(name)
 
 
-EMPTY = Rollouts(**{name: np.empty(0) for name in Rollouts.__dataclass_fields__})
+EMPTY = Rollouts(**{name: np.empty(0) for name in Rollouts.__dataclass_fields__} | {"group": np.empty(0, int)})
+REWARD = Outcome(name="reward", steps=STEPS, values=np.zeros(len(STEPS)), is_evaluation=False)
 
 
-def facts(**given):
-    empty = {
-        "trace": "run", "steps": STEPS, "series": {}, "fall": FALL, "mismatch": None, "checked": None, "changes": {},
-        "settings": {}, "repeated": repeated(), "drop": None, "stale_weights": None, "since_fall": None, "hides": False,
-        "pays_length": 0.0, "reward_beside": None, "outcome": SimpleNamespace(name="eval/acc"), "near": (),
-        "is_held_out": False, "changed_rewards": None, "repeated_before": repeated(float("nan")),
-        "rollouts": SimpleNamespace(
-            is_alone=False, until=lambda step: EMPTY, since=lambda step: EMPTY, reference=np.empty(0), step=np.empty(0),
-            reference_distance_by_step=(np.empty(0), np.empty(0)), likelihood_by_step=(np.empty(0), np.empty(0)),
-            sampled_by_step=(np.empty(0), np.empty(0)),
-        ),
-        "reordered": reordered(0.0), "changed_reference": None, "graded_elsewhere": None,
-        "_given_otherwise_for_good": lambda column, least: None, "sorted_in_groups": None, "moves": NOTHING, "breaks": FALL.low,
-        "earlier": (), "is_near": lambda change: True, "still_engine": None, "moved_rewards": None, "pays_length_since": 0.0, "rewards_by_length": None, "changed_masks": None,
-        "advantages_break": None, "grows_from_nothing": False, "scored_rows": None, "reward_moved": 1.0,
-        "earlier_weights": None, "disagreeing": (0.0, 0.0), "unequal_in_step": (np.nan, np.nan),
-    }  # fmt: skip
-    return Stub(**empty | given)
+def facts(series=None, **given):
+    known = {
+        name: Series(name, STEPS, np.asarray(values, float), "log", name) for name, values in (series or {}).items()
+    }
+    found = GivenFacts(
+        trace="run", series=known, outcomes=None, fall=FALL, mismatch=None, checked=None, database=None,
+        pair=("train", "rollout"), settings={}, notes=(),
+    )  # fmt: skip
+    found.__dict__["given"] = {
+        "steps": STEPS, "rollouts": EMPTY, "changes": {}, "near": (), "earlier": (), "moves": NOTHING, "outcome": REWARD,
+        "stale_weights": None,
+    } | given  # fmt: skip
+    return found
 
 
 def codes(evidence):
@@ -160,24 +150,6 @@ def level(before, after, at=50):
 
 
 # --- one number: function of it, just under, just over ---------------------------------------------------------------
-
-SIZES = [
-    (0.003, -4.0, -3.0), (0.01, -3.0, -1.5), (0.03, -1.5, 0.0), (0.06, 0.0, 1.5), (0.15, 1.5, 2.5),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("bound", "under", "over"), SIZES)
-def test_points_of_the_size_of_a_mismatch(bound, under, over):
-    assert (thresholds.of_size(bound), thresholds.of_size(bound * 1.001)) == (under, over)
-
-
-def test_points_of_evidence_and_priors():
-    named = [thresholds.WEAK, thresholds.MEDIUM, thresholds.STRONG, thresholds.DECISIVE, thresholds.CERTAIN]
-    assert [*named, thresholds.CONTROL] == [WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN, 7.0]
-    assert {code: thresholds.prior(code).points for code in SUSPECTS} == {
-        "mismatch": 0.5, "staleness": 0.1, "optimizer": -0.6, "reward": -2.2, "pairing": 0.7, "entropy": -1.5,
-        "length": -0.4, "data": 0.3, "truncation": 0.6, "reference": -1.0, "advantages": 0.9, "unknown": 2.5,
-    }  # fmt: skip
 
 
 def _size_code(size):
@@ -345,7 +317,8 @@ def _clear(size_in_sd):
 
 
 def _worth(size_in_sd):
-    return changed.worth(facts(), given_change("x", "prompts", size_in_sd=size_in_sd))
+    change = given_change("x", "prompts", size_in_sd=size_in_sd)
+    return changed.worth(facts(near=(change,)), change)
 
 
 def _sudden(width):
@@ -508,8 +481,7 @@ def related(monkeypatch, module, *, by_group=0.5, negative=0.0):
 def test_advantages_follow_rewards_from_a_correlation_on(monkeypatch, is_alone, correlation, codes_):
     related(monkeypatch, pairing, by_group=correlation)
     related(monkeypatch, advantages, by_group=correlation)
-    given = facts()
-    given.rollouts.is_alone = is_alone
+    given = facts(rollouts=rows(n=2) if is_alone else grouped())
     assert codes(pairing._advantages(given)) == dict.fromkeys(codes_, STRONG if is_alone else CERTAIN)
 
 
@@ -607,7 +579,7 @@ def test_a_reward_that_falls_with_length_is_no_cost_of_length():
 @pytest.mark.parametrize(("share", "points"), [(0.6, DECISIVE), (1.0, DECISIVE)])
 def test_what_changed_long_before_a_fall_is_decisive_and_not_certain(share, points):
     earlier = replace(changed_rewards(share), is_earlier=True)
-    assert codes(reward._changed(facts(changed_rewards=earlier))) == {"rewards_changed": points}
+    assert codes(reward._changed(facts(changed_rewards=earlier, pays_length_since=0.0))) == {"rewards_changed": points}
 
 
 def given_twice(since, *, at=30, noise_before=0, noise_since=0, column="reward"):
@@ -663,7 +635,6 @@ def test_a_reward_on_another_scale_long_before_a_fall_is_no_other_reward():
 
     for since, is_found in ((np.flip, True), (lambda given: 3.0 * given + 1.0, False)):
         given = facts(rollouts=given_twice(since), _given_otherwise=near)
-        given._given_otherwise_for_good = lambda *asked, one=given: Facts._given_otherwise_for_good(one, *asked)
         assert (Facts.changed_rewards.func(given) is not None) == is_found
 
 
@@ -671,7 +642,6 @@ def test_a_reference_that_was_swapped_long_before_a_fall_is_another_one():
     swapped = facts(
         rollouts=given_twice(lambda given: given - 3.0, column="reference"), _given_otherwise=lambda *_: None
     )
-    swapped._given_otherwise_for_good = lambda *asked: Facts._given_otherwise_for_good(swapped, *asked)
     assert Facts.changed_reference.func(swapped).step == 30
 
 
@@ -961,7 +931,7 @@ def test_a_lag_that_is_declared_to_be_0_at_every_step_is_no_staleness(given):
     run = facts(series={"version_lag": fresh}, mismatch=run_mismatch(settled=0.2, late=0.2), **given)
     assert codes(stale_suspect._declared(run, is_seen=False)) == {"declared_fresh": -CERTAIN}
     assert stale_suspect._measured(run) == mismatch._lag(run) == []
-    run.series = {"version_lag": once_behind}
+    run = facts(series={"version_lag": once_behind}, mismatch=run_mismatch(settled=0.2, late=0.2), **given)
     assert codes(stale_suspect._declared(run, is_seen=False)) == {"no_declared_lag": 0.0}
     assert stale_suspect._measured(run) != []
 
@@ -1041,6 +1011,7 @@ def rows_of_steps(length=1.0, likelihood=None, advantage=0.0, reward_=0.0, a_ste
     }
     likely = 0.01 * np.sin(np.arange(100)) if likelihood is None else likelihood
     columns = each | {"step": np.repeat(STEPS, a_step), "likelihood": np.repeat(likely, a_step).astype(float)}
+    columns["group"] = np.zeros(100 * a_step, int)
     n = 100 * a_step
     return Rollouts(**{name: columns.get(name, np.zeros(n)) for name in Rollouts.__dataclass_fields__})
 
@@ -1051,7 +1022,8 @@ def rows_of_steps(length=1.0, likelihood=None, advantage=0.0, reward_=0.0, a_ste
     [(50, 53, DECISIVE), (50, 54, CERTAIN), (65, 65, CERTAIN), (66, 66, DECISIVE)],
 )
 def test_a_change_is_certain_where_the_fall_may_begin_with_it(low, high, points):
-    assert changed.worth(facts(), given_change("x", "prompts", low=low, high=high)) == points
+    change = given_change("x", "prompts", low=low, high=high)
+    assert changed.worth(facts(near=(change,)), change) == points
 
 
 def test_of_several_settings_that_changed_the_nearest_counts():
@@ -1120,7 +1092,7 @@ def test_responses_are_cut_where_a_tenth_was_longer_and_a_tenth_ends_there(num_l
 def silent_facts(**given):
     """Facts of a run in which nothing fell and no evaluation was logged."""
     outcome = SimpleNamespace(name="reward", is_evaluation=False)
-    return facts(**{"fall": None, "outcome": outcome, "new_reward": None} | given)
+    return facts(**{"fall": None, "outcome": outcome, "new_reward": None, "reward_moved": 1.0} | given)
 
 
 @pytest.mark.parametrize(
@@ -1219,7 +1191,7 @@ def test_inverted_advantages_are_no_matter_of_rows(monkeypatch, correlation, of_
     related(monkeypatch, advantages, by_group=correlation)
     related(monkeypatch, pairing, by_group=correlation)
     assert codes(advantages._inverted(facts())) == of_advantages
-    assert codes(pairing._advantages(facts())) == of_pairing
+    assert codes(pairing._advantages(facts(rollouts=grouped()))) == of_pairing
 
 
 @pytest.mark.parametrize(
@@ -1296,11 +1268,16 @@ def test_a_change_is_near_a_fall_from_a_tenth_of_the_run_before_its_interval(hig
 
 def rows(length=1.0, reward_=1.0, n=20, whole=None, step=1, likelihood=0.0, advantage=0.0):
     values = {
-        "step": np.full(n, step), "whole": np.arange(n) if whole is None else whole, "prompt": np.zeros(n),
+        "step": np.full(n, step), "whole": np.arange(n) if whole is None else whole, "prompt": np.zeros(n), "group": np.zeros(n, int),
         "reward": np.broadcast_to(reward_, n).astype(float), "length": np.broadcast_to(length, n).astype(float),
         "advantage": np.broadcast_to(advantage, n).astype(float), "likelihood": np.broadcast_to(likelihood, n).astype(float),
     }  # fmt: skip
     return Rollouts(**{name: values.get(name, np.zeros(n)) for name in Rollouts.__dataclass_fields__})
+
+
+def grouped():
+    """Two sequences of one step, each in a group of its own."""
+    return replace(rows(n=2), group=np.arange(2))
 
 
 @pytest.mark.parametrize(
@@ -1512,10 +1489,9 @@ def test_probabilities_are_those_of_the_points():
         [Suspect(code=code, evidence=(Evidence(code="prior", points=points),)) for code, points in evidence.items()]
     )
     assert (first.code, second.code) == ("mismatch", "reward")
-    assert (thresholds.WORTH, thresholds.WORTH_BESIDE) == (0.5, 0.3)
-    assert first.probability / second.probability == pytest.approx(np.e**0.5)
+    assert first.probability / second.probability == pytest.approx(np.e**thresholds.WORTH)
     beside = control._without((first, second), "reward")
-    assert beside[0].probability / beside[1].probability == pytest.approx(np.e**0.3)
+    assert beside[0].probability / beside[1].probability == pytest.approx(np.e**thresholds.WORTH_BESIDE)
 
 
 def test_evidence_counts_as_falls_say():
@@ -1855,7 +1831,8 @@ def test_a_lag_is_certain_where_the_policy_is_a_nat_a_token_away(size, points):
     ],
 )
 def test_a_learning_rate_may_bear_another_factor(series, before, after, points):
-    assert changed.worth(facts(), given_change(series, "settings", before, after)) == points
+    change = given_change(series, "settings", before, after)
+    assert changed.worth(facts(near=(change,)), change) == points
 
 
 @pytest.mark.parametrize(
@@ -2155,7 +2132,7 @@ def test_advantages_of_their_rows_own_size_have_another_sign(monkeypatch, follow
         monkeypatch.setattr(module, "relation", known)
     assert codes(advantages._turned(facts())) == ({"advantages_of_other_sign": CERTAIN} if is_sign else {})
     of_pairing = {} if is_sign or follows > 0.7 else {"advantages_do_not_follow": CERTAIN}
-    assert codes(pairing._advantages(facts())) == of_pairing
+    assert codes(pairing._advantages(facts(rollouts=grouped()))) == of_pairing
 
 
 def test_rewards_that_lie_where_they_should_say_nothing_against_advantages_that_do_not(monkeypatch):

@@ -110,6 +110,20 @@ def test_series_are_what_numpy_makes_of_the_steps(run, tmp_path, kept):
     assert "tokens of train" in found["entropy"].source
 
 
+def test_the_order_of_the_rows_changes_no_bit_of_rewards_and_their_spread(tmp_path):
+    rewards = np.random.default_rng(0).normal(size=400)
+    found = {}
+    for name, order in (("forward", np.arange(400)), ("backward", np.arange(400)[::-1])):
+        with Recorder(tmp_path / name) as recorder:
+            recorder.add_sequences(
+                step=1, seq_ids=[f"{row}" for row in order], group_ids=[f"{row // 4}" for row in order],
+                response_ids=[[1]] * 400, reward=rewards[order],
+            )  # fmt: skip
+        series = read_series(tmp_path / name)
+        found[name] = [series[each].values.tobytes() for each in ("reward", "reward_std_within_groups")]
+    assert found["forward"] == found["backward"]
+
+
 def test_tiny_advantages_of_whole_responses_have_their_sign_beside_those_of_tokens(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         for advantage, logprob in ((1e-50, -2.5), (-1e-50, -1.75), ([0.0], -2.0)):

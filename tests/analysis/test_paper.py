@@ -13,9 +13,8 @@ from builders import ROOT
 from matplotlib.cbook import is_math_text
 from PIL import Image
 from tim_trace.analysis.report.chart import LOG, Band, Bar, BarChart, Heatmap, HistogramChart, Line, LineChart, Mark
+from tim_trace.analysis.report.paper.figure import WIDTHS, PaperStyle, draw, paper_style, plain, stack_of, wrapped
 from tim_trace.analysis.report.paper.files import figures_of, rows_of, write_figures, write_pdf
-from tim_trace.analysis.report.paper.marks import draw, stack_of
-from tim_trace.analysis.report.paper.style import WIDTHS, PaperStyle, paper_style, plain, wrapped
 from tim_trace.analysis.rows import to_csv
 from tim_trace.schemas.errors import FileThere, InvalidOption, StorageError
 
@@ -348,6 +347,15 @@ def test_a_line_has_one_colour_in_every_panel_of_the_run():
     both, second = series(line([1.0, 2.0]), line([2.0, 1.0], name="other")), series(line([3.0, 4.0], name="other"))
     first, last = draw(stack_of([both, second])).axes
     assert first.lines[2].get_color() == last.lines[0].get_color() != first.lines[0].get_color()
+
+
+def test_the_run_shows_every_step_of_its_longest_series():
+    figure = draw(
+        stack_of([series(line(np.ones(10)), marks=(Mark(x=5, low=4, high=6, text=""),)), series(line(np.ones(100)))])
+    )
+    for axes in figure.axes:
+        assert axes.get_xlim()[0] <= 0
+        assert axes.get_xlim()[1] >= 99
 
 
 def test_files_that_are_there_stay_unless_forced(tmp_path):

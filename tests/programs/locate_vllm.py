@@ -9,7 +9,8 @@ from pathlib import Path
 import tiny  # noqa: F401  first: it sets what vLLM reads
 import torch
 from tim_trace.analysis.locate import location
-from tim_trace.replay.locate import vllm_execution, vllm_mixture
+from tim_trace.replay.backends import vllm_mixture
+from tim_trace.replay.locate import vllm_execution
 from tim_trace.replay.locate.engine import locate
 
 sys.path.insert(0, os.fspath(Path(__file__).parents[1]))

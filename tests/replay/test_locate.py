@@ -11,13 +11,14 @@ import torch
 from located_runs import MODELS, OF_OTHER_CODE, recorded_once
 from runs import train
 from shared import rest_slow
-from tim_trace.analysis.locate import locate, location
+from tim_trace.analysis.locate import locate
 from tim_trace.analysis.locate_text import location_text, sentence
+from tim_trace.analysis.location import location
 from tim_trace.replay.locate import bounds
 from tim_trace.replay.locate.bounds import Rounding
 from tim_trace.replay.locate.engine import locate as locate_operators
-from tim_trace.replay.locate.result_files import read_results
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
+from tim_trace.tracer.located.result_files import read_results
 from tim_trace.tracer.store import Store
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 

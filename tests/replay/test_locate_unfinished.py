@@ -19,10 +19,10 @@ from tim_trace.analysis.located import read_located
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.verify import verify
 from tim_trace.replay.locate.engine import locate as locate_operators
-from tim_trace.replay.locate.result_header import LocateQuestion
 from tim_trace.replay.locate.unfinished import Unfinished
 from tim_trace.schemas.errors import DamageWarning
 from tim_trace.schemas.layout import is_own
+from tim_trace.tracer.located.result_header import LocateQuestion
 from tim_trace.tracer.store import Store
 
 ASKED = {"steps": "1", "arm": "dtype=bf16", "against": "dtype=fp32", "sequences": "4"}

@@ -15,17 +15,19 @@ from tim_trace.analysis.compact import compact
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text
 from tim_trace.analysis.info import info
-from tim_trace.analysis.locate import locate, location, location_rows
+from tim_trace.analysis.locate import locate
 from tim_trace.analysis.located import read_located
+from tim_trace.analysis.location import location, location_rows
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.verify import verify
 from tim_trace.replay.engine import replay
-from tim_trace.replay.locate.result_files import read_results
-from tim_trace.replay.locate.result_header import LocateQuestion
+from tim_trace.replay.locate.question import question_id
 from tim_trace.schemas.errors import DamageWarning
 from tim_trace.schemas.located import LOCATED_TABLES
+from tim_trace.tracer.located.result_files import read_results
+from tim_trace.tracer.located.result_header import LocateQuestion
 from tim_trace.tracer.store import Store
 
 
@@ -98,12 +100,14 @@ def test_a_question_is_known_by_what_an_arm_changes():
         "step": 1, "against": "dtype=fp64", "sequences": "8", "layers": None, "patch": "kinds", "model_factory": None,
         "against_factory": None, "weights_from": None,
     }  # fmt: skip
-    same = [LocateQuestion(arm=arm, **asked).id for arm in ("dtype=bf16,batch-size=1", "batch-size=1, dtype=bf16")]
-    assert same[0] == same[1]
-    assert LocateQuestion(arm=None, **asked).id == LocateQuestion(arm="name=x", **asked).id
-    assert LocateQuestion(arm=None, **asked).id == "2768cc6005dcfa72"  # as of a release without `operators`
-    assert LocateQuestion(arm=None, operators="q_proj", **asked).id != LocateQuestion(arm=None, **asked).id
-    assert LocateQuestion(arm="dtype=fp16", **asked).id != LocateQuestion(arm="dtype=bf16", **asked).id
+
+    def id_of(arm, **more):
+        return question_id(LocateQuestion(arm=arm, **asked, **more))
+
+    assert id_of("dtype=bf16,batch-size=1") == id_of("batch-size=1, dtype=bf16")
+    assert id_of(None) == id_of("name=x") == "2768cc6005dcfa72"  # as of a release without `operators`
+    assert id_of(None, operators="q_proj") != id_of(None)
+    assert id_of("dtype=fp16") != id_of("dtype=bf16")
 
 
 def test_nothing_is_kept_without_keep(run):

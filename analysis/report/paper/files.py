@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 
 from ....tracer.whole_file import whole_file, write_whole
 from ...rows import Rows, to_csv
-from ..chart import BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
+from ..chart import BarChart, Chart, Heatmap, HistogramChart, LineChart
 from ..targets import explained, local, refuse
-from .marks import Stack, draw, stack_of
-from .style import DPI, PaperStyle, plain, wrapped
+from .figure import DPI, PLAIN, PaperStyle, Stack, draw, plain, stack_of
 
 _METADATA: dict[str, dict[str, str | None]] = {
     "png": {"Software": None},
@@ -32,20 +31,15 @@ def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Ch
 
 
 def write_figures(
-    charts: Sequence[Chart],
-    folder: str | os.PathLike[str],
-    *kinds: str,
-    style: PaperStyle | None = None,
-    force: bool = False,
+    charts: Sequence[Chart], folder: str | os.PathLike[str], *kinds: str, style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:
-    """Write each chart as KEY.png of 200 dots an inch, KEY.svg or KEY.pdf, and KEY.csv into a folder; return their paths.
+    """Write each chart as KEY.png of 200 dots per inch, KEY.svg or KEY.pdf, and KEY.csv into a folder; return their paths.
 
-    Raises FileThere when one of these files is there already, unless `force` replaces it; StorageError.
+    Raises FileThere if one of these files exists, unless `force` replaces it; StorageError.
     """
     target = local(folder)
     paths = [target / f"{one.key}.{kind}" for one in charts for kind in (*kinds, "csv")]
     refuse(paths, force)
-    style = style or PaperStyle()
     with explained(folder):
         for one in charts:
             for kind in kinds:
@@ -56,25 +50,17 @@ def write_figures(
 
 
 def write_pdf(
-    charts: Sequence[Chart],
-    path: str | os.PathLike[str],
-    *,
-    title: str = "",
-    style: PaperStyle | None = None,
-    force: bool = False,
-) -> list[Path]:
-    """Write a PDF of vectors, a page a chart in its own size after a page with the title and the list of the charts, and
-    their numbers as KEY.csv into a folder beside it (figures.pdf: figures-data); return the paths, the PDF first.
-
-    Raises FileThere when one of these files is there already, unless `force` replaces it; StorageError.
+    charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
+) -> list[Path]:  # fmt: skip
+    """Write a PDF with a page per chart after a list of the charts, and KEY.csv into a folder beside it (figures.pdf:
+    figures-data); return the paths, the PDF first. Raises as write_figures does.
     """
     target = local(path)
     folder = target.with_name(f"{target.stem}-data")
     tables = [folder / f"{one.key}.csv" for one in charts]
     refuse([target, *tables], force)
-    style = style or PaperStyle()
+    about = _METADATA["pdf"] | {"Title": title or None}
     with explained(path):
-        about = _METADATA["pdf"] | {"Title": title or None}
         with whole_file(target) as temporary, style.settings(), PdfPages(temporary, metadata=about) as pages:
             pages.savefig(_cover(charts, title, folder.name))
             for one in charts:
@@ -84,25 +70,12 @@ def write_pdf(
     return [target, *tables]
 
 
-_COVER, _ROW = 7.0, 0.17
-"""Inches: width of the first page of a PDF, and height of its lines."""
-
-
 def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
-    """A page with the title, and below it a line a figure: its page, its title and its file in the folder `data`."""
-    heading = wrapped(title or "Figures", 80, 4)
-    height = 0.6 + _ROW * (len(charts) + 2 + 1.5 * (heading.count("\n") + 1))
-    figure = Figure(figsize=(_COVER, height))
-    lines = [
-        (f"{page}", plain(one.title, 64), plain(f"{data}/{one.key}.csv", 48)) for page, one in enumerate(charts, 2)
-    ]
-    at = height - 0.3
-    figure.text(0.3 / _COVER, at / height, heading, fontsize=10, va="top", linespacing=1.2)
-    at -= _ROW * (1.5 * (heading.count("\n") + 1) + 0.5)
-    for line in [("page", "figure", "its numbers"), *lines]:
-        for left, text in zip((0.3, 0.75, 4.3), line, strict=True):
-            figure.text(left / _COVER, at / height, text, fontsize=7, va="top")
-        at -= _ROW
+    """Draw a page with the title, and below it a line per figure: its page, its title and its file in the folder `data`."""
+    lines = [plain(title or "Figures", 80), "", "page, figure: its numbers"]
+    lines += [f"{page}  {plain(one.title)}: {plain(f'{data}/{one.key}.csv')}" for page, one in enumerate(charts, 2)]
+    figure = Figure(figsize=(7.0, 0.6 + 0.16 * len(lines)))
+    figure.text(0.04, 1 - 0.3 / figure.get_figheight(), "\n".join(lines), va="top")
     return figure
 
 
@@ -113,38 +86,25 @@ def _write_csv(one: Chart, path: Path) -> None:
 
 
 _LINES = ("what", "line", "x", "y", "low", "high", "text")
-_HEATMAP = ("what", "line", "x", "y", "x_low", "x_high", "y_low", "y_high", "tokens")
-_HISTOGRAM = ("name", "low", "high", "tokens", "beyond")
-_BARS = ("group", "name", "value", "low", "high", "text")
-
 _Row = tuple[Any, ...]
 
 
 def rows_of(one: Chart) -> Rows:
-    """Everything that a figure shows, a row a point, cell, bin, bar, mark or band; NULL in columns that a row does not have.
+    """Return everything that a figure shows, a row per point, cell, bin, bar, mark or band; NULL in columns that a row lacks.
 
     Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y). A stack has the chart's key before these.
-    Heatmap: `what` is cell, where it has tokens, or line. Histogram: a row a bin, of which `beyond` is below or above where it
-    holds everything outside the axis as well. Bar chart: a row a bar.
+    Heatmap: `what` is cell, if it has tokens, or line. Histogram: a row per bin; `beyond` is below or above if the bin also
+    holds everything outside the axis. Bar chart: a row per bar.
     """
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
-    if isinstance(one, Heatmap):
-        return Rows(_HEATMAP, list(_heatmap(one)))
-    if isinstance(one, HistogramChart):
-        return Rows(_HISTOGRAM, list(_histogram(one)))
-    if isinstance(one, BarChart):
-        bars = ((group, bar) for group, bars in one.groups.items() for bar in bars)
-        return Rows(
-            _BARS, [(group, bar.name, *_numbers(bar.value, bar.low, bar.high), bar.text) for group, bar in bars]
-        )
-    assert isinstance(one, LineChart)
-    return Rows(_LINES, list(_lines(one)))
+    columns, rows = next(how for kind, how in _TABLES.items() if isinstance(one, kind))
+    return Rows(columns, list(rows(one)))
 
 
 def _lines(one: LineChart) -> Iterator[_Row]:
     for line in one.lines:
-        yield from (("line", line.name, x, y, None, None, None) for x, y in _points(line))
+        yield from (("line", line.name, x, y, None, None, None) for x, y in _columns(line.x, line.y))
     for mark in one.marks:
         x, low, high = _numbers(mark.x, mark.low, mark.high)
         yield "mark", None, x, None, low, high, mark.text
@@ -153,13 +113,11 @@ def _lines(one: LineChart) -> Iterator[_Row]:
 
 
 def _heatmap(one: Heatmap) -> Iterator[_Row]:
-    row, column = np.nonzero(one.counts)
-    cells = _columns(
-        one.x_edges[column], one.x_edges[column + 1], one.y_edges[row], one.y_edges[row + 1], one.counts[row, column]
-    )
-    yield from (("cell", None, None, None, *cell) for cell in cells)
+    (row, column), x, y = np.nonzero(one.counts), one.x_edges, one.y_edges
+    for cell in _columns(x[column], x[column + 1], y[row], y[row + 1], one.counts[row, column]):
+        yield "cell", None, None, None, *cell
     for curve in one.curves:
-        yield from (("line", curve.name, x, y, None, None, None, None, None) for x, y in _points(curve))
+        yield from (("line", curve.name, x, y, None, None, None, None, None) for x, y in _columns(curve.x, curve.y))
 
 
 def _histogram(one: HistogramChart) -> Iterator[_Row]:
@@ -167,11 +125,21 @@ def _histogram(one: HistogramChart) -> Iterator[_Row]:
     if one.is_open:
         beyond[0], beyond[-1] = "below", "above"
     for name, counts in one.counts.items():
-        yield from ((name, *each) for each in _columns(one.edges[:-1], one.edges[1:], counts, beyond))
+        yield from ((name, *row) for row in _columns(one.edges[:-1], one.edges[1:], counts, beyond))
 
 
-def _points(line: Line) -> Iterator[_Row]:
-    return _columns(line.x, line.y)
+def _bars(one: BarChart) -> Iterator[_Row]:
+    for group, bars in one.groups.items():
+        yield from ((group, bar.name, *_numbers(bar.value, bar.low, bar.high), bar.text) for bar in bars)
+
+
+_TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
+    LineChart: (_LINES, _lines),
+    Heatmap: (("what", "line", "x", "y", "x_low", "x_high", "y_low", "y_high", "tokens"), _heatmap),
+    HistogramChart: (("name", "low", "high", "tokens", "beyond"), _histogram),
+    BarChart: (("group", "name", "value", "low", "high", "text"), _bars),
+}
+"""Kind of chart -> the columns of its CSV, and what yields their rows."""
 
 
 def _columns(*columns: Any) -> Iterator[_Row]:
@@ -180,4 +148,4 @@ def _columns(*columns: Any) -> Iterator[_Row]:
 
 
 def _numbers(*values: float | None) -> tuple[float | None, ...]:
-    return tuple(None if value is None else np.asarray(value).item() for value in values)
+    return tuple(np.asarray(value).item() for value in values)

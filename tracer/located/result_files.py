@@ -22,14 +22,16 @@ from ...schemas.errors import DamagedTrace, TimTraceError
 from ...schemas.layout import LOCATE
 from ...schemas.located import OPERATORS, PATCHES
 from ...schemas.tables import Table
-from ...tracer.environment import numeric_versions
-from ...tracer.parquet_file import ParquetFooter, read_footer, write_checked
-from ...tracer.store import Store, first_line
-from ...tracer.verified_file import FileCursor
-from ...tracer.whole_file import unnamed_file, write_part
+from ..environment import numeric_versions
+from ..parquet_file import ParquetFooter, read_footer, write_checked
+from ..store import Store, first_line
+from ..verified_file import FileCursor
+from ..whole_file import unnamed_file, write_part
 from .result_header import FORMAT, LocateQuestion, ResultHeader, parse_header
 from .results import A, B, CarriedError, Located, OperatorError, PatchedSequence, only
 
+UNFINISHED = "-unfinished"
+"""In the names of what an interrupted `locate` left."""
 _AGAIN = "run locate again, or remove it"
 _HEADER = re.compile(r"[0-9a-f]{16}\.json")
 _OPTIONS: dict[str, Any] = {"compression": "zstd"}
@@ -58,12 +60,12 @@ def header_path(result: str) -> str:
 # --- writing ------------------------------------------------------------------------------------------------------------
 
 
-def write_result(store: Store, question: LocateQuestion, found: Located) -> str:
-    """Keep a result in a local trace, in the place of an earlier one to the same question; return its header's path.
+def write_result(store: Store, result: str, question: LocateQuestion, found: Located) -> str:
+    """Keep a result in a local trace under the id of its question, replacing an earlier one; return its header's path.
 
     Raises OSError, and StorageError where a link would lead elsewhere.
     """
-    folder, result = Path(store.root), question.id
+    folder = Path(store.root)
     before = _named_before(store, result)
     files = dict(
         _write_table(folder, result, spec, rows)
@@ -133,6 +135,16 @@ def _patch_rows(found: Located) -> list[dict[str, Any]]:
 def result_ids(store: Store) -> list[str]:
     """Ids of the results that lie in a trace."""
     return [name.removesuffix(".json") for name in store.files(LOCATE) if _HEADER.fullmatch(name)]
+
+
+def unfinished_names(store: Store, question: str) -> list[str]:
+    """Return the paths in a trace that an interrupted `locate` left of a question."""
+    return [f"{LOCATE}/{name}" for name in store.files(LOCATE) if name.startswith(f"{question}{UNFINISHED}")]
+
+
+def unfinished_questions(store: Store) -> list[str]:
+    """Return the ids of questions that an interrupted `locate` left parts of."""
+    return sorted({name.partition(UNFINISHED)[0] for name in store.files(LOCATE) if UNFINISHED in name})
 
 
 def read_header(store: Store, result: str) -> ResultHeader:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import msgspec
 
-from ...schemas.checksums import SealedFile, short_hash
-from ...schemas.contract import canonical_json
+from ...schemas.checksums import SealedFile
 from ...schemas.documents import read_document, to_document
 from ...schemas.errors import DamagedTrace, NewerTrace
-from ..arms import Arm, parse_arm
 from .results import Divergence, LocatedSequence, Router, WeightDifference
 
 FORMAT = 1
@@ -33,21 +30,6 @@ class LocateQuestion:
     against_factory: str | None
     weights_from: str | None
     operators: str | None = None
-
-    @property
-    def id(self) -> str:
-        """XXH3-64 of its canonical JSON, 16 hexadecimal digits: arms count by what they change, not by how it is written."""
-        asked = asdict(self) | {name: _changes(text) for name, text in (("arm", self.arm), ("against", self.against))}
-        if self.operators is None:  # questions of earlier releases had none
-            del asked["operators"]
-        return short_hash(canonical_json(asked).encode())
-
-
-def _changes(text: str | None) -> dict[str, Any]:
-    """What an arm changes, its name left out: settings of later releases change no id."""
-    recorded = asdict(Arm())
-    given = asdict(Arm() if text is None else parse_arm(text))
-    return {name: value for name, value in given.items() if name != "name" and value != recorded[name]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,91 @@
+"""The length-decay schedule of arXiv 2602.01826 as a torch scheduler: copy it beside your training.
+
+    scheduler = LengthDecayLR(optimizer)
+    scheduler.step(mean_response_length)  # after optimizer.step()
+
+Once responses surge it halves the learning rate every 1.8 surge steps, down to a tenth. `tim-trace dynamics` runs the
+same detector over a recorded run and reports the steps at which the schedule would have acted.
+"""
+
+from collections import deque
+from statistics import median
+
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class LengthDecayLR(LRScheduler):
+    """Multiply the rates that are there, so that the schedule composes with others and with groups of different rates.
+
+    With L_t the mean response length of step t and base_t the median of L over [t - window - gap, t - gap), responses surge
+    at the first t at which L / base is at least `kappa` in `above` of the last `of` steps. From there on, every
+    round(`stretch` * surge step) steps, the rate is multiplied by `factor`, down to `floor` of what it would have been.
+
+    Where a trainer calls `step()` itself, give the length to `observe` before.
+    """
+
+    def __init__(
+        self,
+        optimizer,
+        *,
+        kappa=2.0,
+        window=20,
+        gap=5,
+        above=3,
+        of=5,
+        stretch=1.8,
+        factor=0.5,
+        floor=0.1,
+        last_epoch=-1,
+    ):
+        self.kappa, self.window, self.gap, self.above, self.of = kappa, window, gap, above, of
+        self.stretch, self.factor, self.floor = stretch, factor, floor
+        self.surge_step = None
+        self.scale = 1.0
+        self.num_steps = -1  # the constructor of LRScheduler calls step() once
+        self._lengths, self._over = deque(maxlen=window + gap), deque(maxlen=of)
+        self._ratio, self._length = 1.0, None
+        super().__init__(optimizer, last_epoch)
+
+    @property
+    def decay_period(self):
+        """Steps from one decay to the next; None before a surge."""
+        return None if self.surge_step is None else max(1, round(self.stretch * self.surge_step))
+
+    def observe(self, mean_response_length):
+        """Keep the length of the batch, in tokens, for the next `step()`."""
+        self._length = float(mean_response_length)
+
+    def step(self, mean_response_length=None):
+        """End an update. Without a length, given here or observed, it was one without responses."""
+        self.num_steps += 1
+        self._detect(self._length if mean_response_length is None else float(mean_response_length))
+        before = self.scale
+        if self.decay_period is not None and self.num_steps % self.decay_period == 0:
+            self.scale = max(self.scale * self.factor, self.floor)
+        self._ratio, self._length = self.scale / before, None
+        super().step()
+
+    def _detect(self, length):
+        if self.surge_step is not None or length is None or length != length:
+            return
+        if len(self._lengths) == self.window + self.gap:
+            base = median(list(self._lengths)[: self.window])
+            self._over.append(length >= self.kappa * base > 0)
+            if sum(self._over) >= self.above:
+                self.surge_step = self.num_steps
+        self._lengths.append(length)
+
+    def get_lr(self):
+        """Return the rate of each group, times what this update changes."""
+        return [group["lr"] * self._ratio for group in self.optimizer.param_groups]
+
+    def state_dict(self):
+        """Return the state as plain values, which torch.load reads with weights_only; the rates are the optimizer's."""
+        state = {name: value for name, value in vars(self).items() if name != "optimizer" and not callable(value)}
+        return state | {"_lengths": list(self._lengths), "_over": list(self._over)}
+
+    def load_state_dict(self, state_dict):
+        """Go on where another one stopped, with its settings."""
+        vars(self).update(state_dict)
+        self._lengths = deque(self._lengths, maxlen=self.window + self.gap)
+        self._over = deque(self._over, maxlen=self.of)
