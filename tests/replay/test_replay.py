@@ -453,14 +453,14 @@ def test_out_of_memory_stops_where_the_batch_shape_is_the_arm(rows, changes):
 
 
 def test_where_the_recording_does_not_fit_into_memory_other_arms_run(trace, monkeypatch):
-    forward = HfScorer._forward
+    given = HfScorer._given
 
-    def scarce_forward(scorer, batch):
+    def scarce(scorer, score, batch):
         if len(batch.rows) > 1:
             raise torch.OutOfMemoryError("out of memory")
-        return forward(scorer, batch)
+        return given(scorer, score, batch)
 
-    monkeypatch.setattr(HfScorer, "_forward", scarce_forward)
+    monkeypatch.setattr(HfScorer, "_given", scarce)
     identity, arm = replay(trace, steps="1", arm=["batch-size=1"])
     assert (identity.num_tokens, identity.identity_held, identity.not_held) == (0, False, "refused")
     assert "out of memory with" in identity.differs[0]
