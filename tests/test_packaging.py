@@ -116,6 +116,7 @@ def test_heavy_libraries_are_imported_only_by_the_hooks_and_inside_functions():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # of an earlier build, with files that are gone
     done = run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder, ROOT)
     assert done.code == 0, done.stderr
     (path,) = folder.glob("*.whl")
