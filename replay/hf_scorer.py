@@ -349,7 +349,7 @@ class HfScorer:
             self.contract
             | compiled
             | whole
-            | {name: self._attended for name in ("attended_tokens",) if name in self.contract}
+            | ({"attended_tokens": self._attended} if "attended_tokens" in self.contract else {})
             | {
                 "engine": "trl" if self.numerics.uses_trl else "transformers",
                 "source": "replay",

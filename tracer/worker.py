@@ -102,10 +102,8 @@ class Worker:
     def signs(self) -> tuple[int, list[str]]:
         """What differs as long as its thread gets on: tasks that ran, and its time on a CPU as the system shows it."""
         task = Path(f"/proc/self/task/{self._thread.native_id}")
-        for name, times in (
-            ("schedstat", slice(1)),
-            ("stat", slice(11, 13)),
-        ):  # in nanoseconds where the kernel counts them
+        # The first is in nanoseconds, and missing where the kernel does not count them.
+        for name, times in (("schedstat", slice(1)), ("stat", slice(11, 13))):
             with contextlib.suppress(OSError):
                 return self._num_done, (task / name).read_text(errors="replace").rpartition(")")[2].split()[times]
         return self._num_done, []

@@ -114,6 +114,8 @@ FRAMEWORK = Verl
 
 def _wide(rows: Rows) -> Rows:
     """A row a group and option as a row a group: `<option>_<statistic>` for every option."""
+    from ..rows import Rows
+
     found: dict[tuple[object, ...], dict[str, object]] = {}
     for row in rows.dicts():
         key = tuple(row.pop(name) for name in ("run", "step") if name in row)
@@ -124,7 +126,7 @@ def _wide(rows: Rows) -> Rows:
         )
     keys = tuple(name for name in ("run", "step") if name in rows.columns)
     columns = tuple(next(iter(found.values()), {}))
-    return type(rows)(keys + columns, [(*key, *values.values()) for key, values in found.items()])
+    return Rows(keys + columns, [(*key, *values.values()) for key, values in found.items()])
 
 
 def _check_rejections(options: str | None, thresholds: str | None) -> None:

@@ -198,9 +198,10 @@ class WorkerHooks:
             with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
                 is_packed = bool(plain(data.get("use_remove_padding", True)))
                 self._forwards.add(made[0], is_packed=is_packed)
-                self._attended = {} if is_packed else attended_tokens(made[0][0]["loss_mask"])
-                if self._attended:
-                    self.session.tell(_BLIND.format(version("verl"), self._attended["attended_tokens"]))
+                attended = {} if is_packed else attended_tokens(made[0][0]["loss_mask"])
+                if attended and attended != self._attended:
+                    self.session.tell(_BLIND.format(version("verl"), attended["attended_tokens"]))
+                self._attended = attended
         return made
 
     def _listen(self, engine: Any) -> None:
