@@ -40,14 +40,14 @@ class Numerics:
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch's dtype that FSDP cast buffers to, rotary frequencies among them; None where they stay, and with an arm's dtype."""
+        """torch's dtype to which FSDP cast buffers, rotary frequencies included; None if it did not, or if the arm has a dtype."""
         return self._cast("buffers_dtype")
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch's dtype that FSDP rounded logprobs to which the model itself gave; None where it did not, and with an arm's dtype.
+        """torch's dtype to which FSDP rounded the logprobs that the model returned; None if it did not, or if the arm has a dtype.
 
-        Logits have it already: the head's weights were cast.
+        Logits need no rounding: the head's weights were cast, so they have that dtype already.
         """
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") else None
 

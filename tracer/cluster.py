@@ -43,7 +43,7 @@ PATIENCE = 6
 
 
 HELD_UP = 3
-"""Such looks in a row without any actor after which it is said what is waited for."""
+"""Looks in a row without any actor after which a warning names what is missing."""
 
 
 class Worker(Protocol):

@@ -100,8 +100,8 @@ def record(
     Where `output` is a URL, such as s3://bucket/run, the trace is written to a folder of the user's cache first, and what is
     sealed is sent from there, about once a minute and at the end. That folder is removed when everything has arrived.
     `compact` merges the files of all writers at the end, as the verb of that name does. A process to which the file system
-    does not answer for `max_wait` seconds stops recording and goes on, and as long do the begin, whose command then starts
-    unrecorded, and the end wait, whose note says how to finish the recording.
+    does not answer for `max_wait` seconds stops recording and goes on. Beginning and ending the recording wait equally long: a
+    command whose recording cannot begin starts unrecorded, and a note says how to finish a recording that could not end.
     `at_end` is called with the recording when the command has ended, before the last of it is sent.
 
     On several nodes each runs this with the same `output`: further ones (`nodes.later_node`) join the recording that another
@@ -154,7 +154,9 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Begin or join a recording: its order, run id, whether it has no launcher, earlier recordings' writers; None without one."""
+        """Begin or join a recording. Return its order, its run id, whether this is its first launcher, and the writers of earlier
+        recordings; None where there is none to join.
+        """
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread sends them on
         first = None
         if number is not None:

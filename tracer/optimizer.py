@@ -9,8 +9,8 @@ PREFIX = "optimizer/"
 """What the names of its metrics begin with."""
 
 CHUNK_BYTES = 56 << 20
-"""Bytes that are worked on at once, whatever the model's tensors are. On a GPU there is one temporary tensor as large; a CPU needs
-another two for its sums, so that it takes a third, of float32 at least."""
+"""Bytes of one chunk on a GPU, where one temporary tensor of that size is needed. A CPU needs up to three, so its chunks are a
+third as large, counted in float32 at least."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:

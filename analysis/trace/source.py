@@ -20,7 +20,7 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Of sums: files of another one are not believed. Until 2, sums of several runs at once could be those of another run."""
+"""Edition of kept sums; those of another edition are computed again. Before 2, a run could have kept the sums of another run."""
 
 Pair = tuple[str, str]
 """Two passes, a and b: d = logprob(a) - logprob(b)."""

@@ -26,9 +26,9 @@ def numerics(model: Any) -> dict[str, Any]:
 
 
 def fsdp_casts(model: Any) -> dict[str, str]:
-    """What the mixed precision of FSDP casts for a forward, beside autocast: `parameters_dtype`, `buffers_dtype` and `outputs_dtype`.
+    """Return the dtypes to which FSDP's mixed precision casts in a forward: `parameters_dtype`, `buffers_dtype`, `outputs_dtype`.
 
-    Only those that it casts; empty for a model that is not sharded.
+    Only those that it casts; empty for a model without FSDP. Autocast comes on top.
     """
     if hasattr(type(model), "_get_fsdp_state"):
         policy = model._get_fsdp_state()._mp_policy

@@ -62,7 +62,7 @@ SERVER_URL = Attribute(  # from 0.28 on, before, and of AsyncGRPOTrainer
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
 """What every trainer has."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""What a trainer has that generates; samples from a queue bring their rewards along."""
+"""What a trainer that generates has; samples from a queue bring their rewards along."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:

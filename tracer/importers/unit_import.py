@@ -229,7 +229,7 @@ def add_units(
 
 
 def _remove(room: Path) -> None:
-    """Remove a folder that an actor may still write to, although it was killed: under another name it writes there no more."""
+    """Rename a folder, then remove it: an actor that is being killed may still write to its old path."""
     aside = room.with_name(f"{room.name}-{uuid.uuid4().hex}")
     with suppress(OSError):
         room.rename(aside)
