@@ -426,7 +426,7 @@ def _cause(result: Attribution) -> str:
     )  # fmt: skip
     not_mismatch = " The mismatch is ruled out." if result.clears_mismatch else ""
     if result.cause is None:
-        return f"{unsure_clause(result)} ({how}).{not_mismatch}"
+        return f"{unsure_clause(result)}. Basis: {how}.{not_mismatch}"
     return f"Most likely cause: {first.title} ({first.probability:.0%}, {how}).{not_mismatch}"
 
 

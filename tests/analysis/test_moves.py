@@ -1378,7 +1378,7 @@ def test_a_supposed_cause_is_more_probable_than_all_others(probability, code, is
     found = attribution(probability, code=code)
     assert (found.supposed_cause is found.supposed) == is_told
     assert ("Should an evaluation say" in found.sentence) == is_told
-    assert found.sentence.startswith("No fall: reward did not go down for good beyond its noise")
+    assert found.sentence.startswith("No collapse detected: reward shows no lasting drop beyond noise")
     assert found.cause is None
 
 

@@ -157,7 +157,7 @@ def test_info_and_check_tell_which_attempt_counts(traces):
     assert "2 attempts at training. A step counts as its newest attempt made it: 16 sequences of earlier ones" in text
     (note,) = [note_text(note) for note in check(traces[0]).notes if note.code == "attempts"]
     assert note == (
-        "the run has 2 attempts at training, and each step counts as its newest one made it; left out, since made again: "
+        "training was attempted 2 times; each step uses its newest attempt; left out, because repeated later: "
         "steps 5 to 6 of attempt 1"
     )
     assert check(traces[0]).rms_d == pytest.approx(check(traces[1]).rms_d, rel=1e-13)
