@@ -346,8 +346,8 @@ DIFFERENCES: Mapping[str, str] = {
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "no reward or evaluation was recorded at {min_values} or more steps, so a collapse cannot be detected",
-    "no_evaluation": "no evaluation was logged (a metric such as eval/reward): a wrong reward can hide a collapse, because it is the wrong reward "
-    "that was recorded",
+    "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, it does not "
+    "show a collapse",
     "reward_changed": "from step {step} on the reward changed: {share:.0%} of {num_responses:,} responses sampled before and after get a different "
     "one, the same each time. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",

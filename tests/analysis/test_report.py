@@ -159,9 +159,9 @@ def test_an_effect_on_the_objective_is_called_what_its_numbers_say(push, interva
 @pytest.mark.parametrize(
     ("push", "interval", "free", "code", "short"),
     [
-        (0.144, (0.1, 0.2), -0.183, "opposed", "no direction"),
-        (0.0109, (0.008, 0.012), -0.0379, "opposed", "no direction"),
-        (0.144, (0.1, 0.2), 0.183, "large_push", "one way"),
+        (0.144, (0.1, 0.2), -0.183, "opposed", "no clear direction"),
+        (0.0109, (0.008, 0.012), -0.0379, "opposed", "no clear direction"),
+        (0.144, (0.1, 0.2), 0.183, "large_push", "large bias"),
         (0.0109, (-0.008, 0.012), -0.0379, "noise", "noise"),
     ],
 )
@@ -177,7 +177,7 @@ def test_an_effect_whose_sign_the_clip_gives_has_no_direction(push, interval, fr
     assert answer.code == code
     assert short in answer.text.short
     free_text = (
-        f"{free * 100:+.3g}% without the clip (95% interval {(free - 0.01) * 100:+.3g}% to {(free + 0.01) * 100:+.3g}%)"
+        f"{free * 100:+.3g}% without the clip (95% CI {(free - 0.01) * 100:+.3g}% to {(free + 0.01) * 100:+.3g}%)"
     )
     assert free_text in answer.text.figure
 
