@@ -240,7 +240,7 @@ def test_a_control_with_other_prompts_is_an_observation(tmp_path):
             record_step(recorder, Story(), step, np.random.default_rng(step))
     found = attribute(run, control=other)
     assert found.kind == "observation"
-    assert any("do not share their prompts" in note for note in found.notes)
+    assert any("have different prompts" in note for note in found.notes)
 
 
 def test_without_an_outcome_nothing_is_judged(tmp_path):
@@ -250,7 +250,7 @@ def test_without_an_outcome_nothing_is_judged(tmp_path):
             recorder.add_scores("train", batch, logprobs=[[-1.0, -0.5]])
     found = attribute(tmp_path / "run")
     assert (found.outcome, found.fall) == ("", None)
-    assert "neither a reward" in found.sentence
+    assert "no reward or evaluation" in found.sentence
 
 
 def test_a_run_without_a_rollout_pass_says_that_no_mismatch_can_be_seen(tmp_path):

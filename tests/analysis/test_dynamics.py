@@ -466,14 +466,14 @@ def test_a_part_of_the_steps_is_a_run_of_its_own(tmp_path):
     found = dynamics(trace, steps=":15")
     assert (found.first_step, found.last_step, found.num_steps) == (1, 15, 15)
     assert found.onsets == ()
-    assert "Nothing changed its course" in found.summary[0]
+    assert "No series changed" in found.summary[0]
 
 
 def test_one_step_is_told_and_the_rest_named_as_open(tmp_path):
     make_trace(tmp_path / "run", steps=1)
     found = dynamics(tmp_path / "run")
     assert found.summary == ("Too short to say what changed first: 1 steps recorded, at least 12 needed.",)
-    assert any(sentence.startswith("steps with a value: 1; change points need 12") for sentence in found.unanswered)
+    assert any(sentence.startswith("1 steps with a value; change points need 12") for sentence in found.unanswered)
     # `stats` adds up sequence by sequence: a unit in the last place.
     k3 = {each.name: each.first for each in found.series}["k3"]
     assert k3 == pytest.approx(stats(tmp_path / "run").dicts()[0]["k3"], rel=1e-14)

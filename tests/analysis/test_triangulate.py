@@ -57,7 +57,7 @@ def test_an_error_that_both_share_is_no_part_of_the_gap(tmp_path):
 
 def test_two_equal_sides_are_told_as_both(tmp_path):
     found = triangulate(make_trace(tmp_path / "run", [[T, -T]], [[T, T]]))
-    assert "Both sides carry the gap: the trainer 50%" in found.sentence
+    assert "Both sides account for the mismatch: the trainer for 50%" in found.sentence
 
 
 def test_no_gap_is_said_plainly(tmp_path):
@@ -78,7 +78,7 @@ def test_an_arm_removes_what_the_gap_is_smaller_with_it(tmp_path):
 def test_few_groups_and_groups_that_agree_leave_no_interval(tmp_path):
     few = triangulate(make_trace(tmp_path / "few", [[T, -T]] * 7, [[R, R]] * 7))
     assert (few.num_groups, few.no_interval, few.sides[0].share_low) == (7, "fewer than 8 groups", None)
-    assert few.sentence.endswith("(no interval: fewer than 8 groups).")
+    assert few.sentence.endswith("; no interval: fewer than 8 groups).")
     alike = triangulate(make_trace(tmp_path / "alike", [[T, -T]] * 8, [[R, R]] * 8))
     assert (alike.num_groups, alike.no_interval) == (8, "every group gives the same value")
 
