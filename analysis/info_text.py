@@ -56,7 +56,7 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
         facts.append(
             (
                 "checksums",
-                "none (format 1): damage inside a file that is still readable goes undetected",
+                "no checksums (format 1): damage inside a file that is still readable goes undetected",
             )
         )
     name_width = max(len(name) for name, _ in facts)

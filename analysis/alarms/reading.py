@@ -1,6 +1,6 @@
-"""Every alarm held against every step of a run: the one rule of which alarms sound.
+"""Every alert rule evaluated at every step of a run.
 
-The levels are of a training step's own figure, as the frameworks log it, so that an alarm sounds where one step passes it.
+The levels are of a training step's own figure, as the frameworks log it, so an alert fires if one step passes it.
 
 Shapes: n steps, those that have a value.
 """
