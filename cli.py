@@ -63,7 +63,7 @@ SECTIONS = {
         "compare": "What differs first between two runs.",
         "corrections": "What each correction would have cut, and its cost.",
         "objective": "What the mismatch does to the training objective.",
-        "dynamics": "When each series changed, and what moved first.",
+        "dynamics": "When each series changed, and what changed first.",
         "attribute": "Whether and when a run collapsed, and the likely cause.",
     },
     "more to replay": {
@@ -661,7 +661,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 )
 @_prints(csv=False, wide=False)
 def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **options: str) -> None:
-    """Tell a run's story: whether it fell and since when, why, whether the comparison is valid, and what is normal.
+    """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
 
     Begin here. It runs attribute and check, names what each side computed in, holds the trace's own figures against published
     ones and against alarm levels, each under its own definition, says what replays in the trace have settled, and which replay
@@ -831,7 +831,7 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @_prints()
 def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
-    """Say how a run moved: when each series changed, what moved first, and what leads what.
+    """Say how a run changed: when each series changed, which changed first, and which series lead.
 
     Mismatch, rewards and their spread within groups, lengths, entropy, grad norm, optimizer, policy lag: the steps at
     which each jumps or breaks its slope, with intervals; correlations over lags; whether responses surged, and when the
@@ -1319,7 +1319,7 @@ def weights(
 @_steps
 @_prints(csv=False, wide=False)
 def attribute(trace: str, control: str | None, pair: str, steps: str, form: _Form) -> None:
-    """Say whether a run collapsed or declines, where that begins, what moved first, and what caused it.
+    """Say whether a run collapsed or declines, where that begins, what changed first, and what caused it.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length) has its evidence for and against, a
     probability, and the cheapest replay or rerun that would decide. Of one run this is an observation; with a control it is

@@ -280,14 +280,14 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
         )
     for writer in writers:
         if writer.state == KILLED:
-            found.append(f"writer {writer.writer} ended without closing: what it had not yet appended is lost")
+            found.append(f"writer {writer.writer} ended without closing: rows not yet appended are lost")
         elif writer.state == STOPPED:
             found.append(f"writer {writer.writer} stopped recording early: {writer.error}")
     for state in source.writers:
         if state.is_launcher and state.state == OPEN and not source.snapshot.liveness[state.writer].is_alive:
-            found.append("`tim-trace record` ended before its command: how the command ended is not known")
+            found.append("`tim-trace record` exited before its command, so the exit code of the command is unknown")
     if source.snapshot.torn_bytes and source.is_live:
-        found.append(f"{source.snapshot.torn_bytes} bytes are being appended just now")
+        found.append(f"{source.snapshot.torn_bytes} bytes are being appended right now")
     return found
 
 

@@ -8,21 +8,21 @@ from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo, WriterInfo, steps_
 from .rows import Rows, shown, to_text
 
 _STATES = {
-    LIVE: "live: it is being recorded",
+    LIVE: "live: recording in progress",
     FINISHED: "finished",
-    KILLED: "killed: a writer ended without closing",
+    KILLED: "killed: a writer exited without closing",
     STOPPED: "stopped: a writer stopped recording early",
 }
 
 
 def info_text(info: TraceInfo, width: int | None = None) -> str:
-    """Write what a trace holds, for reading."""
+    """Render what a trace holds."""
     info = shown(info)
     facts = [
         ("trace", info.path),
         (
             "state",
-            _STATES[info.state] + (f", the command ended with {info.exit_code}" if info.exit_code is not None else ""),
+            _STATES[info.state] + (f", the command exited with {info.exit_code}" if info.exit_code is not None else ""),
         ),
         ("recorded", f"{info.created_at[:19]}Z with tim-trace {info.created_by} ({info.source})"),
     ]
@@ -56,7 +56,7 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
         facts.append(
             (
                 "checksums",
-                "no checksums (format 1): damage inside of a file is not seen where the file can still be read",
+                "no checksums (format 1): damage inside a file that is still readable goes undetected",
             )
         )
     name_width = max(len(name) for name, _ in facts)
@@ -71,7 +71,7 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
         ("judged", info.judged),
         ("missing", info.missing),
         ("damaged", info.damaged),
-        ("passed over", info.ignored),
+        ("ignored", info.ignored),
     ):
         if sentences:
             parts.append("\n".join([f"{title}:", *(f"  - {sentence}" for sentence in sentences)]))
@@ -83,7 +83,7 @@ _WORTH_TELLING = 0.05
 
 
 def _is_telling(writer: WriterInfo) -> bool:
-    """Whether a writer has something to be told of: it did not finish, or training waited for it."""
+    """Whether a writer is worth a row: it did not finish, or training waited for it."""
     return writer.state != FINISHED or writer.waited_s >= _WORTH_TELLING
 
 
@@ -109,7 +109,7 @@ def _evaluation(info: TraceInfo) -> list[tuple[str, str]]:
 
 def _capture(info: TraceInfo) -> str:
     if info.capture == "logprobs":
-        return "the taken token's logprobs"
+        return "logprobs of sampled tokens"
     return (
         f"{info.capture} of {info.capture_fraction:g} of the sequences: {info.num_captured:,} scores, "
         f"{_size(info.num_bytes.get('dense', 0))} in dense/"
@@ -134,7 +134,7 @@ def _writers(info: TraceInfo) -> Rows:
 
 
 def _attempts(info: TraceInfo) -> Rows:
-    columns = ("attempt", "steps", "sequences", "made again later")
+    columns = ("attempt", "steps", "sequences", "repeated later")
     rows = [
         (a.attempt, steps_text([(a.first_step, a.last_step)]), a.num_sequences, steps_text(a.superseded) or None)
         for a in info.attempts
@@ -145,10 +145,10 @@ def _attempts(info: TraceInfo) -> Rows:
 def _newest_counts(info: TraceInfo) -> str:
     left_out = sum(attempt.num_superseded for attempt in info.attempts)
     if not left_out:
-        return f"{len(info.attempts)} attempts at training; no step was made twice."
+        return f"{len(info.attempts)} attempts at training; no step was repeated."
     return (
-        f"{len(info.attempts)} attempts at training. A step counts as its newest attempt made it: {left_out:,} sequences of "
-        "earlier ones are in no number here; all_sequences, all_scores and all_metrics have every row."
+        f"{len(info.attempts)} attempts at training. Each step uses its newest attempt: {left_out:,} sequences of earlier "
+        "attempts are left out here; all_sequences, all_scores and all_metrics have every row."
     )
 
 

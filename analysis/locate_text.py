@@ -10,9 +10,9 @@ from .rows import Rows, shown, to_text
 _MOST_ROWS = 12
 """Of a table, on a terminal."""
 _LEAST = 5e-4
-"""Of the gap: a share that a table on a terminal leaves out where it is smaller."""
+"""Rows that account for a smaller share of the mismatch are left out of a table on a terminal."""
 _REMOVES = 0.5
-"""Share of the gap from which a patch is the answer."""
+"""Share of the mismatch from which a patch is the answer."""
 _TRIES = {
     "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32", "logits": "--lm-head fp32",
     ROUTES: "--routing recorded",
@@ -21,7 +21,7 @@ _TRIES = {
 
 
 def location_text(found: Location, width: int | None = None) -> str:
-    """Write where two executions part, for reading."""
+    """Render where two executions diverge."""
     named = found
     found = shown(found)
     groups = f", {found.num_groups:,} groups" if found.num_groups != found.num_sequences else ""
@@ -33,12 +33,14 @@ def location_text(found: Location, width: int | None = None) -> str:
             f"{found.step}, {found.num_sequences} sequences ({found.chosen}){groups}, {found.num_tokens:,} tokens",
         ),
         (
-            "gap",
+            "mismatch",
             f"{found.gap_rms:.3g} nats rms, mean |d| {found.mean_abs_d:.3g}, largest {found.max_abs_d:.3g} (d = b - a)",
         ),
     ]
     if found.explained is not None:
-        facts.append(("explained", f"{found.explained:.1%} of the gap by the operators' own errors, to first order"))
+        facts.append(
+            ("explained", f"{found.explained:.1%} of the mismatch by the operators' own errors, to first order")
+        )
     flipped = [each for each in found.routers if each.num_flipped]
     if flipped:
         number, of = (sum(getattr(each, name) for each in found.routers) for name in ("num_flipped", "num_tokens"))
@@ -50,13 +52,13 @@ def location_text(found: Location, width: int | None = None) -> str:
     if found.engines:
         facts.append(("vllm", "eager: neither compiled nor in CUDA graphs, no prefix cache"))
     if found.unseen:
-        facts.append(("not seen", f"{', '.join(found.unseen)}: in one execution alone"))
+        facts.append(("not seen", f"{', '.join(found.unseen)}: in one execution only"))
     facts += [("unjudged", f"{name} ({why})") for name, why in list(found.unjudged.items())[:_MOST_ROWS]]
     if found.unjudged:
         facts.append(
             (
                 "",
-                "the rest is judged without them; code that computes them one by one, as transformers' does, would show them",
+                "the rest is judged without them; run code that computes them one by one, such as transformers', to judge them too",
             )
         )
     parts = [sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
@@ -77,15 +79,15 @@ def _largest(rows: Rows, value: str) -> Rows | None:
 
 def sentence(found: Location) -> str:
     """The answer in a sentence or two, with what alone was looked at."""
-    return _answer(found) + (f" Only this was looked at: {found.only}." if found.only else "")
+    return _answer(found) + (f" Limited to {found.only}." if found.only else "")
 
 
 def _answer(found: Location) -> str:
     if found.first is not None:
         return _first(found.first, found)
     if not found.gap_rms:
-        return "There is no gap: both executions give every token the same logprob."
-    said = "Nothing but rounding: no operator of a or b is beyond its bound."
+        return "No mismatch: both executions give every token the same logprob."
+    said = "Only rounding: no operator of a or b exceeds its bound."
     top = max(found.kinds, key=lambda each: each.carried, default=None)
     best = max(_single(found), key=lambda each: each.removed, default=None)
     if best is not None and best.removed > _REMOVES:
@@ -122,39 +124,39 @@ def _single(found: Location) -> list[PatchShare]:
 def _removes(best: PatchShare) -> str:
     other = "a" if best.taker == "b" else "b"
     done = (
-        f"{best.taker} with the experts that {other} chose, where they differ,"
+        f"Giving {best.taker} the experts that {other} chose"
         if best.patch == ROUTES
-        else f"{best.patch} computed in {best.taker} as {other} computes it"
+        else f"Computing {best.patch} in {best.taker} as {other} does"
     )
     share = f"{best.removed:.0%}{_interval(best.removed_low, best.removed_high)}"
-    return f"{done} removes {share} of the gap's mean square."
+    return f"{done} removes {share} of the mismatch (mean square of d)."
 
 
 def _interval(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f" (95 % interval: {low:.0%} to {high:.0%})"
+    return "" if low is None or high is None else f" (95% CI {low:.0%} to {high:.0%})"
 
 
 def _carries(top: OperatorShare) -> str:
-    sure = _interval(top.carried_low, top.carried_high)
-    return f"Of the gap's mean square, {top.kind} in {top.side} carries {top.carried:.0%}{sure}, more than any other."
+    interval = _interval(top.carried_low, top.carried_high)
+    return f"{top.kind} in {top.side} accounts for {top.carried:.0%}{interval} of the mismatch (mean square of d), more than any other."
 
 
 def _first(first: Divergence, found: Location) -> str:
     whose = f"{first.side} ({found.a if first.side == 'a' else found.b})"
     if first.why == "weights":
-        of = f"; they are those of version {first.version}" if first.version is not None else ""
-        return f"The first divergence is {first.operator}: {whose} holds other weights there than were recorded{of}."
+        of = f"; they are from version {first.version}" if first.version is not None else ""
+        return f"The first divergence is {first.operator}: the weights of {whose} there are not the recorded ones{of}."
     if first.why == "beyond":
         size = "a choice that rounding does not explain" if first.ratio == float("inf") else (
-            f"its own error is {first.ratio or 0.0:,.3g} times what rounding can do"
+            f"its own error is {first.ratio or 0.0:,.3g} times what rounding can cause"
         )  # fmt: skip
         return f"The first divergence is {first.operator} in {whose}: {size} (sequence {first.seq_id}, token {first.token})."
     return (
-        f"The first divergence is {first.operator} in {whose}: its code computes something else, which rounding hides there "
-        "and float64 shows."
+        f"The first divergence is {first.operator} in {whose}: its code computes something different, hidden by rounding there "
+        "and visible in float64."
     )
 
 
 def _weights(each: WeightDifference) -> str:
-    of = f", which is version {each.version}'s" if each.version is not None else ""
-    return f"{each.side} holds another {each.tensor} than was recorded{of}: up to {each.largest:.3g} off"
+    of = f" (that of version {each.version})" if each.version is not None else ""
+    return f"{each.tensor} in {each.side} is not the recorded one{of}: differs by up to {each.largest:.3g}"

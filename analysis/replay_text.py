@@ -12,7 +12,7 @@ from .rows import Rows, table, to_text
 
 
 def plan_text(plan: ReplayPlan, width: int | None = None) -> str:
-    """Write what a replay will do: a row an arm."""
+    """Render what a replay will do: one row per arm."""
     return to_text(plan_rows(plan), width)
 
 
@@ -33,7 +33,7 @@ def estimate_sentence(plan: ReplayPlan) -> str:
     scoring_s = sum(arm.num_tokens / arm.tokens_per_s for arm in arms if arm.tokens_per_s)
     actors = max((arm.num_actors for arm in arms), default=1)
     each = f" on each of {actors} actors" if actors > 1 else ""
-    pace = f" at {tokens / scoring_s:,.0f} tokens a second{each}" if scoring_s else ""
+    pace = f" at {tokens / scoring_s:,.0f} tokens/s{each}" if scoring_s else ""
     loads = sum(arm.num_versions for arm in plan)
     whole = ""
     if any(arm.num_all_tokens > arm.num_tokens for arm in plan) and plan.all_seconds is not None:
@@ -42,7 +42,7 @@ def estimate_sentence(plan: ReplayPlan) -> str:
     device_hours = f", {hours:.2g} device hours" if hours >= _LEAST_DEVICE_HOURS else ""
     return (
         f"about {_duration(plan.seconds)}: {tokens:,} tokens in {len(arms)} arm{'s' * (len(arms) != 1)}{pace}, "
-        f"{loads:,} time{'s' * (loads != 1)} other weights{device_hours}{whole}"
+        f"{loads:,} weight load{'s' * (loads != 1)}{device_hours}{whole}"
     )
 
 
@@ -59,6 +59,6 @@ def not_held_reason(code: str) -> str:
 
 
 def replay_text(found: Sequence[ReplayedStep], width: int | None = None) -> str:
-    """Write replays for reading: a row an arm."""
+    """Render replays: one row per arm."""
     estimates = replay_estimates(found) if isinstance(found, ReplayedSteps) else []
     return to_text(table(estimates or by_arm(found)), width)

@@ -97,19 +97,19 @@ class Triangulation(Result):
     def sentence(self) -> str:
         """The answer in a sentence."""
         if self.gap_rms == 0.0:
-            return "There is no gap: trainer and engine gave every token the same logprob."
+            return "No mismatch: trainer and engine give every token the same logprob."
         larger = max(self.sides, key=lambda side: side.share)
         if larger.share < 0.6:
             return (
-                f"Both sides carry the gap: the trainer {self.sides[0].share:.0%} of its mean square and the engine "
+                f"Both sides account for the mismatch: the trainer for {self.sides[0].share:.0%} of its mean square, the engine for "
                 f"{self.sides[1].share:.0%}."
             )
         who = "trainer" if larger.name == TRAIN else "engine"
         if larger.share_low is None or larger.share_high is None:
-            sure = f"no interval: {self.no_interval}"
+            interval = f"no interval: {self.no_interval}"
         else:
-            sure = f"95 % interval over {self.num_groups:,} groups: {larger.share_low:.1%} to {larger.share_high:.1%}"
-        return f"The {who} carries {larger.share:.1%} of the gap's mean square ({sure})."
+            interval = f"95% CI over {self.num_groups:,} groups: {larger.share_low:.1%} to {larger.share_high:.1%}"
+        return f"The {who} accounts for {larger.share:.1%} of the mismatch (mean square of d; {interval})."
 
 
 def triangulate(

@@ -8,7 +8,7 @@ from .triangulate import Triangulation
 
 
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:
-    """Write who is wrong, for reading."""
+    """Render which side is wrong."""
     found = shown(found)
     why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
     steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
@@ -16,11 +16,11 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
         ("reference", found.reference),
         (
             "identity",
-            "held: the recorded bits came back" if found.identity_held else f"NOT HELD{why}: see tim-trace replay",
+            "held: bitwise equal to the recording" if found.identity_held else f"NOT HELD{why}: see tim-trace replay",
         ),
         ("steps", steps),
         ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
-        ("gap", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
+        ("mismatch", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
         ("correlation", f"{found.correlation:.3g} of the two errors"),
         ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),
     ]
@@ -34,7 +34,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
 
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
-    """A row a side, an arm, or a bin of the reference's probability or of the token's position."""
+    """One row per side, per arm, or per bin of the reference's probability or of the token's position."""
     sides = table(found.sides)
     return {
         "side": Rows(("side", *sides.columns[1:]), sides.rows),

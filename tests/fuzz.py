@@ -488,7 +488,7 @@ def count_rows(trace, table):
 def parse(arguments, ended):
     """The answer without what changes by itself, and the damage that it tells."""
     if "--json" not in arguments:
-        text = re.sub(r"last record .* ago|\d+ steps a minute[^\n]*\n|(note: [^\n]*\n)([^\n]+\n)*", "", ended.stdout)
+        text = re.sub(r"last record .* ago|\d+ steps per minute[^\n]*\n|(note: [^\n]*\n)([^\n]+\n)*", "", ended.stdout)
         if arguments[0] == "info":
             text = "\n".join(
                 line for line in text.splitlines() if re.match(r"steps|sequences|tokens|metrics|rollout", line)

@@ -1,1 +1,1 @@
-"""Which alarms sound, over which steps: one rule for `diagnose`, `watch` and the report."""
+"""Which alerts fire, over which steps: one rule for `diagnose`, `watch` and the report."""

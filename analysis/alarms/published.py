@@ -1,4 +1,4 @@
-"""Levels at which frameworks and papers sound an alarm, each under its own definition: they are not interchangeable."""
+"""Alert levels of frameworks and papers, each under its own definition: they are not interchangeable."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A published level of one metric, or a sign of this project's own rule."""
+    """A published level of one metric, or one rule of tim-trace."""
 
     who: str
-    """Whose level or rule it is; `tim-trace` for this project's own."""
+    """Who published the level; `tim-trace` for its own rules."""
     metric: str
     """Name of the trace's own figure by step: see alarms.figures."""
     definition: str
     level: float | None
-    """None where `rule` says when it sounds."""
+    """None if `rule` says when it fires."""
     rule: str = ""
     above: bool = True
-    """Whether values above the level alarm; otherwise those below."""
+    """Whether it fires above the level; otherwise below."""
     of_size: bool = False
-    """Whether a negative value alarms like a positive one."""
+    """Whether it compares the absolute value."""
     summary: str
-    """What its source says of a run beyond the level."""
+    """What the source says about a run beyond the level."""
     source: str
     of_mismatch: bool = True
     """Whether it is about the size of the mismatch; otherwise about rewards or the optimizer."""
 
     @property
     def condition(self) -> str:
-        """When it sounds, as `> 0.001`."""
+        """When it fires, as `> 0.001`."""
         return self.rule if self.level is None else f"{'>' if self.above else '<'} {self.level:g}"
 
 
@@ -48,7 +48,7 @@ ALARMS = (
     ),
     Alarm(
         who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2), w = exp(d) untruncated", level=0.3, above=False,
-        summary="few tokens carry the weights", source="verl docs, rollout correction",
+        summary="few tokens carry most of the weight", source="verl docs, rollout correction",
     ),
     Alarm(
         who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
@@ -56,14 +56,14 @@ ALARMS = (
     ),
     Alarm(
         who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
-        summary="more than is acceptable", source="NeMo-RL docs, GRPO",
+        summary="above the acceptable range", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
         who="Miles", metric="k3", definition="mean(exp(d) - 1 - d); their page says KL", level=1.0,
         summary="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
     ),
     Alarm(
-        who="Miles", metric="mean_abs_d", definition="mean |d|", level=0.8, summary="a chat template that differs",
+        who="Miles", metric="mean_abs_d", definition="mean |d|", level=0.8, summary="chat templates differ",
         source="Miles docs, debug",
     ),
     Alarm(
@@ -72,11 +72,11 @@ ALARMS = (
     ),
     Alarm(
         who="Tinker", metric="k3", definition="KL between sampler and trainer (k3 taken)", level=0.01,
-        summary="look into it", source="tinker-feedback#22",
+        summary="investigate", source="tinker-feedback#22",
     ),
     Alarm(
         who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=1e-3,
-        summary="no longer their low group", source="richardli.xyz/rl-collapse",
+        summary="above their low group", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
         who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=2e-2,
@@ -84,11 +84,11 @@ ALARMS = (
     ),
     Alarm(
         who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
-        summary="a mixture's run was dead beyond it", source="Ling team, IcePop; arXiv 2510.18855",
+        summary="an MoE run collapsed above it", source="Ling team, IcePop; arXiv 2510.18855",
     ),
     Alarm(
         who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="its CI fails (a 4B model)",
         source="slime, Miles CI",
     ),
 )  # fmt: skip
-"""Alarm levels as published."""
+"""Alert levels as published."""

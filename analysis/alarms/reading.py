@@ -1,6 +1,6 @@
-"""Every alarm held against every step of a run: the one rule of which alarms sound.
+"""Every alert rule evaluated at every step of a run.
 
-The levels are of a training step's own figure, as the frameworks log it, so that an alarm sounds where one step passes it.
+The levels are of a training step's own figure, as the frameworks log it, so an alert fires if one step passes it.
 
 Shapes: n steps, those that have a value.
 """
@@ -98,13 +98,13 @@ def _reading(alarm: Alarm, steps: np.ndarray, sounds: np.ndarray, values: Array 
 
 
 def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[AlarmReading]:
-    """The four signs of this project's rule, each by itself."""
+    """The four rules of tim-trace, each by itself."""
     signs = (
-        (rule.gap_bends, "mean_abs_d", "mean |d|", f"> {rule.GAP:g} for {rule.TIMES} steps", "the gap can bend the run", True),
-        (rule.rate_jumps, "learning_rate", "the learning rate", f"> {rule.RATE:g} times what it was",
+        (rule.gap_bends, "mean_abs_d", "mean |d|", f"> {rule.GAP:g} for {rule.TIMES} steps", "a mismatch of this size can bias the run", True),
+        (rule.rate_jumps, "learning_rate", "the learning rate", f"> {rule.RATE:g} times its earlier level",
          "a spike of the learning rate", False),
-        (rule.norm_jumps, "grad_norm", "the gradient norm over its median of 20 steps before",
-         f"> {rule.NORM:g} for {rule.TIMES} steps", "the updates leave their range", False),
+        (rule.norm_jumps, "grad_norm", "the gradient norm over its median of the 20 steps before",
+         f"> {rule.NORM:g} for {rule.TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip
     for sounds, metric, definition, condition, summary, of_mismatch in signs:
         if (known := figure(metric, series, {})) is not None:
@@ -119,8 +119,8 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
     if len(steps) and "reward" in series:
         alarm = Alarm(
             who=OWN, metric="unequal_rewards", level=None, rule=f"> {rule.UNEQUAL:g}",
-            definition="share of repeated responses with another reward than before, over 20 steps",
-            summary="the reward is not of the response alone", source=_MEASURED, of_mismatch=False,
+            definition="share of repeated responses with a different reward than before, over 20 steps",
+            summary="the reward depends on more than the response", source=_MEASURED, of_mismatch=False,
         )  # fmt: skip
         yield _reading(alarm, steps, rule.rewards_contradict(unequal), unequal)
 

@@ -1,4 +1,4 @@
-"""An alarm in words."""
+"""Render alert rules and their readings as text."""
 
 from __future__ import annotations
 
@@ -8,31 +8,47 @@ from .reading import AlarmReading
 
 
 def taken_over(reading: AlarmReading) -> str:
-    """What its figure is taken over."""
+    """Name the step or steps the value was taken from."""
     return "every step" if reading.worst_step is None else f"worst step {reading.worst_step}"
 
 
+def fired(num_raised: int, num_judged: int) -> str:
+    """Say how many alert rules fired."""
+    if not num_raised:
+        return f"no alert fired ({num_judged} rule{'' if num_judged == 1 else 's'})"
+    return f"{num_raised} of {num_judged} alerts fired"
+
+
+def value_text(reading: AlarmReading) -> str:
+    """The value of a rule, with the step it came from; it must have one."""
+    return (
+        f"{reading.own:.3g} over all steps"
+        if reading.worst_step is None
+        else f"{reading.own:.3g} at {taken_over(reading)}"
+    )
+
+
 def since(reading: AlarmReading) -> str:
-    """At which steps it sounds; empty where it is silent."""
+    """Say at which steps the alert fires; empty if it never does."""
     if not reading.is_raised:
         return ""
     if reading.num_steps == 1:
         return f"at step {reading.first_step}"
     if reading.still:
-        return f"from step {reading.first_step} on"
+        return f"since step {reading.first_step}"
     return f"from step {reading.first_step} to {reading.last_step}"
 
 
 def alarm_sentence(reading: AlarmReading) -> str:
-    """Whose alarm it is, its figure with what that is taken over, and since when it sounds."""
+    """Name the rule, its value with the step it came from, and when it fires."""
     alarm = reading.alarm
-    own = "" if reading.own is None else f" ({reading.own:.3g} at the {taken_over(reading)})"
+    own = "" if reading.own is None else f" ({value_text(reading)})"
     when = since(reading)
     return f"{alarm.who}: {alarm.metric} {alarm.condition}{own}{f', {when}' if when else ''}"
 
 
 def reading_json(reading: AlarmReading) -> dict[str, Any]:
-    """The figure of an alarm, what it is taken over, and where it sounds."""
+    """Return the value of a rule, the step it came from, and where it fires, as JSON."""
     return {
         "own": reading.own, "over": taken_over(reading), "worst_step": reading.worst_step, "is_raised": reading.is_raised,
         "sounds": reading.is_raised, "first_step": reading.first_step, "first_value": reading.first_value,

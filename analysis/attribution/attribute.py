@@ -39,7 +39,7 @@ def attribute(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Say whether a run collapsed or declines slowly, where that begins, what moved first, and which suspect caused it.
+    """Say whether a run collapsed or declines slowly, where that begins, what changed first, and which suspect caused it.
 
     An evaluation is judged where one was logged, else the reward of the sequences. Each suspect has its evidence for and
     against, a probability, and the cheapest replay or rerun that would decide. Of one run this is an observation: what

@@ -9,10 +9,10 @@ from .facts import Facts
 
 RECORD = Advice("tim-trace record -o RUN -- COMMAND", "with an engine that returns logprobs")
 LOWER_LEARNING_RATE = Advice(
-    remark="rerun from the last version before the fall with a tenth of the learning rate, all else alike"
+    remark="rerun from the last version before the drop with a tenth of the learning rate and everything else unchanged"
 )
 SCORE_AGAIN = Advice(
-    remark="score the recorded responses of the steps around the fall again with the verifier, and compare with "
+    remark="score the recorded responses of the steps around the drop again with the verifier, and compare with "
     "sequences.reward"
 )
 COMPARE_ROWS = Advice(
@@ -23,29 +23,29 @@ CHANGE_ENTROPY_TERM = Advice(
 )
 
 EVALUATE_OLD_PROMPTS = Advice(
-    remark="evaluate the weights of before and after the change on prompts of before it: where they do as well, it is the prompts"
+    remark="evaluate the weights before and after the change on the earlier prompts: if both do equally well, the prompts are the cause"
 )
 RAISE_LIMIT = Advice(
-    remark="sample one step again with a larger max_tokens from the same weights, and compare the rewards"
+    remark="sample one step again from the same weights with a larger max_tokens, and compare the rewards"
 )
 WITHOUT_KL_TERM = Advice(
-    remark="rerun from the last version before the fall with the coefficient of the KL term at 0, all else alike"
+    remark="rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged"
 )
 COMPUTE_ADVANTAGES = Advice(
-    remark="compute the advantages of one step from sequences.reward and group_id again, and compare with sequences.advantage"
+    remark="recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage"
 )
 
 
 def triangulate(facts: Facts) -> Advice:
-    """Split the mismatch of the step at which the fall begins."""
+    """Split the mismatch of the step at which the drop begins."""
     return Advice(f"tim-trace triangulate {shlex.quote(facts.trace)} --steps {_steps(facts)}")
 
 
 def replay_versions(facts: Facts) -> Advice:
-    """Replay the step at which the fall begins with older weights."""
+    """Replay the step at which the drop begins with older weights."""
     return Advice(
         f"tim-trace replay {shlex.quote(facts.trace)} --steps {_steps(facts)} --weights-version V-1",
-        "or rerun synchronously: one policy version a step",
+        "or rerun synchronously: one policy version per step",
     )
 
 

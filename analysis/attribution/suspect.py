@@ -1,4 +1,4 @@
-"""The possible causes of a fall, and one of them with its evidence."""
+"""The possible causes of a collapse, and one of them with its evidence."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from .evidence import Evidence
 
 SUSPECTS = {
     "mismatch": "training-inference mismatch",
-    "staleness": "staleness: the sampling weights were behind",
+    "staleness": "staleness: the engine sampled with old weights",
     "optimizer": "the optimizer or the learning rate",
     "reward": "a noisy or wrong reward",
-    "pairing": "data paired wrongly",
-    "data": "the prompts: other ones than before",
-    "truncation": "responses that are cut off",
+    "pairing": "misaligned rows",
+    "data": "a change of the prompts",
+    "truncation": "truncated responses",
     "reference": "the KL term or its reference model",
     "advantages": "the sign, scale or baseline of the advantages",
     "entropy": "entropy collapse or explosion",
-    "length": "the length of responses",
-    "unknown": "something else, or what this trace does not show",
+    "length": "response length",
+    "unknown": "something else",
 }
-"""Code of a suspect -> what it is, in words."""
+"""Code of a suspect -> its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """One possible cause of a fall."""
+    """One possible cause of a collapse."""
 
     code: str
-    """Of SUSPECTS."""
+    """A code of SUSPECTS."""
     detail: str = ""
-    """Which kind of it: the class of a mismatch."""
+    """The kind of mismatch: a code of the check's titles."""
     evidence: tuple[Evidence, ...] = ()
     probability: float = 0.0
-    """That it is the cause, 0 to 1; those of all suspects sum to 1."""
+    """Probability that it is the cause, 0 to 1; all suspects sum to 1."""
     next: Advice = field(default_factory=Advice)
-    """The cheapest replay or rerun that would decide; empty where there is none."""
+    """The cheapest replay or rerun that would decide; empty if there is none."""
 
     @property
     def title(self) -> str:
-        """The suspect in words."""
+        """The name of the suspect, with its kind."""
         return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
 
     @property
     def for_it(self) -> tuple[Evidence, ...]:
-        """What speaks for it beside what it begins with, the strongest first."""
+        """Evidence for it beyond the prior, strongest first."""
         found = [each for each in self.evidence if each.points > 0 and each.code != "prior"]
         return tuple(sorted(found, key=lambda each: -each.points))
 

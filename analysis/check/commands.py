@@ -75,7 +75,7 @@ def weights_replay(data: PairData) -> Advice:
 def weights(data: PairData) -> Advice:
     """`tim-trace weights` by module; what to record first without weights."""
     if not data.has_weights:
-        return Advice(supply(data), "keeps weights")
+        return Advice(supply(data), "supplies the weights")
     return Advice(f"tim-trace weights {_trace(data)} --by module")
 
 
@@ -110,7 +110,9 @@ def supply(data: PairData) -> str:
 
 def _with_weights(data: PairData, asked: str) -> Advice:
     """A command that needs weights; before it what supplies them, where the trace has none."""
-    return Advice(asked) if data.has_weights else Advice(supply(data), f"this trace has no weights; then: {asked}")
+    return (
+        Advice(asked) if data.has_weights else Advice(supply(data), f"this trace has no weights; afterwards: {asked}")
+    )
 
 
 def _trace(data: PairData) -> str:

@@ -1,4 +1,4 @@
-"""What a check found, in codes and numbers; text.py has the sentences."""
+"""The findings of a check, in codes and numbers; text.py has the sentences."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from ..advice import NOTHING, Advice
 FAULTS = {
     "temperature": "temperature on one side only",
     "truncation": "top-p, top-k or min-p renormalised on one side only",
-    "grammar": "one side was sampled under a grammar, and its logprobs are over the tokens that it allows alone",
+    "grammar": "one side was sampled under a grammar, so its logprobs cover only the allowed tokens",
     "shift": "one side is shifted by a token",
     "row_pairing": "rows of the two sides belong to different sequences",
-    "mask": "prompt or tool tokens are counted as sampled ones",
-    "placeholders": "placeholders are taken for logprobs",
+    "mask": "prompt or tool tokens are counted as sampled tokens",
+    "placeholders": "placeholders instead of logprobs",
     "retokenised": "the two sides scored different tokenisations of the text",
-    "log_base": "one side, or both, hold no natural logarithms of probabilities",
-    "not_logprobs": "values are no logprobs: they lie above 0",
-    "unrelated": "one side's values are of something else than the sampled tokens",
-    "padded_vocabulary": "one side's softmax runs over padding of the vocabulary too",
-    "lengths": "one side lacks tokens that the other has",
+    "log_base": "logprobs of one side or both are not natural logarithms",
+    "not_logprobs": "values are not logprobs: some are above 0",
+    "unrelated": "one side's values do not belong to the sampled tokens",
+    "padded_vocabulary": "one side's softmax includes padding of the vocabulary",
+    "lengths": "tokens are missing on one side",
     "copies": "one pass is a copy of the other",
     "weights_differ": "the weights differ: stale, partly synchronised, without the adapter, or quantised",
-    "computation_differs": "the weights are the same, and one side computes otherwise: kernel, cache, positions or precision",
-    "change_inside_sequence": "weights or prefix cache changed inside of sequences",
+    "computation_differs": "equal weights, but the computation differs: kernel, cache, positions or precision",
+    "change_inside_sequence": "weights or prefix cache changed during a sequence",
     "position_onset": "the mismatch begins at one position of all sequences (KV cache or rotary embedding)",
-    "subset": "the mismatch is concentrated in a part of the run",
+    "subset": "the mismatch is concentrated in part of the run",
     "low_precision_head": "one side's head or log-softmax has low precision",
-    "router_flips": "experts are chosen differently",
+    "router_flips": "the two sides choose different experts",
 }
-"""Code of a fault -> what it is, in words. A trace with one of these is no valid comparison of numerics alone."""
+"""Code of a fault -> its name. A trace with one of these is not a valid comparison of numerics."""
 
 HEALTHY = {
-    "rounding": "plain rounding at the expected level",
+    "rounding": "rounding at the expected level",
     "equal": "bitwise equal",
-    "too_few": "too few tokens to say",
+    "too_few": "too few tokens",
 }
-"""Code of a verdict without a fault -> what it is."""
+"""Code of a verdict without a fault -> its name."""
 
 WEIGHT_CAUSES = {
     "stale_weights": "one side's weights are a step or more behind",
-    "partial_sync": "some of the weights were not synchronised",
+    "partial_sync": "some weights were not synchronised",
     "adapter": "the adapter is on one side only",
     "quantised": "one side's weights are quantised",
-    "never_synchronised": "the engine was never given the trainer's weights",
-    "other_weights": "the engine has weights that the trainer never had",
+    "never_synchronised": "the trainer's weights were never sent to the engine",
+    "other_weights": "the engine's weights match no recorded version of the trainer",
 }
 """Why weights differ -> in words. `weights_differ` has one in `numbers["cause"]` where the recording says it."""
 
@@ -74,12 +74,12 @@ _ENGINE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was found."""
+    """One thing a check found."""
 
     code: str
     """Of FAULTS or HEALTHY."""
     signal: str
-    """By what it was seen: a code of text.EVIDENCE."""
+    """How it was detected: a code of text.EVIDENCE."""
     effect: float
     """Root mean square of d over the affected tokens, nats; NaN where one side has no value."""
     share: float
@@ -117,7 +117,7 @@ class Finding:
 
     @property
     def broken(self) -> Broken | None:
-        """What has to be mended; None without a fault."""
+        """What has to be fixed; None without a fault."""
         if not self.fails:
             return None
         if self.signal == "policy_versions":

@@ -1,4 +1,4 @@
-"""A check as text: every sentence that it says, made from codes and numbers."""
+"""Render a check as text: every sentence is made here, from codes and numbers."""
 
 from __future__ import annotations
 
@@ -18,96 +18,95 @@ from .thresholds import CAP_NATS, MIN_ALONG, MIN_FALL, MIN_FALL_SCORE
 
 _INDENT = "  "
 
-_ROWS_OFF = "{num_sequences:,} of {of_sequences:,} rows that are off"
-_RMS = "(rms {effect:.2g} against {rms_elsewhere:.2g} nats)"
+_ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
+_RMS = "(rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
 _WEIGHTS = (
-    "the logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives {allowed:.2g} at most, and "
-    "{share_of_tokens:.0%} of it belongs to the tokens' identity"
+    "the logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}, and "
+    "{share_of_tokens:.0%} of it depends on the token id"
 )
 
 EVIDENCE: Mapping[str, str] = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
-    "missing_in_both": "{side} and {other} have no finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
-    "missing_elsewhere": "{a} or {b} has NaN or an infinity for {num_tokens:,} tokens of steps that were not inspected one by one",
-    "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}: a logprob is 0 at most, "
-    "and no unit was found in which these agree with the other side",
+    "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
+    "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens of steps that were not inspected individually",
+    "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}: a logprob is at most 0, "
+    "and in no known unit do these agree with the other side",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens of {num_sequences:,} sequences in different "
-    "contexts, far more often than any value near it",
-    "constant_rows": "{side} has one value for all tokens of a sequence, and another for the next, where {other}'s vary: a mean or "
-    "a sum of the sequence stands at each of its {num_tokens:,} tokens",
-    "negative_entropies": "{side}'s values are the negative entropies of the distributions, not the logprobs of the {num_tokens:,} "
-    "tokens that were drawn",
-    "most_probable": "{side} is never below {other}, agrees where the token was the most probable one, and elsewhere leaves room "
-    "for another: it holds the logprobs of the most probable tokens, not of the {num_tokens:,} that were drawn",
-    "no_correlation": "the logprobs of {side} and {other} do not go together (correlation {correlation:.2f} over {num_tokens:,} "
-    "tokens): they belong to other tokens, in no order that was found, or to another model",
+    "contexts, far more often than any nearby value",
+    "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the {num_tokens:,} tokens holds a "
+    "mean or sum over its sequence",
+    "negative_entropies": "{side} holds the negative entropies of the distributions, not the logprobs of the {num_tokens:,} sampled "
+    "tokens",
+    "most_probable": "{side} is never below {other} and equal where the sampled token is the most probable one: it holds the logprobs of the "
+    "most probable tokens, not of the {num_tokens:,} sampled ones",
+    "no_correlation": "the logprobs of {side} and {other} are uncorrelated (correlation {correlation:.2f} over {num_tokens:,} "
+    "tokens): they belong to different tokens, in no known order, or to different models",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens of {num_sequences:,} sequences, where {other} has "
-    "{other_mean:.3g} nats on average and anything down to {other_min:.3g}{reason_text}",
-    "equal_bits": "all {num_tokens:,} tokens of {a} and {b} have the same bits, and {contracts_text}",
-    "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} have the same bits, although their contracts say "
+    "{other_mean:.3g} nats on average, down to {other_min:.3g}{reason_text}",
+    "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_text}",
+    "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts name "
     "{differing}: {copied_text}",
-    "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences have the same bits in both passes, and of the others' "
-    "tokens {equal_elsewhere:.1%}: those rows were filled in from the other pass",
+    "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, but only {equal_elsewhere:.1%} of the "
+    "tokens of the others: these rows were copied from the other pass",
     "shared_unit": "{a} and {b} both hold {unit_text}: their mean is {mean_logprob:.3g} where the entropy is {mean_entropy:.3g} "
-    "nats, and logprob + entropy averages to 0 over sampled tokens in that unit alone",
-    "other_unit": "{side} holds {unit_text}: taken as these, nine tenths of the tokens agree to {residual:.2g} nats on "
-    "average, as they stand to {size:.2g}",
-    "moved_rows": "{b} stands {tokens_off} {direction} than {a}: moved back, the two differ by {moved:.2g} nats a token on "
-    f"average, as they stand by {{unmoved:.2g}} (each at most {CAP_NATS:g})",
-    "moved_after_place": f"{_ROWS_OFF} agree up to a token (its position: {{first_place}} to {{last_place}}) and, moved by "
+    "nats, and logprob + entropy averages to 0 over sampled tokens only in that unit",
+    "other_unit": "{side} holds {unit_text}: converted, nine tenths of the tokens differ by {residual:.2g} nats on "
+    "average, unconverted by {size:.2g}",
+    "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
+    f"average, as recorded by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
+    "moved_after_place": f"{_ROWS_OFF} agree up to a token (at position {{first_place}} to {{last_place}}) and, shifted by "
     "{lags} tokens, after it: {joined_text}",
-    "impossible_after_place": f"{_ROWS_OFF} agree up to a position of their own (token {{first_place}} to {{last_place}}), "
-    "which one side finds impossible, and differ by {effect:.2g} nats rms from there on: the two sides scored different tokens",
-    "other_rows": f"{_ROWS_OFF} agree with the {{side}} of another row of their step or the one beside: {{pairs}}",
+    "impossible_after_place": f"{_ROWS_OFF} agree up to a position that differs by row (token {{first_place}} to {{last_place}}), "
+    "whose token one side considers impossible, and differ by {effect:.2g} nats rms from there on: the two sides scored different tokens",
+    "other_rows": f"{_ROWS_OFF} match {{side}} of another row of the same or a neighbouring step: {{pairs}}",
     "kept_mass": "{side} is never below {other}: it was renormalised over the tokens that sampling kept, {kept_mass:.4g} of "
-    "{other}'s mass on average and {least_mass:.3g} at least",
-    "allowed_tokens": "the contract of {side} says that it was sampled under a grammar (structured outputs): its logprobs are over "
-    "the tokens that the grammar allows, {other}'s over all; of {of_tokens:,} such tokens {num_tokens:,} are higher in {side} "
-    "beyond rounding, by {largest:.3g} nats at most, and {num_lower:,} lower",
-    "lost_mass": "{side} is never above {other}: {lost_mass:.3g} of its probability goes to something that no token stands "
-    "for, as rows of the head beyond the tokenizer's length do: mask these",
-    "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}; {r2:.0%} of the "
-    "mismatch follows it)"
-    "{recorded_text}",
-    "common_place": "{larger} token {position} of {counted_text}{on}, in all sequences alike, the mismatch is {ratio:.3g} times "
+    "{other}'s probability mass on average and at least {least_mass:.3g}",
+    "allowed_tokens": "{side} was sampled under a grammar (structured outputs): its logprobs are over the allowed tokens, {other}'s over all; of "
+    "{of_tokens:,} such tokens {num_tokens:,} are higher in {side} beyond rounding, by at most {largest:.3g} nats, and "
+    "{num_lower:,} are lower",
+    "lost_mass": "{side} is never above {other}: {lost_mass:.3g} of its probability goes to ids that are not tokens, such as head rows beyond "
+    "the tokenizer's length: mask these",
+    "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which accounts for {r2:.0%} of "
+    "the mismatch{recorded_text}",
+    "common_place": "{larger} token {position} of {counted_text}{on}, in all sequences, the mismatch is {ratio:.3g} times "
     f"as large {_RMS}",
     "own_places": "in {num_sequences:,} of {of_sequences:,} sequences the mismatch is {ratio:.3g} times as large {after} a "
-    "position of their own (token {first_place} to {last_place}): weights or cached keys and values were exchanged while "
-    "these were being sampled",
-    "prefix_cache": "the {num_sequences:,} sequences whose prompt came at an earlier step have a mismatch {ratio:.3g} times "
-    f"that of the others {_RMS}; in the last third of a sequence it is {{fall_text}}",
-    "persistence": "the logits differ by {level:.2g} nats rms; neighbouring tokens are off alike (correlation "
-    "{persistence:.2f} of the size of d), and sequences are not ({sequence_score:.0f} standard deviations): weights or cached "
-    "prefixes changed while they were being sampled",
-    "column": "{num_sequences:,} of {of_sequences:,} sequences, those with {column} {values}, have a mismatch {ratio:.3g} "
-    f"times that of the others {_RMS}",
-    "rounded_logprobs": "every logprob of {side} is a {dtype} number: the {part} was computed or stored in low precision",
-    "rounded_logits": "the logits of {side} lie on {dtype}'s grid, although its contract says float32: the {part} was computed "
+    "position that differs by sequence (token {first_place} to {last_place}): weights or the KV cache changed during "
+    "sampling",
+    "prefix_cache": "the {num_sequences:,} sequences whose prompt occurred at an earlier step have {ratio:.3g} times the mismatch "
+    f"of the others {_RMS}; in the last third of a sequence it is {{fall_text}}",
+    "persistence": "the logits differ by {level:.2g} nats rms; |d| is similar in neighbouring tokens (correlation "
+    "{persistence:.2f}) but differs between sequences ({sequence_score:.0f} standard deviations): weights or cached "
+    "prefixes changed during sampling",
+    "column": "{num_sequences:,} of {of_sequences:,} sequences (with {column} {values}) have {ratio:.3g} times the mismatch of the "
+    f"others {_RMS}",
+    "rounded_logprobs": "every logprob of {side} is a {dtype} value: the {part} was computed or stored in low precision",
+    "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the {part} was computed "
     "or stored in low precision",
-    "router_tail": "{experts_text}: {tail_share:.2%} of the tokens lie more than {tail_ratio:g} times as far off as the "
-    "median one ({bulk:.2g} nats of a logit), and are those whose router chose other experts",
-    "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences runs of tokens, {num_tokens:,} in all, have "
-    "{mean_logprob:.3g} nats on average on both sides where their entropy is {mean_entropy:.3g}: sampling does not draw "
-    "these; they are a prompt's or a tool's, and count in the loss",
-    "policy_versions": "{num_sequences:,} of {of_sequences:,} sequences were scored by {side} with weights {updates_behind} "
-    "optimizer updates behind the other side's, as the recorded policy versions say",
-    "contract": "the contract of {side} says {setting} {value}",
+    "router_tail": "{experts_text}: {tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the median "
+    "({bulk:.2g} nats of a logit); for these the router chose different experts",
+    "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens ({num_tokens:,} in all) average "
+    "{mean_logprob:.3g} nats on both sides where their entropy is {mean_entropy:.3g}: they were not sampled but come from a "
+    "prompt or a tool, and they count in the loss",
+    "policy_versions": "{side} scored {num_sequences:,} of {of_sequences:,} sequences with weights {updates_behind} optimizer updates behind the "
+    "other side's, according to the recorded policy versions",
+    "contract": "the contract of {side} has {setting} {value}",
     "one_adapter": "only {side} has an adapter, and " + _WEIGHTS,
-    "logits": _WEIGHTS + "{behind_text}; logprobs alone do not say why: the replay decides",
-    "engine_weights": "{what_text}; {num_tensors:,} of {of_tensors:,} tensors are so at version {trainer_version}, and some at "
-    "{num_versions:,} of {of_versions:,} versions, from {first_version} on: digests of every tensor say it",
-    "equal_weights": "the engine sampled with the trainer's weights, every tensor of them, as their digests say; and the logits "
-    "differ by {level:.2g} nats rms, where rounding of {dtypes} gives {allowed:.2g} at most",
-    "too_few": "{num_tokens:,} tokens compare: from fewer than {least:,} nothing is told but missing values and equal bits; record "
-    "more sequences",
-    "rounding": "the logits differ by {level:.2g} nats rms, within {allowed:.2g} that rounding of {dtypes} gives at most, and "
-    "no pattern was found in it",
+    "logits": _WEIGHTS + "{behind_text}; logprobs alone do not show why: replay to find out",
+    "engine_weights": "{what_text}; this holds for {num_tensors:,} of {of_tensors:,} tensors at version {trainer_version}, and for some at "
+    "{num_versions:,} of {of_versions:,} versions, from {first_version} on (by the digest of every tensor)",
+    "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), yet the logits "
+    "differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}",
+    "too_few": "only {num_tokens:,} comparable tokens: below {least:,} only missing values and bitwise equality are checked; record more "
+    "sequences",
+    "rounding": "the logits differ by {level:.2g} nats rms, at most {allowed:.2g} is expected from rounding of {dtypes}, and no pattern "
+    "was found",
 }
-"""Code of a signal -> the evidence, with the finding's numbers in it."""
+"""Code of a signal -> the evidence, with the numbers of the finding."""
 
 _REASONS = {
-    "begin_alike": "; they begin all sequences of a prompt alike, and belong to it",
-    "improbable": "; elsewhere {elsewhere_mean:.3g}: these tokens were not drawn from the policy",
+    "begin_alike": "; all sequences of a prompt begin with them, so they belong to the prompt",
+    "improbable": "; elsewhere {elsewhere_mean:.3g}: these tokens were not sampled from the policy",
     "none": "",
 }
 _UNITS = {
@@ -123,14 +122,14 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str | float]]] =
     "missing": lambda n: {"at": _missing_at(n)},
     "constant": lambda n: {"reason_text": _REASONS[n["reason"]].format_map(n)},
     "equal_bits": lambda n: {
-        "contracts_text": "their contracts name the same numerics"
+        "contracts_text": "their contracts have the same numerics"
         if n["contracts_known"]
-        else "no contract says that they should differ"
+        else "no contract gives a reason to differ"
     },
     "equal_against_contracts": lambda n: {
-        "copied_text": "two such forwards do not agree bit for bit, so one was filled in from the other"
+        "copied_text": "two such forwards are never bitwise equal, so one was copied from the other"
         if "dtype_a" in n
-        else "one was filled in from the other, or the two are made to agree bit for bit: a replay decides",
+        else "one was copied from the other, or the two are built to be bitwise equal: replay to find out",
         "differing": " and ".join(
             f"{what} {n[f'{what}_a']} and {n[f'{what}_b']}" for what in ("engine", "dtype") if f"{what}_a" in n
         ),
@@ -144,9 +143,9 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str | float]]] =
         "direction": "later" if n["lag"] > 0 else "earlier",
     },
     "moved_after_place": lambda n: {
-        "joined_text": "turns were joined one off there"
+        "joined_text": "turns were joined with an offset of one there"
         if n["code"] == "shift"
-        else "the text was decoded and encoded into other tokens there"
+        else "the text was decoded and re-encoded into different tokens there"
     },
     "other_rows": lambda n: {"pairs": _pairs(n)},
     "scaled_logits": lambda n: {"recorded_text": _recorded(n)},
@@ -155,7 +154,7 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str | float]]] =
     "router_tail": lambda n: {
         "experts_text": "the model is a mixture of experts"
         if n["experts_known"]
-        else "as routers of a mixture of experts do"
+        else "the pattern of a mixture of experts"
     },
     "one_adapter": lambda n: _of_weights(n),
     "engine_weights": lambda n: {"what_text": _of_tensor(n)},
@@ -165,30 +164,30 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str | float]]] =
         "dtypes": " and ".join(f"{n[f'dtype_{side}'] or 'an unknown dtype'} ({n[side]})" for side in "ab")
     },
 }
-"""Code of a signal -> the words that its template takes beside the numbers."""
+"""Code of a signal -> the words its template needs beyond the numbers."""
 
 NOTES: Mapping[str, str] = {
-    "few_tokens": "only {num_tokens:,} tokens compare: faults near the level of rounding cannot be seen in so few; record more "
+    "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults near the level of rounding; record more "
     "sequences",
-    "no_contract": "a pass has no contract, so its dtype, adapters and sampling are known from its numbers alone; record with "
-    "`tim-trace record`, or give Recorder.add_contract",
-    "no_entropies": "no entropies are recorded: tokens that nobody sampled, but both sides scored, cannot be seen",
-    "few_steps": "fewer than three steps: whether the mismatch points along the movement of the weights cannot be seen",
-    "no_prompts": "no prompts are recorded: the precision of logits, and caches of prompts, cannot be seen",
-    "attempts": "the run has {num_attempts} attempts at training, and each step counts as its newest one made it; {left_out}",
+    "no_contract": "a pass has no contract, so its dtype, adapters and sampling are inferred from its numbers; record with "
+    "`tim-trace record`, or call Recorder.add_contract",
+    "no_entropies": "no entropies recorded: tokens that both sides scored but nobody sampled cannot be detected",
+    "few_steps": "fewer than three steps: stale weights cannot be detected from the direction of the mismatch",
+    "no_prompts": "no prompts recorded: the precision of logits and prompt caches cannot be checked",
+    "attempts": "training was attempted {num_attempts} times; each step uses its newest attempt; {left_out}",
 }
 """Code of a note -> its sentence."""
 
 BROKEN: Mapping[str | None, str] = {
     "recording": "the recording is broken",
     "engine": "an engine is broken",
-    "versions": "two versions of the weights are compared, as the trace says",
+    "versions": "the policy versions of the two sides differ",
 }
-"""What is broken -> in words."""
+"""What is broken -> the words for it."""
 
 
 def evidence_text(finding: Finding) -> str:
-    """What was seen, with its numbers, in a sentence."""
+    """Return the evidence of a finding as a sentence, with its numbers."""
     numbers: dict[str, Any] = {
         **finding.numbers,
         "code": finding.code,
@@ -199,25 +198,25 @@ def evidence_text(finding: Finding) -> str:
         numbers |= _WORDS[finding.signal](numbers)
     text = EVIDENCE[finding.signal].format_map(numbers)
     if "since_step" in numbers:
-        text += f"; all of it from step {numbers['since_step']} on, before which the two agree"
+        text += f"; all of it from step {numbers['since_step']} on; the two agree before"
     if "behind" in numbers:
-        text += f"; seen once that is put right: {TITLES[str(numbers['behind'])]}"
-    return f"{text}; the recorded engines and dtypes make it without a fault" if finding.is_expected else text
+        text += f"; visible only after correcting for: {TITLES[str(numbers['behind'])]}"
+    return f"{text}; expected for the recorded engines and dtypes" if finding.is_expected else text
 
 
 def note_text(note: Note) -> str:
-    """A note as a sentence."""
+    """Return a note as a sentence."""
     again = [
         f"{'step' if steps[0][0] == steps[-1][1] else 'steps'} {steps_text(steps)} of attempt {attempt.attempt}"
         for attempt in note.attempts
         if (steps := attempt.superseded)
     ]
-    left_out = f"left out, since made again: {', '.join(again)}" if again else "no step was made twice"
+    left_out = f"left out, because repeated later: {', '.join(again)}" if again else "no step was repeated"
     return NOTES[note.code].format(num_tokens=note.num_tokens, num_attempts=len(note.attempts), left_out=left_out)
 
 
 def checked_text(result: CheckResult, width: int | None = None) -> str:
-    """Write what a check found, for reading: the verdict, and the evidence and next command of every finding."""
+    """Render what a check found: the verdict, then evidence and next command of every finding."""
     result = shown(result)
     inspected = (
         "all inspected individually"
@@ -226,7 +225,7 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
     )
     verdict = "VALID" if result.is_valid else f"NOT VALID, {BROKEN[result.broken]}"
     if [finding.code for finding in result.findings] == ["too_few"]:
-        verdict = "TOO FEW TOKENS TO SAY"
+        verdict = "TOO FEW TOKENS"
     head = f"{verdict}: {result.pair} of {result.trace}{of_steps(result.steps)}, {result.num_tokens:,} tokens ({inspected}), rms {result.rms_d:.3g} nats"
     blocks = [wrapped(head, "", width)]
     blocks += [_finding_text(number, finding, width) for number, finding in enumerate(result.findings, 1)]
@@ -247,19 +246,19 @@ def _finding_text(number: int, finding: Finding, width: int | None) -> str:
 
 
 def of_steps(steps: str) -> str:
-    """Which steps a result is of, after the name of its trace; an empty text where it is of all."""
+    """Name the steps a result covers, to follow the name of its trace; empty if it covers all."""
     return "" if steps == ALL_STEPS else f" (steps {steps})"
 
 
 def wrapped(text: str, indent: str, width: int | None) -> str:
-    """Text broken into lines of a width, each with the indent; one line where no width is given."""
+    """Wrap text to a width, each line with the indent; without a width, one line."""
     if width is None:
         return indent + text
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def checked_json(result: CheckResult) -> dict[str, Any]:
-    """The same as JSON can say it: codes, every number, and the sentences made from them."""
+    """Return the check as JSON: codes, every number, and the sentences made from them."""
     findings = [
         asdict(finding)
         | {
@@ -290,19 +289,19 @@ def _missing_at(numbers: Mapping[str, Any]) -> str:
 
 
 def _fall(numbers: Mapping[str, Any]) -> str:
-    """What the level along the sequences says of a cache against weights."""
+    """Say whether the level along the sequences points to a cache or to weights."""
     times = f"{1 / max(numbers['fall'], 1e-9):.2g} times that in the first ({abs(numbers['fall_score']):.1f} standard errors)"
     if numbers["fall"] > MIN_FALL and numbers["fall_score"] > MIN_FALL_SCORE:
-        return f"{times}: the engine took keys and values of the prompt from its prefix cache, and older weights had computed these"
-    return f"{times}: a cached prompt would be left behind, so that other weights explain it as well; a replay decides"
+        return f"{times}: the engine reused a prefix cache computed with older weights"
+    return f"{times}: it does not fade along the sequence as a cached prompt would, so different weights are also possible; replay to find out"
 
 
 def _pairs(numbers: Mapping[str, Any]) -> str:
     partners = {
         key.removeprefix("belongs_to/"): value for key, value in numbers.items() if key.startswith("belongs_to/")
     }
-    told = ", ".join(f"{row} with {partner}" for row, partner in list(partners.items())[:4])
-    return told + (", ..." if numbers["num_sequences"] > 4 else "")
+    first = ", ".join(f"{row} with {partner}" for row, partner in list(partners.items())[:4])
+    return first + (", ..." if numbers["num_sequences"] > 4 else "")
 
 
 def _recorded(numbers: Mapping[str, Any]) -> str:
@@ -318,23 +317,23 @@ def _recorded(numbers: Mapping[str, Any]) -> str:
 
 
 def _of_tensor(numbers: Mapping[str, Any]) -> str:
-    """What the engine has in the place of one of the trainer's tensors."""
+    """Say what the engine has in place of one of the trainer's tensors."""
     tensor, cause = numbers["tensor"], numbers["cause"]
     if cause == "adapter":
         return f"the engine's {tensor} is the trainer's without its adapter, at version {numbers['trainer_version']}"
     if cause == "quantised":
-        a_row = " a row" if str(numbers["dtype"]).endswith("values") else ""
+        a_row = " per row" if str(numbers["dtype"]).endswith("values") else ""
         return f"the engine's {tensor} is the trainer's rounded to {numbers['dtype']}{a_row}"
     if cause == "other_weights":
-        return f"the engine's {tensor} is none that the trainer had at a recorded version, nor one of these rounded"
+        return f"the engine's {tensor} matches the trainer's at no recorded version, rounded or not"
     version, given = numbers["trainer_version"], numbers["given_version"]
-    how = "it was never given"
+    how = "it was never sent"
     if given is not None and not numbers["is_loaded"]:
-        how = f"what it was given at version {given} was not loaded"
+        how = f"the tensor sent at version {given} was not loaded"
     elif given is not None:
-        how = f"it was given last at version {given}{', and was old then' if given != numbers['holds_version'] else ''}"
+        how = f"last sent at version {given}{', already stale then' if given != numbers['holds_version'] else ''}"
     holds = numbers["holds_version"]
-    has = "none that the trainer had" if holds is None else f"that of version {holds}"
+    has = "from no recorded version" if holds is None else f"from version {holds}"
     return f"the engine's {tensor} is {has}, the trainer is at {version}; {how}"
 
 
@@ -342,7 +341,7 @@ def _of_weights(numbers: Mapping[str, Any]) -> Mapping[str, str | float]:
     along = numbers["along_movement"]
     late, ahead = ("b", "a") if along > 0 else ("a", "b")
     behind = (
-        f"; it points along the movement of the weights ({abs(along):.1f} standard errors), as if {numbers[late]} were behind "
+        f"; the difference follows the weight updates ({abs(along):.1f} standard errors), as if {numbers[late]} lagged behind "
         f"{numbers[ahead]}"
     )
     return {

@@ -1,4 +1,4 @@
-"""A comparison of two runs as text."""
+"""Render a comparison of two runs as text."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from .comparison import Comparison, RunDifference
 
 FIRST: Mapping[str, str] = {
-    "steps": "step {step} has sequences in one of them alone",
+    "steps": "step {step} has sequences in one run only",
     "setting": "{name} is {a} in A and {b} in B",
     "sampling": "sequences are sampled with {name} {a} in A and {b} in B",
     "contract": "{name} is {a} in A and {b} in B",
-    "prompts": "the prompts are others ({num_shared} of {a} in A and {b} in B are shared)",
-    "responses": "equal prompts get other responses ({a})",
-    "logprobs": "{name} gives equal tokens other logprobs ({a} in A, {b} in B; {largest:.3g} nats apart at most, at step "
-    "{largest_step})",
-    "rewards": "equal responses earn other rewards ({a} in A, {b} in B; {share:.1%} of {num_pairs:,} do)",
-    "advantages": "equal rewards become other advantages ({a} in A, {b} in B; {share:.1%} of {num_pairs:,} do)",
+    "prompts": "the prompts differ ({num_shared} shared, of {a} in A and {b} in B)",
+    "responses": "equal prompts get different responses ({a})",
+    "logprobs": "{name} gives equal tokens different logprobs ({a} in A, {b} in B; largest difference {largest:.3g} nats, at "
+    "step {largest_step})",
+    "rewards": "equal responses get different rewards ({a} in A, {b} in B; {share:.1%} of {num_pairs:,})",
+    "advantages": "equal rewards give different advantages ({a} in A, {b} in B; {share:.1%} of {num_pairs:,})",
     "lag": "{name} is {a} in A and {b} in B",
     "series": "{name} is {a} in A and {b} in B{size}",
 }
-"""Kind of a difference -> what differs, after the step."""
+"""Kind of a difference -> the clause that follows the step."""
 
 NOTES: Mapping[str, str] = {
-    "no_sequences": "no step has sequences in both, so that nothing but settings and series was held against each other",
-    "only_a": "series of A alone: {series}",
-    "only_b": "series of B alone: {series}",
+    "no_sequences": "no step has sequences in both runs, so only settings and series were compared",
+    "only_a": "series only in A: {series}",
+    "only_b": "series only in B: {series}",
 }
 """Code of a note -> the sentence."""
 
@@ -43,23 +43,23 @@ _NAME = 24
 
 
 def sentence(found: Comparison) -> str:
-    """What differs first."""
+    """Say what differs first."""
     if found.first is None:
-        return f"Nothing differs that both traces hold, over {found.num_steps:,} steps."
+        return f"No difference in {found.num_steps:,} steps, in anything both traces record."
     first = found.first
     more = len(found.differences) - 1
-    others = "Nothing else differs." if not more else f"{more} more follow{'s' if more == 1 else ''}."
-    return f"What differs first, from step {first.step} on: {_told(first)}. {others}"
+    others = "Nothing else differs." if not more else f"{more} more difference{'' if more == 1 else 's'} below."
+    return f"First difference, at step {first.step}: {_clause(first)}. {others}"
 
 
 def notes(found: Comparison) -> tuple[str, ...]:
-    """What could not be held against each other."""
+    """Say what could not be compared."""
     return sentences(found.note_codes, NOTES)
 
 
-def _told(one: RunDifference) -> str:
+def _clause(one: RunDifference) -> str:
     values: dict[str, Any] = {"name": one.name, "step": one.step, "a": _value(one.a), "b": _value(one.b)}
-    size = "" if one.size_in_sd is None else f", {one.size_in_sd:.3g} standard deviations apart"
+    size = "" if one.size_in_sd is None else f", a difference of {one.size_in_sd:.3g} standard deviations"
     return FIRST[one.kind].format(**{**one.values, **values, "size": size})
 
 
@@ -70,7 +70,7 @@ def _value(value: Measured | None) -> str:
 
 
 def comparison_text(found: Comparison, width: int | None = None) -> str:
-    """Write a comparison, for reading: what differs first, a row a difference, and what does not differ."""
+    """Render what differs first, one row per difference, and what does not differ."""
     found = shown(found)
     head = f"A: {found.a}{of_steps(found.steps)}\nB: {found.b}{of_steps(found.steps)}"
     parts = [wrapped(sentence(found), "", width), head]
@@ -78,15 +78,15 @@ def comparison_text(found: Comparison, width: int | None = None) -> str:
         rows = comparison_rows(found).without(["detail"])
         parts.append(to_text(rows if width is None else _shortened(rows), width, MAIN_COLUMNS["compare"]))
     if found.same:
-        parts.append(wrapped(f"The same bits at every step: {', '.join(found.same)}.", "", width))
+        parts.append(wrapped(f"Bitwise equal at every step: {', '.join(found.same)}.", "", width))
     if found.within_scatter:
-        parts.append(wrapped(f"Apart by no more than they scatter: {', '.join(found.within_scatter)}.", "", width))
+        parts.append(wrapped(f"Equal within noise: {', '.join(found.within_scatter)}.", "", width))
     parts += [wrapped(f"note: {note}", "", width) for note in notes(found)]
     return "\n\n".join(parts)
 
 
 def comparison_rows(found: Comparison) -> Rows:
-    """A row a difference."""
+    """One row per difference."""
     return Rows(
         ("kind", "name", "step", "a", "b", "sd", "detail"),
         [
@@ -101,7 +101,7 @@ def _detail(one: RunDifference) -> str:
 
 
 def _shortened(rows: Rows) -> Rows:
-    """The table with long texts cut off in the middle, and numbers of four digits."""
+    """Shorten long texts in the middle, and numbers to four digits."""
     cut = [
         tuple(_cut(cell, _NAME if name == "name" else _LONGEST) for name, cell in zip(rows.columns, row, strict=True))
         for row in rows.rows
@@ -119,6 +119,6 @@ def _cut(cell: Any, longest: int) -> Any:
 
 
 def comparison_json(found: Comparison) -> dict[str, Any]:
-    """The same as JSON can say it, with every number; sentences beside their codes."""
-    differences = [asdict(one) | {"sentence": _told(one)} for one in found.differences]
+    """Return the same as JSON, with every number; sentences beside their codes."""
+    differences = [asdict(one) | {"sentence": _clause(one)} for one in found.differences]
     return asdict(found) | {"differences": differences, "sentence": sentence(found), "notes": notes(found)}

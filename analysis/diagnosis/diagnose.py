@@ -45,7 +45,7 @@ def diagnose(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Diagnosis:
-    """Tell a run's story: whether it fell and since when, why, whether the comparison is valid, and what is normal.
+    """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
 
     The fall and the most probable cause are those of `attribute`, beside a `control` where one is given. Then `check`; then what
     each side computed in, as contracts say and as the numbers show; then the published figures under their own

@@ -1,4 +1,4 @@
-"""A change in words."""
+"""Render a change of a series as text."""
 
 from __future__ import annotations
 
@@ -6,28 +6,33 @@ from .recorded import SET, RecordedChange
 from .writers import WRITERS
 
 _FACTOR = 1.5
-"""Least factor that is told as one."""
+"""Smallest change reported as a factor."""
 
 
 def change_sentence(change: RecordedChange) -> str:
-    """From what to what, when, and how that was done."""
+    """Say what changed, from which value to which, and at which step."""
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
         verb = "goes" if change.kind == WRITERS else "is set"
         return f"{change.series} {verb} from {_shown(before)} to {_shown(after)} at step {change.step}"
-    verb = "jumps" if change.shape == "shift" else "begins to move"
+    verb = "jumps" if change.shape == "shift" else "starts to change"
     if before == 0 and after > 0:
         return f"{change.series} is exactly 0 until step {change.step}, then {_shown(after)}"
-    when = f"at step {change.step}" + ("" if change.low == change.high else f" ({change.low} to {change.high})")
+    when = f"at step {change.step}" + interval_text(change.low, change.high)
     if min(before, after) > 0:
         factor = after / before
         if factor >= _FACTOR:
-            told = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
-            return f"{change.series} {verb if change.shape == 'shift' else 'begins to grow'} {told}-fold {when}"
+            times = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
+            return f"{change.series} {verb if change.shape == 'shift' else 'starts to grow'} {times}-fold {when}"
         if factor <= 1 / _FACTOR:
-            fall = "drops" if change.shape == "shift" else "begins to fall"
-            return f"{change.series} {fall} to {factor:.2g} of what it was {when}"
+            drop = "drops" if change.shape == "shift" else "starts to drop"
+            return f"{change.series} {drop} to {factor:.2g} times its earlier level {when}"
     return f"{change.series} {verb} from {_shown(before)} to {_shown(after)} {when}"
+
+
+def interval_text(low: int, high: int) -> str:
+    """The 95% confidence interval of a step, in brackets; empty if it is that step alone."""
+    return "" if low == high else f" (95% CI {low}-{high})"
 
 
 def _shown(value: float | str) -> str:

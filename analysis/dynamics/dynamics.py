@@ -1,4 +1,4 @@
-"""How a run moved, and what moved first."""
+"""How a run changed, and what changed first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dynamics(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Dynamics:
-    """Say how a run moved: when each series changed, what moved first, and what leads what.
+    """Say how a run changed: when each series changed, which changed first, and which series lead.
 
     Series are those of `series.read_series`, on the scales of `quantities.KINDS`; `steps` (3:80, :100, 2:200:2) takes a part
     of the run. Change points are those of `changes.change_points`, each with a 95 % interval: an order of two onsets

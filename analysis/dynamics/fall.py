@@ -86,7 +86,7 @@ class Fall:
 
     @property
     def verb(self) -> str:
-        """What the outcome does, in words."""
+        """How the outcome drops."""
         return "collapses" if self.kind == COLLAPSE else "declines slowly"
 
     @property

@@ -1,4 +1,4 @@
-"""How a run moved, as text and as JSON."""
+"""Render how a run changed, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..main_columns import MAIN_COLUMNS
 from ..rows import Rows, shown, table, to_text
 from ..statement import Measured, Statement
 from ..statistics.location import RAMP
+from .change_text import interval_text
 
 if TYPE_CHECKING:
     from .motion import Dynamics
@@ -20,45 +21,45 @@ if TYPE_CHECKING:
 _MOST_PAIRS = 8
 
 SUMMARY: Mapping[str, str] = {
-    "too_short": "What moved first cannot be told: {num_steps} of at least {min_steps} steps were recorded.",
-    "no_change": "Nothing changed its course by {min_sd:g} or more standard deviations of its own scatter: a series moves, if at "
-    "all, along one straight line.",
-    "moved_first": "{onset} moved first{followers}.",
-    "first_undecided": "Which moved first is not decided between {onsets}.",
-    "fall": "{outcome} {verb} from step {step} on (95 % interval {low} to {high}), {before:.3g} to {after:.3g}: tim-trace "
-    "attribute looks for the cause.",
-    "planned_change": "The {name}, which is set and not observed, changes its course at step {steps}.",
-    "length_surge": "Responses surged at step {step}: the schedule of arXiv 2602.01826 would halve the learning rate every "
+    "too_short": "Too short to say what changed first: {num_steps} steps recorded, at least {min_steps} needed.",
+    "no_change": "No series changed by {min_sd:g} or more standard deviations of its noise; each is flat or follows one straight "
+    "line.",
+    "moved_first": "{onset} changed first{followers}.",
+    "first_undecided": "The data do not show which of these changed first: {onsets}.",
+    "fall": "{outcome} {verb} from step {step} on{interval}, {before:.3g} to {after:.3g}; find the cause with tim-trace "
+    "attribute.",
+    "planned_change": "The {name} (a setting, not a measurement) changes at step {steps}.",
+    "length_surge": "Response length surged at step {step}: the schedule of arXiv 2602.01826 would halve the learning rate every "
     "{decay_period} steps.",
     "k3_doubles": "In the last third of the run k3 doubles every {steps:.3g} steps.",
     "k3_halves": "In the last third of the run k3 halves every {steps:.3g} steps.",
 }
-"""Code of a part of the answer -> the sentence."""
+"""Code of one part of the answer -> the sentence."""
 
 UNANSWERED: Mapping[str, str] = {
-    "no_mismatch": "{pair} share no token: the mismatch and the rate at which it compounds are open; see tim-trace info",
-    "no_reward": "no rewards: what the run learned, its spread within groups and the entropy law are open; record them with "
+    "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown; see tim-trace info",
+    "no_reward": "no rewards, so learning, reward spread within groups and the entropy law are unknown; record them with "
     "Recorder.add_sequences(reward=...)",
-    "no_reward_std_within_groups": "no groups of two or more rewards: their spread is open; record group_ids",
-    "no_k3_positive": "no advantages: the mismatch by their sign is open; record them with Recorder.add_sequences(advantage=...)",
-    "no_grad_norm": "no grad norm was logged: record it with Recorder.add_metrics",
-    "no_update_to_weight": "no optimizer statistics: tim-trace record takes them, or Recorder.add_optimizer",
-    "no_policy_lag": "no policy versions of both sides: how far the policy ran ahead is open",
-    "no_clip_share": "no loss with a clip was recorded, no advantages, or no logprobs inside of it: the clipped share is open; "
-    "Recorder.add_loss records the loss",
-    "no_changed_weights": "no weights were kept: record with --weights delta to see how much of them each update changes",
-    "too_short": "steps with a value: {num_steps}; change points need {changes}, lags {lags}, rates and laws {laws}",
+    "no_reward_std_within_groups": "no groups of two or more rewards, so their spread is unknown; record group_ids",
+    "no_k3_positive": "no advantages, so the mismatch by sign of advantage is unknown; record them with Recorder.add_sequences(advantage=...)",
+    "no_grad_norm": "no gradient norm; record it with Recorder.add_metrics",
+    "no_update_to_weight": "no optimizer statistics; record them with tim-trace record or Recorder.add_optimizer",
+    "no_policy_lag": "no policy versions on both sides, so the policy lag is unknown",
+    "no_clip_share": "no loss with a clip, no advantages or no current logprobs, so the clipped share is unknown; record the loss with "
+    "Recorder.add_loss",
+    "no_changed_weights": "no weights; record with --weights delta to measure how much each update changes",
+    "too_short": "{num_steps} steps with a value; change points need {changes}, lags {lags}, rates and laws {laws}",
 }
-"""Code of what is open -> the sentence."""
+"""Code of what is unknown -> the sentence."""
 
 
 def summary_sentences(found: Dynamics) -> tuple[str, ...]:
-    """The answer in sentences."""
+    """Return the answer in sentences."""
     return tuple(SUMMARY[part.code].format(**_numbers(part, found)) for part in found.summary_codes)
 
 
 def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
-    """What the sentence holds beside the numbers of its code."""
+    """Return what the sentence needs beyond the numbers of its code."""
     numbers = dict(part.values)
     first = [onset_text(onset) for onset in found.onsets if onset.may_be_first]
     if part.code == "moved_first":
@@ -68,7 +69,7 @@ def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
         numbers |= {"onsets": "; ".join(first)}
     elif part.code == "fall" and found.fall is not None:
         fall = found.fall
-        numbers |= {"verb": fall.verb, "low": fall.interval[0], "high": fall.interval[1]}
+        numbers |= {"verb": fall.verb, "interval": interval_text(*fall.interval)}
         numbers |= {"before": fall.before, "after": fall.after}
     elif part.code == "planned_change":
         numbers |= {"name": str(part.values["series"]).replace("_", " ")}
@@ -76,37 +77,35 @@ def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
 
 
 def onset_text(onset: FirstChange) -> str:
-    """An onset in words: a jump takes one step; a ramp's end is where it led to."""
+    """Describe an onset: a jump takes one step; a ramp's `after` is the value at its end."""
     change = onset.change
-    span = f"95 % interval {change.low} to {change.high}" if change.low < change.high else "sure to a step"
+    span = f", 95% CI {change.low}-{change.high}" if change.low < change.high else ""
     how = "ramps" if change.kind == RAMP else "jumps"
-    return f"{onset.name} ({how} at step {change.step}, {span}; {change.before:.3g} to {change.after:.3g})"
+    return f"{onset.name} ({how} at step {change.step}{span}; {change.before:.3g} to {change.after:.3g})"
 
 
 def dynamics_text(found: Dynamics, width: int | None = None) -> str:
-    """Write it for reading: the answer, the onsets, the series, the length schedule, leads and lags, laws, what is open."""
+    """Render the answer, onsets, series, length schedule, leads and lags, laws, and what is unknown."""
     found = shown(found)
-    head = f"{found.run}: steps {found.first_step} to {found.last_step}, {found.num_steps:,} of them, d = {found.pair}"
+    head = f"{found.run}: {found.num_steps:,} steps ({found.first_step} to {found.last_step}), d = {found.pair}"
     parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in found.summary)]
     if found.onsets:
-        parts.append(_titled("WHAT MOVED FIRST?", to_text(_onsets(found), width, MAIN_COLUMNS["onsets"])))
-    parts.append(_titled("WHAT DID EACH SERIES DO?", to_text(series_rows(found), width, MAIN_COLUMNS["series"])))
+        parts.append(_titled("WHAT CHANGED FIRST?", to_text(_onsets(found), width, MAIN_COLUMNS["onsets"])))
+    parts.append(_titled("HOW DID EACH SERIES CHANGE?", to_text(series_rows(found), width, MAIN_COLUMNS["series"])))
     if found.schedule is not None:
-        parts.append(_titled("DID RESPONSES SURGE?", _schedule(found, width)))
+        parts.append(_titled("DID RESPONSE LENGTH SURGE?", _schedule(found, width)))
     if found.lead_lag:
-        note = "Correlations of step-to-step changes. With one run this is description, not causation."
-        parts.append(
-            _titled("WHAT GOES AHEAD OF WHAT?", wrapped(note, "", width) + "\n\n" + to_text(_pairs(found), width))
-        )
+        note = "Correlations of step-to-step changes within one run; they do not show causation."
+        parts.append(_titled("WHICH SERIES LEAD?", wrapped(note, "", width) + "\n\n" + to_text(_pairs(found), width)))
     if laws := _laws(found):
-        parts.append(_titled("WHICH LAWS HOLD?", "\n".join(wrapped(law, "", width) for law in laws)))
+        parts.append(_titled("GROWTH RATES AND LAWS", "\n".join(wrapped(law, "", width) for law in laws)))
     if found.unanswered:
-        parts.append(_titled("WHAT IS OPEN?", "\n".join(wrapped(each, "", width) for each in found.unanswered)))
+        parts.append(_titled("WHAT IS UNKNOWN?", "\n".join(wrapped(each, "", width) for each in found.unanswered)))
     return "\n\n".join(parts)
 
 
 def dynamics_json(found: Dynamics) -> dict[str, Any]:
-    """The same as JSON can say it, with every number; sentences beside their codes."""
+    """Return the same as JSON, with every number; sentences beside their codes."""
     sentences = {"says": found.summary, "summary": found.summary, "unanswered": found.unanswered}
     return asdict(found) | sentences
 
@@ -129,7 +128,7 @@ def _onsets(found: Dynamics) -> Rows:
 
 
 def series_rows(found: Dynamics) -> Rows:
-    """A row a series: its course, and where it changed."""
+    """One row per series: its values, and where it changed."""
     rows = [
         (
             each.name, each.num_steps, each.first, each.last, each.smallest, each.largest,
@@ -148,16 +147,16 @@ def _schedule(found: Dynamics, width: int | None) -> str:
     schedule = found.schedule
     assert schedule is not None
     if all(setting.surge_step is None for setting in schedule.sensitivity) and schedule.surge_step is None:
-        head = f"No: none of {len(schedule.sensitivity)} detector settings sees a surge; the schedule of arXiv 2602.01826 would have left "
-        return wrapped(head + "the learning rate alone.", "", width)
+        head = f"No: none of {len(schedule.sensitivity)} detector settings finds a surge; the schedule of arXiv 2602.01826 would not have "
+        return wrapped(head + "changed the learning rate.", "", width)
     if schedule.surge_step is None:
-        head = "No: the schedule of arXiv 2602.01826 would have left the learning rate alone."
+        head = "No: the schedule of arXiv 2602.01826 would not have changed the learning rate."
     else:
         steps = ", ".join(
             f"{decay.step} (to {decay.scale:g}{'' if decay.is_within_run else ', after the run'})"
             for decay in schedule.decays
         )
-        head = f"At step {schedule.surge_step}. Decay period {schedule.decay_period} steps; it would have acted at {steps}."
+        head = f"At step {schedule.surge_step}. Decay period {schedule.decay_period} steps; it would have cut the learning rate at {steps}."
     return wrapped(head, "", width) + "\n\n" + to_text(table(schedule.sensitivity), width)
 
 
@@ -171,13 +170,13 @@ def _pairs(found: Dynamics) -> Rows:
 def _laws(found: Dynamics) -> list[str]:
     laws = []
     for part in found.growth:
-        rate = f"k3 grows by {part.growth:.3%} a step over the {part.part} (slope of ln k3 {part.slope:.3g}, "
+        rate = f"k3 grows by {part.growth:.3%} per step over the {part.part} (slope of ln k3 {part.slope:.3g}, "
         doubling = "" if part.doubling is None else f"; a factor of 2 every {part.doubling:.4g} steps"
-        laws.append(rate + f"95 % interval {part.low:.3g} to {part.high:.3g}{doubling}).")
+        laws.append(rate + f"95% CI {part.low:.3g} to {part.high:.3g}{doubling}).")
     law = found.entropy_law
     if law is not None and not math.isnan(law.r2):
         laws.append(
             f"reward = {-law.a:.3g} exp(entropy) {law.b:+.3g} explains {law.r2:.0%} of the reward's variance (arXiv "
-            f"2505.22617); the last third of the run lies {law.residual_last_third:+.2f} sd of the residuals off it."
+            f"2505.22617); the last third of the run is {law.residual_last_third:+.2f} residual sd away from it."
         )
     return laws

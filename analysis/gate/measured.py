@@ -263,7 +263,7 @@ def _number_of(rows: Rows, metric: str) -> float:
 
 
 def _of_tails(level: float) -> str:
-    return f"; where a few tokens carry it, one of 95 % holds in {level:.0%}"
+    return f"; if a few tokens dominate, a 95% interval holds the truth in {level:.0%} of runs"
 
 
 def _without(why: NoInterval, num_groups: int) -> str:

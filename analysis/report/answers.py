@@ -81,7 +81,7 @@ def validity_answer(subject: Subject) -> Answer:
 def factor_answer(subject: Subject) -> Answer:
     found, verb = subject.diagnosis, command(subject, "diagnose")
     if found is None:
-        words = text.unknown("without two passes there is no mismatch to explain")
+        words = text.unknown("a mismatch needs two passes")
         return _answer("factor", "unknown", OPEN, words, verb)
     replay = found.settled_by
     if replay is not None:
@@ -94,7 +94,7 @@ def factor_answer(subject: Subject) -> Answer:
 def size_answer(subject: Subject) -> Answer:
     found, verb = subject.diagnosis, command(subject, "diagnose")
     if found is None:
-        words = text.unknown("without two passes there is no mismatch to measure")
+        words = text.unknown("a mismatch needs two passes")
         return _answer("size", "unknown", OPEN, words, verb)
     code = found.size.code if found.checked.is_valid else "not_valid"
     sounding = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"

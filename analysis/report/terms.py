@@ -1,4 +1,4 @@
-"""The words of a report: of each series its title, its unit, and what it is for one who does not know it."""
+"""The terms of a report: title, unit and a short explanation of each series."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A word, in other words."""
+    """A term and its explanation."""
 
     title: str
     unit: str
@@ -15,46 +15,46 @@ class Term:
 
 
 SERIES: dict[str, Term] = {
-    "k3": Term("Mismatch k3", "nats", "Mean of exp(d) - 1 - d over tokens, d = logprob of the trainer less the engine's: an estimate of the KL divergence between them that is never negative."),
-    "p99_abs_d": Term("p99 of |d|", "nats", "99 of 100 tokens have a smaller |d|: the gap between the trainer's and the engine's logprob of the same token."),
-    "max_abs_d": Term("Largest |d|", "nats", "The token of the step whose two logprobs lie furthest apart. At 0.69 nats one side gives it twice the probability of the other."),
-    "ess": Term("ESS of tokens", "share", "Effective sample size: (sum w)^2 / (n sum w^2) with w = exp(d). At 1 every token counts alike; near 0 a few carry all weight."),
+    "k3": Term("Mismatch k3", "nats", "Mean of exp(d) - 1 - d over tokens, d = the trainer's logprob minus the engine's: an estimate of the KL divergence between them that is never negative."),
+    "p99_abs_d": Term("p99 of |d|", "nats", "99 of 100 tokens have a smaller |d|, the difference between the trainer's and the engine's logprob of the same token."),
+    "max_abs_d": Term("Largest |d|", "nats", "The token of the step whose two logprobs differ most. At 0.69 nats one side gives it twice the probability of the other."),
+    "ess": Term("ESS of tokens", "share", "Effective sample size: (sum w)^2 / (n sum w^2) with w = exp(d). At 1 all tokens have equal weight; near 0 a few have all of it."),
     "reward": Term("Reward", "", "Mean reward of the sequences of the step, as recorded."),
     "length": Term("Response length", "tokens", "Mean number of tokens of a response."),
-    "entropy": Term("Entropy", "nats", "Mean entropy of the policy's next-token distribution: how undecided it is. A fall to near 0 ends exploration."),
+    "entropy": Term("Entropy", "nats", "Mean entropy of the policy's next-token distribution. Near 0 there is no exploration."),
     "grad_norm": Term("Gradient norm", "", "L2 norm of the gradient, as the trainer logged it."),
     "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
-    "clip_share": Term("Clipped share", "share of tokens", "Tokens whose ratio is beyond the recorded loss's bound: ppo_clip gives them no gradient, cispo one whose weight is the bound."),
+    "clip_share": Term("Clipped share", "share of tokens", "Tokens whose ratio exceeds the bound of the recorded loss: ppo_clip gives them no gradient, cispo clamps their weight to the bound."),
     "policy_lag": Term("Policy lag", "updates", "Updates between the weights that sampled and those inside the loss: 0 is on-policy."),
-    "changed_weights": Term("Changed weights", "share of elements", "Elements of the weights whose bits differ from the version before. In bfloat16 small updates are rounded away."),
+    "changed_weights": Term("Changed weights", "share of elements", "Weight elements that differ bitwise from the previous version. In bfloat16, small updates are rounded away."),
     "loss": Term("Loss", "", "As the trainer logged it."),
     "update_to_weight": Term("Update to weight", "ratio", "Size of one update over the size of the weights."),
-    "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of the reward within groups of one prompt: what advantages are made of."),
+    "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of the reward within groups of one prompt, from which advantages are computed."),
     "share_groups_without_spread": Term("Groups without spread", "share of groups", "Groups in which all rewards are equal: they give no gradient."),
     "share_length_limited": Term("Cut at the limit", "share of responses", "Responses that ended because they reached the limit of tokens."),
 }  # fmt: skip
-"""Series of dynamics.quantities that a report shows -> what they are, in the order in which it shows them."""
+"""Series shown in a report -> its term, in the order shown."""
 
-EVALUATION = Term("", "", "An evaluation that the run logged: the outcome that a wrong reward cannot move.")
+EVALUATION = Term("", "", "An evaluation logged by the run: a wrong reward does not affect it.")
 
 WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_" in name} | {
     "k3_positive": "k3 of the tokens with an advantage above 0.",
     "k3_negative": "k3 of the tokens with an advantage below 0.",
-    "d": "The gap of one token: the trainer's logprob less the engine's, in nats. 0.69 nats is a factor of two in probability.",
+    "d": "The trainer's logprob of a token minus the engine's, in nats. 0.69 nats is a factor of two in probability.",
     "nats": "Natural-logarithm units: exp(x nats) is a factor.",
     "rms": "Root mean square: large values count more.",
-    "valid": "Whether both logprobs are of the same thing: same tokens, temperature, mask, weights and position. Otherwise their gap says nothing about numerics.",
+    "valid": "Whether both logprobs are the same quantity: same tokens, temperature, mask, weights and position. Otherwise their difference says nothing about numerics.",
     "contract": "Everything that decides the numbers of a pass: engine, versions, dtypes, kernels, parallelism, sampling.",
-    "advantage": "How much better a response did than the others of its group; its sign says whether training makes it likelier.",
-    "|d|": "Size of the gap of one token between the trainer's logprob and the engine's, in nats.",
+    "advantage": "How much better a response did than the others of its group; if positive, training makes it likelier.",
+    "|d|": "Absolute difference between the trainer's and the engine's logprob of a token, in nats.",
     "sum |f|": "Sum over tokens of the size of their contribution to the objective: ratio times advantage, as the loss clips it.",
     "k3": "Mean of exp(d) - 1 - d: an estimate of the KL divergence between trainer and engine, in nats.",
-    "alarms": "A level that a framework or paper sounds an alarm at, each under its own definition: see why.",
-    "interval": "Of resampled groups of sequences: where the value would lie if the run had drawn others.",
-    "replay": "Recorded steps scored again under other numerics, from the weights that the trace keeps.",
+    "alerts": "Levels at which a framework or paper warns, each under its own definition.",
+    "interval": "From resampled groups of sequences: the range expected if the run had sampled others.",
+    "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
     "ln ratio": "Natural logarithm of the probability of a token under one policy over that under another.",
-    "arm": "A replay of recorded steps under other numerics, kept as a pass of its own.",
-    "observation": "Judged from one run: what came first need not be the cause.",
-    "intervention": "Judged beside a control run that shares its seeds and differs in one thing.",
+    "arm": "A replay of recorded steps under different numerics, stored as its own pass.",
+    "observation": "Judged from one run: what changed first need not be the cause.",
+    "intervention": "Judged against a baseline run with the same seeds and one change.",
 }
-"""Words that have a hover note wherever they stand in a report -> the note."""
+"""Words with a hover note in a report -> the note."""

@@ -1,4 +1,4 @@
-"""Every sentence of a report, from the codes and numbers of its results."""
+"""Render every sentence of a report from the codes and numbers of its results."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...schemas.passes import REPLAY_PREFIX
-from ..alarms.text import alarm_sentence
+from ..alarms.text import alarm_sentence, fired
 from ..attribution.attribution import Attribution
 from ..attribution.silent import SilentChange
 from ..check.result import CheckResult
 from ..check.text import evidence_text
 from ..diagnosis.diagnosis import Diagnosis, ReplayEffect
 from ..diagnosis.text import cause_title, effect_text, numerics_text, size_text, story, story_of_run
+from ..dynamics.change_text import interval_text
 from ..dynamics.changes import ChangePoint
 from ..info import TraceInfo
 from ..location import Location
@@ -22,38 +23,38 @@ from ..token_samples.token_sample import TokenSample
 
 QUESTIONS = {
     "validity": "Is the comparison valid?",
-    "factor": "Which factor makes the mismatch?",
+    "factor": "What causes the mismatch?",
     "size": "Is its size normal?",
-    "objective": "Did it bend the objective?",
-    "fall": "Did the run fall, and why?",
+    "objective": "Did it bias the objective?",
+    "fall": "Did the run collapse, and why?",
 }
 """Code of a question -> the question."""
 
 EFFECTS = {
-    "undecided": "whether it pushes one way cannot be told",
-    "negligible": "next to nothing",
-    "noise": "noise",
-    "large_noise": "noise, and a large one",
-    "small_push": "a small push one way",
-    "small_push_large_noise": "a small push one way, large noise",
-    "large_push": "a large push one way",
-    "opposed": "no direction: without the clip it has the other sign",
-    "in_ratio": "in the ratio itself, where clip and weights see it",
+    "undecided": "bias not measurable",
+    "negligible": "negligible",
+    "noise": "noise, no measurable bias",
+    "large_noise": "large noise, no measurable bias",
+    "small_push": "small bias",
+    "small_push_large_noise": "small bias, large noise",
+    "large_push": "large bias",
+    "opposed": "no clear direction: without the clip the sign flips",
+    "in_ratio": "part of the ratio, so clipping and weights see it",
 }
-"""Code of what the mismatch does to the objective -> what it is."""
+"""Code of the effect on the objective -> its name."""
 
 SIZES = {
-    "equal": "there is no mismatch",
-    "unpublished": "not published for these dtypes",
-    "above": "larger than published ones",
+    "equal": "no mismatch",
+    "unpublished": "no published value for these dtypes",
+    "above": "above the published range",
     "within": "normal",
     "below": "normal",
-    "not_valid": "cannot be told before the comparison is valid",
+    "not_valid": "unknown until the comparison is valid",
 }
-"""Code of a size -> what it is."""
+"""Code of a size -> its name."""
 
 _MOST_STEPS = 12
-"""Steps that are named one by one."""
+"""Maximum number of steps listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +96,14 @@ def factor(found: Diagnosis) -> AnswerText:
     return AnswerText(
         short=first.title,
         figure=f"{size}{first.share:.1%} of the tokens",
-        basis="what logprobs and contracts show; a replay would settle it" if found.next else "as far as logprobs show",
+        basis="from logprobs and contracts; a replay would confirm it" if found.next else "from logprobs",
         detail=numerics_text(found.numerics),
     )
 
 
 def settled_factor(found: Diagnosis, replay: ReplayEffect) -> AnswerText:
     return AnswerText(
-        short=f"settled by a replay: {replay.arm}",
+        short=f"confirmed by a replay: {replay.arm}",
         figure=f"{replay.removed:.1%} of the mean square of d removed",
         basis=f"{replay.num_tokens:,} tokens replayed",
         detail=f"{effect_text(replay)}. {numerics_text(found.numerics)}",
@@ -113,10 +114,10 @@ def size(found: Diagnosis, code: str) -> AnswerText:
     alarms = [alarm_sentence(each) for each in found.alarms.raised]
     return AnswerText(
         short=SIZES[code],
-        figure=f"{len(alarms)} of {len(found.alarms.judged)} alarms sound",
-        basis="" if code == "unpublished" else "against what others measured with these dtypes",
+        figure=fired(len(alarms), len(found.alarms.judged)),
+        basis="" if code == "unpublished" else "compared with published values for these dtypes",
         detail=size_text(found.size, is_valid=found.checked.is_valid)
-        + (f" Sounding: {'; '.join(alarms)}." if alarms else ""),
+        + (f" Fired: {'; '.join(alarms)}." if alarms else ""),
     )
 
 
@@ -159,7 +160,7 @@ def _percent(share: float, sign: str = "") -> str:
 def _interval(estimate: Estimate, confidence: float) -> str:
     if estimate.low is None or estimate.high is None:
         return ""
-    return f"{confidence:.0%} interval {_percent(estimate.low, '+')} to {_percent(estimate.high, '+')}"
+    return f"{confidence:.0%} CI {_percent(estimate.low, '+')} to {_percent(estimate.high, '+')}"
 
 
 # --- fall ---------------------------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ def _interval(estimate: Estimate, confidence: float) -> str:
 
 def no_fall(found: Attribution) -> AnswerText:
     return AnswerText(
-        short="it did not fall",
+        short="no collapse",
         basis=f"{found.num_steps:,} steps",
         detail=found.sentence,
     )
@@ -186,8 +187,8 @@ def no_numbers(found: Attribution) -> AnswerText:
 def unseen_fall(silent: SilentChange, found: Attribution) -> AnswerText:
     first = silent.suspects[0]
     return AnswerText(
-        short=f"not seen, but the recorded reward no longer tells: {first.title}",
-        figure=f"from step {silent.step} (interval {silent.low} to {silent.high})",
+        short=f"not detected, but the recorded reward is no longer meaningful: {first.title}",
+        figure=f"from step {silent.step} (interval {silent.low}-{silent.high})",
         basis=f"{first.probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
         detail=found.sentence,
     )
@@ -196,16 +197,15 @@ def unseen_fall(silent: SilentChange, found: Attribution) -> AnswerText:
 def fall(found: Attribution, checked: CheckResult | None) -> AnswerText:
     fall, first = found.fall, found.first_suspect or found.suspects[0]
     assert fall is not None
-    low, high = fall.interval
     return AnswerText(
-        short=f"it fell: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{cause_title(first, checked)}",
-        figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step} (95 % interval {low} to {high})",
+        short=f"it collapsed: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{cause_title(first, checked)}",
+        figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step}{interval_text(*fall.interval)}",
         basis=f"{first.probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
         detail=found.sentence,
     )
 
 
-def unknown(detail: str, short: str = "cannot be told") -> AnswerText:
+def unknown(detail: str, short: str = "unknown") -> AnswerText:
     return AnswerText(short=short, detail=detail)
 
 
@@ -216,11 +216,11 @@ def headline(diagnosis: Diagnosis | None, attribution: Attribution | None) -> st
     """The story of a run, which is also the first line of `diagnose`."""
     if diagnosis is not None:
         return story(diagnosis)
-    return "Nothing can be said of this run." if attribution is None else story_of_run(attribution, None)
+    return "This trace has nothing to analyze." if attribution is None else story_of_run(attribution, None)
 
 
 def recorded(held: TraceInfo) -> tuple[str, ...]:
-    """What a trace holds, a line each."""
+    """List what a trace holds."""
     steps = f"{held.num_steps:,} step{'s' if held.num_steps != 1 else ''}"
     if held.num_steps:
         steps += f" ({held.first_step} to {held.last_step})" if held.num_steps > 1 else f" ({held.first_step})"
@@ -244,13 +244,13 @@ def recorded(held: TraceInfo) -> tuple[str, ...]:
 
 
 def change(one: ChangePoint) -> str:
-    """Where a series changed."""
-    what = "jumps" if one.kind == "shift" else "bends"
-    return f"{what} at step {one.step} ({one.low} to {one.high}): {one.before:.3g} to {one.after:.3g}"
+    """Say where a series changed."""
+    what = "jumps" if one.kind == "shift" else "changes slope"
+    return f"{what} at step {one.step}{interval_text(one.low, one.high)}: {one.before:.3g} to {one.after:.3g}"
 
 
 def not_finite(steps: Sequence[int]) -> str:
-    """Steps at which NaN or an infinity was recorded: a line has no place for them."""
+    """List the steps with NaN or an infinity, which a chart cannot draw."""
     if not len(steps):
         return ""
     told = ", ".join(str(step) for step in steps[:_MOST_STEPS])
@@ -259,7 +259,7 @@ def not_finite(steps: Sequence[int]) -> str:
 
 
 def published(low: float, high: float, sources: Sequence[str]) -> str:
-    """A range that others measured."""
+    """Name a published range and its sources."""
     return f"published for these dtypes: {low:g} to {high:g} ({', '.join(dict.fromkeys(sources))})"
 
 
@@ -268,15 +268,15 @@ def replayed(one: ReplayEffect) -> str:
 
 
 def idle(names: Sequence[str], num: int) -> str:
-    """Corrections that would do nothing."""
-    return f"{len(names)} of {num} would cut and lower nothing: {', '.join(names)}." if names else ""
+    """Name the corrections that would have no effect."""
+    return f"{len(names)} of {num} would have no effect: {', '.join(names)}." if names else ""
 
 
 def steps_read(num_read: int, num_steps: int) -> str:
-    """Which steps of a run a result is of."""
+    """Say which steps of a run a result covers."""
     if num_read < num_steps:
-        return f"{num_read} of {num_steps} steps, evenly spread"
-    return f"all {num_steps:,} steps" if num_steps > 1 else "its one step"
+        return f"{num_read} of {num_steps} evenly spaced steps"
+    return f"all {num_steps:,} steps" if num_steps > 1 else "its only step"
 
 
 def sequence(one: TokenSample) -> str:
@@ -295,74 +295,74 @@ def sequence(one: TokenSample) -> str:
 
 
 RATIO = (
-    "Natural logarithm of how much likelier a token is under the policy that is trained than under the one that sampled it "
-    "(before), and of the ratio that the loss uses after its clipping (after). The grey bins hold everything beyond."
+    "Natural log of the probability ratio of each token, trained policy over sampling policy (before), and of the ratio the "
+    "loss uses after clipping (after). The grey bins hold everything outside the axis."
 )
 PROFILES = {
     "position": (
         "Mean |d| by position in the response", "position of the token, from 1",
-        "Flat for rounding. A step upwards at one position is a cache, a window or a rotary embedding that goes wrong there.",
+        "Rounding gives a flat line. A jump at one position points to a cache, an attention window or a rotary embedding.",
     ),
     "length": (
-        "Mean |d| by length of the response", "tokens of the response", "Whether long responses are worse token by token.",
+        "Mean |d| by length of the response", "tokens of the response", "Shows whether tokens of long responses differ more.",
     ),
     "entropy": (
         "Mean |d| by entropy", "entropy of the next-token distribution, nats",
-        "A mismatch that grows with the entropy comes from uncertain tokens, as rounding does.",
+        "A mismatch that grows with entropy comes from uncertain tokens, as expected of rounding.",
     ),
 }  # fmt: skip
 """Axis of breakdowns -> title, label and note of its chart."""
 RATIO_SPLIT = (
     "Variance over tokens of the two parts of ln ratio: the mismatch d = train - rollout, and the policy's drift "
-    "= current - train. Off-policy drift is wanted and clipped; mismatch is neither."
+    "= current - train. Drift is intended and clipped; mismatch is neither."
 )
 BIAS = (
-    "b is the contribution of a token under the ratio that the loss uses, less that under the true one; both "
-    "sums are over the sum of |f|, the size of the objective's terms. Above 0 the loss sees more objective than there "
-    "is. Where the sum is small beside the sum of |b|, the errors cancel (arXiv 2605.14220)."
+    "b is a token's contribution to the objective under the ratio the loss uses, minus its contribution under the true ratio. Both "
+    "sums are divided by the sum of |f|, the size of the objective's terms. Above 0 the loss overstates the objective. "
+    "If the sum is small compared with the sum of |b|, the errors cancel (arXiv 2605.14220)."
 )
 
 
 LOCATED_RATIO = (
-    "The largest error that an operator itself introduces, held against float64 on its own inputs, in units of what rounding can do "
-    "in its dtype. What came before it does not count. Above 1 the operator computes something else."
+    "The largest error each operator introduces, measured against float64 on the operator's own inputs, in units of the rounding error "
+    "its dtype allows. Errors of earlier operators do not count. Above 1 the operator computes something different."
 )
-LOCATED_DEPTH = "Root mean square of the difference of both executions' hidden states, relative to those of a, where each layer begins."
+LOCATED_DEPTH = "Root mean square difference of the two executions' hidden states at the input of each layer, relative to execution a."
 LOCATED_CARRIED = (
-    "The hidden states' errors along the direction that moves the tokens' logprobs, by one backward pass: what the operators' own errors "
-    "up to a layer add to the gap's mean square, to first order. What lies before and behind all layers is left out."
+    "How much the operators' own errors up to a layer add to the mean square of the mismatch, to first order: hidden-state errors along "
+    "the gradient of the tokens' logprobs, from one backward pass. Operators outside the layers are left out."
 )
 LOCATED_PATCHES = (
-    "One execution computes these operators by the other's code, on its own inputs: 1 means that the gap is gone then. Lines are "
-    "95 % intervals over prompts."
+    "One execution runs these operators with the other's code, on its own inputs: 1 means that the mismatch is gone. Lines are "
+    "95% CIs over prompts."
 )
 
 
 def located(found: Location) -> str:
-    """What was located."""
-    return f"a is {found.a}, b is {found.b}; step {found.step}, {found.num_sequences} sequences."
+    """Say what was located."""
+    return f"a: {found.a}, b: {found.b}; step {found.step}, {found.num_sequences} sequences."
 
 
 def density_note(envelope: float | None) -> str:
     rounding = "" if envelope is None else (
-        f"Rounding of logits moves d by at most a constant times 1 - p (arXiv 2512.23087): the lines are +-{envelope:.3g} (1 - p), "
-        "within which 99 % of the tokens below p = 0.99 lie. "
+        f"Rounding of logits changes d by at most a constant times 1 - p (arXiv 2512.23087). The lines are +-{envelope:.3g} (1 - p) "
+        "and enclose 99% of the tokens below p = 0.99. "
     )  # fmt: skip
     return (
-        f"Each cell counts tokens. {rounding}What lies far out at p near 1 is no rounding. The outermost rows hold everything "
-        "beyond."
+        f"Each cell counts tokens. {rounding}Large |d| at p near 1 is not rounding. The outermost rows hold everything outside "
+        "the axis."
     )
 
 
 def arms_note(a: str, b: str) -> str:
     return (
-        f"The replay takes the place of {a}: 1 means that it agrees with {b} then, 0 that it changes nothing, below 0 that "
-        "it lies further away. Lines are 95 % intervals over groups of sequences."
+        f"The replay replaces {a}: 1 means it agrees with {b}, 0 that it changes nothing, below 0 that the mismatch grows. "
+        "Lines are 95% CIs over groups of sequences."
     )
 
 
 def corrections_note(part: str) -> str:
     return (
-        f"Cut: weight 0. Lowered: the weight is held at its bound. Of {part}. How much it would help is another question: see "
+        f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {part}. For how much a correction helps, see "
         "docs/evidence/remedies.md."
     )

@@ -1,4 +1,4 @@
-"""A watched run as rich draws it: whole on paper, or as much of each section as a screen has lines for."""
+"""Draw a watched run with rich: in full, or as many rows of each section as fit the screen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..alarms.text import taken_over
+from ..alarms.text import fired, value_text
 from ..dynamics.quantities import Series
 from ..info import FINISHED, KILLED, LIVE, STOPPED, duration
 from ..rows import printable
@@ -31,7 +31,7 @@ _NOT_FINITE = "NaN/inf"
 
 
 class WatchedView:
-    """Head, first alarms, changes, latest steps, the whole run in sparklines, and what to do next."""
+    """Head, first alerts, changes, latest steps, the whole run in sparklines, and what to do next."""
 
     def __init__(self, seen: Watched, *, is_screen: bool = False):
         """On a screen it is no higher than that, and goes on until the recording is over."""
@@ -115,19 +115,19 @@ class _Page:
         seen = self.seen
         state = seen.state.upper()
         if seen.exit_code is not None:
-            state += f", the command ended with {seen.exit_code}"
+            state += f", the command exited with {seen.exit_code}"
         name = _ending(self._text(seen.trace).plain, max(8, self._width - len(state) - 2))
         facts = [f"steps {seen.num_steps:,}" + (f" ({seen.first_step} to {seen.last_step})" if seen.num_steps else "")]
         facts += [f"sequences {seen.num_sequences:,}", f"response tokens {seen.num_tokens:,}"]
         if seen.age_s is not None:
             facts.append(f"last record {duration(seen.age_s)} ago")
         if seen.steps_per_minute is not None:
-            facts.append(f"{_number(seen.steps_per_minute)} steps a minute ({seen.rate_from})")
+            facts.append(f"{_number(seen.steps_per_minute)} steps per minute ({seen.rate_from})")
         parts: list[RenderableType] = [Text.assemble((name, _TITLE), "  ", (state, _STATES[seen.state]))]
         if seen.state != WAITING:
             parts += map(self._text, _packed(facts, self._width))
         if seen.num_unread_steps:
-            unread = f"still reading: {seen.num_unread_steps:,} earlier steps are missing from what is below"
+            unread = f"still reading: {seen.num_unread_steps:,} earlier steps are not shown yet"
             parts.append(self._text(unread, _NOTE))
         return Group(*parts, *(self._text(f"note: {note}", _NOTE) for note in seen.notes))
 
@@ -137,15 +137,15 @@ class _Page:
         if not judged:
             return None
         still = sum(reading.still for reading in raised)
-        count = f"{len(raised)} of {len(judged)} sound, {still} of them at the end"
-        title = self._title("FIRST ALARMS", count if raised else f"none of {len(judged)} sounds")
+        count = fired(len(raised), len(judged)) + (f", {still} still firing" if raised else "")
+        title = self._title("FIRST ALERTS", count)
         table = _table(3)
         for reading in raised[:num_rows]:
             alarm = reading.alarm
-            value = "" if reading.own is None else f" ({_number(reading.own)} at the {taken_over(reading)})"
+            value = "" if reading.own is None else f" ({value_text(reading)})"
             until = Text("still", _BAD) if reading.still else Text(f"to {reading.last_step}", _DIM)
-            told = f"{alarm.who}: {alarm.metric} {alarm.condition}{value}: {alarm.summary}; {alarm.definition}"
-            table.add_row(Text(str(reading.first_step), _TITLE), until, self._row(told))
+            line = f"{alarm.who}: {alarm.metric} {alarm.condition}{value}: {alarm.summary}; {alarm.definition}"
+            table.add_row(Text(str(reading.first_step), _TITLE), until, self._row(line))
         return Group(title, table, *self._more(len(raised) - num_rows))
 
     def _changes(self, num_rows: int) -> RenderableType | None:
@@ -155,9 +155,9 @@ class _Page:
         table = _table(2)
         for each in moved[:num_rows]:
             change = each.change
-            told = f"{each.name}  {_number(change.before)} to {_number(change.after)}, {change.kind}"
-            table.add_row(Text(f"{change.step} ({change.low} to {change.high})", _TITLE), self._row(told))
-        title = self._title("CHANGES", "at a step (95 % interval), shift or ramp")
+            line = f"{each.name}  {_number(change.before)} to {_number(change.after)}, {change.kind}"
+            table.add_row(Text(f"{change.step} ({change.low}-{change.high})", _TITLE), self._row(line))
+        title = self._title("CHANGES", "step (95% CI), shift or ramp")
         return Group(title, table, *self._more(len(moved) - num_rows))
 
     def _latest(self, num_rows: int) -> RenderableType | None:
@@ -177,7 +177,9 @@ class _Page:
         for row in zip(*columns, strict=True):
             table.add_row(*row)
         table.show_header = True
-        return Group(self._title("LATEST STEPS", "the last one may still grow" if seen.state == LIVE else ""), table)
+        return Group(
+            self._title("LATEST STEPS", "the last step may be incomplete" if seen.state == LIVE else ""), table
+        )
 
     def _courses(self, num_rows: int) -> RenderableType | None:
         """A line a series: its name, its course, and what its ends mean."""
@@ -206,11 +208,11 @@ class _Page:
     def _next(self) -> RenderableType:
         seen = self.seen
         if self._height is not None and not seen.is_over:
-            return Text("Ctrl-C ends this view and not the recording", _DIM, no_wrap=True, overflow="crop")
+            return Text("Ctrl-C closes this view; recording continues", _DIM, no_wrap=True, overflow="crop")
         verb = "watch" if seen.state == WAITING else "diagnose" if seen.num_steps else "info"
-        ended = "The recording has ended: " + seen.state if seen.is_over else "The recording goes on"
+        ended = "Recording ended: " + seen.state if seen.is_over else "Still recording"
         if seen.state == WAITING:
-            ended = "Nothing is recorded yet"
+            ended = "Nothing recorded yet"
         # A command is copied whole: the terminal may break it, and this does not.
         command = self._text(f"tim-trace {verb} {shlex.quote(seen.trace)}", _TITLE, no_wrap=True, overflow="ignore")
         return Group(self._text(f"{ended}. Next:"), command)

@@ -180,7 +180,7 @@ def test_an_entropy_that_falls_with_the_reward_is_no_cause(tmp_path):
 def test_a_run_that_does_not_fall_has_no_cause(tmp_path, gap, seed):
     found = attribute(record(tmp_path / "run", Story(gap=level(gap), seed=seed)))
     assert (found.fall, found.suspects, found.cause) == (None, (), None)
-    assert found.sentence.startswith("No fall")
+    assert found.sentence.startswith("No collapse detected")
 
 
 def test_a_mismatch_that_follows_a_fall_is_not_its_cause(tmp_path):
@@ -209,8 +209,8 @@ def test_what_was_there_before_a_fall_is_not_its_cause(tmp_path):
 def test_a_fall_that_nothing_explains_cannot_be_told(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=sliding)))
     assert found.cause is None
-    assert "no cause is sure" in found.sentence
-    assert "not the mismatch" in found.sentence
+    assert "Cause unknown." in found.sentence
+    assert "The mismatch is ruled out" in found.sentence
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_a_control_that_fell_too_clears_what_they_differ_in(tmp_path):
     assert attribute(run).suspects[0].code == "mismatch"
     found = attribute(run, control=control)
     assert found.cause != "mismatch"
-    assert "not the mismatch" in found.sentence or found.suspects[0].code == "unknown"
+    assert "The mismatch is ruled out" in found.sentence or found.suspects[0].code == "unknown"
 
 
 def test_a_control_with_other_prompts_is_an_observation(tmp_path):
@@ -240,7 +240,7 @@ def test_a_control_with_other_prompts_is_an_observation(tmp_path):
             record_step(recorder, Story(), step, np.random.default_rng(step))
     found = attribute(run, control=other)
     assert found.kind == "observation"
-    assert any("do not share their prompts" in note for note in found.notes)
+    assert any("have different prompts" in note for note in found.notes)
 
 
 def test_without_an_outcome_nothing_is_judged(tmp_path):
@@ -250,7 +250,7 @@ def test_without_an_outcome_nothing_is_judged(tmp_path):
             recorder.add_scores("train", batch, logprobs=[[-1.0, -0.5]])
     found = attribute(tmp_path / "run")
     assert (found.outcome, found.fall) == ("", None)
-    assert "neither a reward" in found.sentence
+    assert "no reward or evaluation" in found.sentence
 
 
 def test_a_run_without_a_rollout_pass_says_that_no_mismatch_can_be_seen(tmp_path):
@@ -331,7 +331,7 @@ def test_a_fall_is_told_with_its_interval(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=drops(60, 0.7, 0.1))))
     first, last = found.fall.interval
     assert first <= 60 <= last + 1
-    assert f"from step {found.fall.step} on (95 % interval {first} to {last})" in found.sentence
+    assert f"from step {found.fall.step} on (95% CI {first}-{last})" in found.sentence
 
 
 @pytest.mark.slow
@@ -430,13 +430,13 @@ def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_pat
     assert (found.fall, found.suspects, found.cause) == (None, (), None)
     if cause is None:
         assert found.silent is None
-        assert found.sentence.startswith("No fall")
+        assert found.sentence.startswith("No collapse detected")
         return
     assert found.silent is not None
     assert (found.silent.suspects[0].code, found.silent.low, found.silent.step) == (cause, *steps)
     assert sum(suspect.probability for suspect in found.silent.suspects) == pytest.approx(1.0)
     assert found.silent.suspects[0].title in found.sentence
-    assert "No fall is seen" in found.sentence
+    assert "No collapse detected" in found.sentence
     assert attribution_json(found)["silent"]["suspects"][0]["evidence"][0]["sentence"] in attribution_text(found)
     title = found.silent.suspects[0].title
     assert title in story_of_run(found, None)

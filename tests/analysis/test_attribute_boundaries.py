@@ -1254,7 +1254,7 @@ def test_an_engine_that_was_exact_before_is_told_so(after, points):
     exact = {"mean_abs_d": [change(50, before=0.0, after=after)]}
     assert codes(mismatch._order(facts(mismatch=run_mismatch(), changes=exact))) == {"exact_until": points}
     found = mismatch._order(facts(mismatch=run_mismatch(), changes={"mean_abs_d": [change(50, before=0.0, after=0.2)]}))
-    assert found[0].sentence == ("the engine was exact until step 50 (50 to 50), and mean |d| is 0.2 nats from then on")
+    assert found[0].sentence == ("the engine was exact until step 50 (95% CI 50-50); from then on mean |d| is 0.2 nats")
 
 
 @pytest.mark.parametrize(("high", "is_near"), [(46, False), (47, True)])
@@ -1447,20 +1447,19 @@ def test_the_mismatch_is_cleared_below_a_twentieth(probability, clears):
 
 
 def test_the_verdict_in_words():
-    where = "reward collapses from step 60 on (95 % interval 57 to 63), 0.8 to 0.3. "
+    where = "reward collapses from step 60 on (95% CI 57-63), 0.8 to 0.3. "
     told = attribution(suspect("reward", 0.9), suspect("mismatch", 0.01))
     assert told.sentence == where + (
-        "By observation of one run the cause is a noisy or wrong reward (90%); not the mismatch."
+        "Most likely cause: a noisy or wrong reward (90%, observation of one run). The mismatch is ruled out."
     )
     open_ = attribution(suspect("mismatch", 0.4, "temperature"), suspect("length", 0.3), control="other")
     assert open_.sentence == where + (
-        "By observation of two runs no cause is sure: the first suspect is training-inference mismatch: temperature on one "
-        "side only (40%), then the length of responses (30%)."
+        "Cause unknown. Most likely of those tested: training-inference mismatch: temperature on one "
+        "side only (40%); response length: 30%. Basis: observation of two runs."
     )
     unknown = attribution(suspect("unknown", 0.7), suspect("length", 0.2), suspect("reward", 0.1))
     assert unknown.sentence == where + (
-        "By observation of one run no cause is sure: the first suspect is the length of responses (20%), behind something else, "
-        "or what this trace does not show (70%)."
+        "Cause unknown. Most likely of those tested: response length (20%); something else: 70%. Basis: observation of one run."
     )
     assert (open_.cause, open_.first_suspect.code) == (None, "mismatch")
     assert (unknown.cause, unknown.first_suspect.code) == (None, "length")
@@ -1468,19 +1467,22 @@ def test_the_verdict_in_words():
     assert attribution(suspect("unknown", 0.95), suspect("length", 0.0499)).first_suspect is None
     assert attribution(suspect("unknown", 0.95), suspect("length", 0.05)).first_suspect.code == "length"
     assert attribution(suspect("unknown", 0.98), suspect("length", 0.02)).sentence == where + (
-        "By observation of one run no suspect explains it (98%): something else, or what this trace does not show."
+        "Cause unknown. None of those tested explains it (98%). Basis: observation of one run."
     )
     seen = Evidence(code="masks_change", points=7.0, values={"step": 40, "share": 1.0, "num_responses": 70})
     for evidence in ((seen, thresholds.prior("unknown")), (thresholds.prior("unknown"), seen)):
         counted = attribution(replace(suspect("unknown", 0.98), evidence=evidence), suspect("length", 0.02))
         assert counted.sentence == where + (
-            "By observation of one run no suspect explains it (98%): from step 40 on the loss counts other tokens in 100% of 70 "
-            "responses that came before it and after it."
+            "Cause unknown. None of those tested explains it (98%): from step 40 on, the loss mask differs in 100% of 70 "
+            "responses sampled both before and after it. Basis: observation of one run."
         )
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")
-    assert "By intervention (the control shares its seeds) the cause is entropy collapse" in sure.sentence
-    assert attribution(fall=None).sentence.startswith("No fall: reward did not go down for good")
-    assert attribution(outcome="", fall=None).sentence.startswith("It cannot be told whether this run fell")
+    assert (
+        "Most likely cause: entropy collapse or explosion (99%, intervention: the baseline shares the seeds)"
+        in sure.sentence
+    )
+    assert attribution(fall=None).sentence.startswith("No collapse detected: reward shows no lasting drop")
+    assert attribution(outcome="", fall=None).sentence.startswith("Cannot detect a collapse")
 
 
 def test_probabilities_are_those_of_the_points():
@@ -1515,13 +1517,13 @@ def test_text_marks_what_speaks_for_and_against():
     evidence = tuple(Evidence(code="length_steady", points=points) for points in (1.0, -1.0, 0.0))
     likely, hardly = Suspect(code="length", probability=0.02, evidence=evidence), suspect("reward", 0.0199)
     text = attribution_text(attribution(likely, hardly))
-    assert [line.split()[0] for line in text.splitlines() if "stays what it was" in line] == [
+    assert [line.split()[0] for line in text.splitlines() if "response length does not change" in line] == [
         "for",
         "against",
-        "neither",
+        "neutral",
     ]
-    assert "Hardly: a noisy or wrong reward 2.0%" in text
-    assert "the length of responses: 2%" in text
+    assert "Unlikely (<2%): a noisy or wrong reward 2.0%" in text
+    assert "response length: 2%" in text
 
 
 def test_json_has_codes_numbers_and_sentences():

@@ -403,7 +403,7 @@ def test_what_cannot_be_asked_is_said(tmp_path):
         recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
         recorder.add_scores("train", batch, logprobs=[[-1.0, -2.000001]])
     notes = " ".join(map(note_text, check(tmp_path / "trace").notes))
-    for part in ("only 2 tokens", "no contract", "no entropies", "fewer than three steps", "no prompts"):
+    for part in ("only 2 comparable tokens", "no contract", "no entropies", "fewer than three steps", "no prompts"):
         assert part in notes
 
 
@@ -495,7 +495,7 @@ def test_a_temperature_is_found_behind_values_at_other_places(tmp_path, misplace
     first, second, *_ = found_behind(tmp_path / "trace", misplaced, at_temperature)
     assert (first.code, second.code) == (misplaced, "temperature")
     assert second.numbers["behind"] == misplaced
-    assert "seen once that is put right" in evidence_text(second)
+    assert "visible only after correcting for" in evidence_text(second)
     assert not second.next
 
 

@@ -735,7 +735,7 @@ def said_behind(along):
     }  # fmt: skip
     finding = Finding(code="weights_differ", signal="logits", effect=1.0, share=1.0, numbers=numbers)
     text = evidence_text(finding)
-    return "rollout were behind train" in text if along > 0 else "train were behind rollout" in text
+    return "rollout lagged behind train" in text if along > 0 else "train lagged behind rollout" in text
 
 
 def chosen_steps(num_steps, tokens_a_step=1, worst=()):
@@ -1282,7 +1282,7 @@ def test_a_fault_fails_and_says_what_is_broken(code, monkeypatch):
         "recording": "NOT VALID, the recording is broken: ",
         "engine": "NOT VALID, an engine is broken: ",
     }
-    assert checked_text(result).startswith("TOO FEW TOKENS TO SAY: " if code == "too_few" else head[broken_part])
+    assert checked_text(result).startswith("TOO FEW TOKENS: " if code == "too_few" else head[broken_part])
     monkeypatch.setattr(tim_trace.analysis, "check", lambda *_, **__: result)
     assert CliRunner().invoke(cli.main, ["check", "run"]).exit_code == (1 if code in FAULTS else 0)
 

@@ -84,7 +84,7 @@ def test_equal_runs_differ_in_nothing(plain, tmp_path):
     assert found.differences == ()
     assert found.within_scatter == ()
     assert {"reward", "k3", "grad_norm", "length", "learning_rate"} <= set(found.same)
-    assert found.sentence == f"Nothing differs that both traces hold, over {STEPS} steps."
+    assert found.sentence == f"No difference in {STEPS} steps, in anything both traces record."
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_what_was_planted_is_what_differs_first(plain, tmp_path, plan, kind, nam
         assert (first.a, first.b) == pytest.approx(values)
     assert all(one.step >= at for one in found.differences)
     assert [one.step for one in found.differences] == sorted(one.step for one in found.differences)
-    assert found.sentence.startswith(f"What differs first, from step {at} on: ")
+    assert found.sentence.startswith(f"First difference, at step {at}: ")
     swapped = compare(tmp_path / "other", plain).first
     assert (swapped.kind, swapped.name, swapped.step) == (kind, name, at)
 
@@ -250,7 +250,7 @@ def test_compare_on_the_command_line(plain, tmp_path):
     other = write(tmp_path / "other", Planted(at=9, learning_rate=2e-6))
     done = command("compare", plain, other)
     assert done.code == 0
-    assert done.stdout.startswith("What differs first, from step 9 on: learning_rate is 1e-06 in A and 2e-06 in B.")
+    assert done.stdout.startswith("First difference, at step 9: learning_rate is 1e-06 in A and 2e-06 in B.")
     found = command("compare", plain, other, "--json").json()
     assert found["differences"][0]["name"] == "learning_rate"
     assert found["differences"][0]["sentence"] == "learning_rate is 1e-06 in A and 2e-06 in B"

@@ -98,13 +98,13 @@ def diagnosed(code="rounding", replays=(), attribution=None, jumps=()):
 @pytest.mark.parametrize(
     ("removed", "code", "words"),
     [
-        (1.0, "settles", "it is what makes the mismatch"),
-        (0.901, "settles", "it is what makes the mismatch"),
-        (0.899, "part", "bf16 makes a part of the mismatch"),
-        (0.101, "part", "bf16 makes a part of the mismatch"),
-        (0.099, "nothing", "bf16 does not make the mismatch"),
-        (-0.099, "nothing", "bf16 does not make the mismatch"),
-        (-0.101, "adds", "bf16 would make the mismatch larger"),
+        (1.0, "settles", "this causes the mismatch"),
+        (0.901, "settles", "this causes the mismatch"),
+        (0.899, "part", "bf16 accounts for part of the mismatch"),
+        (0.101, "part", "bf16 accounts for part of the mismatch"),
+        (0.099, "nothing", "bf16 does not cause the mismatch"),
+        (-0.099, "nothing", "bf16 does not cause the mismatch"),
+        (-0.101, "adds", "bf16 increases the mismatch"),
     ],
 )
 def test_what_a_replay_does(removed, code, words):
@@ -123,7 +123,7 @@ def test_what_a_replay_does(removed, code, words):
 def test_an_engine_that_repeats_its_own_rollout_settles_nothing(removed, code):
     replay = replace(effect(removed), is_own_engine=True)
     assert (replay.code, diagnosed(replays=[replay]).settled_by) == (code, None)
-    assert ("bf16 gives back rollout: its engine computes so" in effect_text(replay)) == (code == "repeats")
+    assert ("bf16 reproduces rollout: its engine computes these" in effect_text(replay)) == (code == "repeats")
 
 
 def test_the_first_replay_that_settles_is_named():
@@ -149,18 +149,18 @@ def test_the_size_lies_below_within_or_above_what_was_published(coarser, end, fa
     size = size_comparison("rounding", own, _figures({"rms_d": own}, coarser), coarser)
     assert (size.code, size.low, size.high) == (code, *RANGES[coarser])
     said = size_text(size, is_valid=True)
-    assert f"is {code} what others measured with {coarser}" in said
-    assert said.endswith("look for a cause." if code == "above" else "it is normal.")
-    assert size_text(size, is_valid=False).endswith("no matter of numerics as long as the comparison is not valid.")
+    assert f"is {code} the published range for {coarser}" in said
+    assert said.endswith("look for a cause." if code == "above" else "): normal.")
+    assert size_text(size, is_valid=False).endswith("Fix the comparison first; until then this number means nothing.")
 
 
 def test_a_size_without_figures_or_without_mismatch():
     unknown = size_comparison("rounding", 0.1, _figures({"rms_d": 0.1}, None), None)
     assert (unknown.code, unknown.low, unknown.high) == ("unpublished", None, None)
-    assert size_text(unknown, is_valid=True).endswith("no published figure has an unknown dtype as its coarser side.")
-    assert "not valid" in size_text(unknown, is_valid=False)
+    assert size_text(unknown, is_valid=True).endswith("dtype not recorded, so there is no reference value.")
+    assert "Fix the comparison first" in size_text(unknown, is_valid=False)
     equal = size_comparison("equal", 0.0, _figures({"rms_d": 0.0}, "float32"), "float32")
-    assert (equal.code, size_text(equal, is_valid=True)) == ("equal", "There is no mismatch.")
+    assert (equal.code, size_text(equal, is_valid=True)) == ("equal", "No mismatch.")
 
 
 def test_figures_of_broken_runs_are_no_range():
@@ -235,10 +235,10 @@ def test_only_of_k1_a_negative_value_alarms_like_a_positive_one():
 def test_an_alarm_says_which_step_its_figure_is_of():
     (k1,) = readings("k1", 0.01, -0.3, 0.2, 0.02)
     assert (k1.own, k1.worst_step, k1.first_step, k1.last_step, k1.num_steps, k1.still) == (-0.3, 2, 2, 3, 2, False)
-    assert alarm_sentence(k1) == "verl: k1 > 0.1 (-0.3 at the worst step 2), from step 2 to 3"
+    assert alarm_sentence(k1) == "verl: k1 > 0.1 (-0.3 at worst step 2), from step 2 to 3"
     (ess,) = readings("ess_token", 0.9, 0.4, 0.8)
     assert (ess.own, ess.worst_step, ess.is_raised, ess.first_step) == (0.4, 2, False, None)
-    assert alarm_sentence(ess) == "verl: ess_token < 0.3 (0.4 at the worst step 2)"
+    assert alarm_sentence(ess) == "verl: ess_token < 0.3 (0.4 at worst step 2)"
 
 
 DATA = SimpleNamespace(
@@ -315,19 +315,19 @@ def test_a_fault_is_the_exit_code(monkeypatch, code, exit_code):
 
 def test_what_each_side_computed_in_is_said():
     assert numerics_text(diagnosed().numerics) == (
-        "train says float32; its logits were not rounded to 16 bits. rollout does not say its dtype; its logits lie on the "
-        "grid of bfloat16, and its logprobs were rounded to float16."
+        "train recorded as float32; logits not rounded to 16 bits. rollout has no recorded dtype; logits rounded to bfloat16, "
+        "logprobs rounded to float16."
     )
 
 
 def test_blocks_stand_where_there_is_something_to_say():
     text = diagnosis_text(diagnosed(), verbose=True)
     assert "REPLAYS" not in text
-    assert "SETTLE" not in text
-    assert "WHAT DID REPLAYS SETTLE?" in diagnosis_text(diagnosed(replays=[effect(0.5)]), verbose=True)
+    assert "WHAT TO RUN NEXT?" not in text
+    assert "WHAT DO THE REPLAYS SHOW?" in diagnosis_text(diagnosed(replays=[effect(0.5)]), verbose=True)
     # slime's level is 0.03 and the trace has 0.04: the one that is raised stands first.
-    lines = text[text.index("WHICH ALARMS SOUND?") :].splitlines()
-    assert [line.split()[0] for line in lines[4:7]] == ["SOUNDS", "silent", "silent"]
+    lines = text[text.index("WHICH ALERTS FIRED?") :].splitlines()
+    assert [line.split()[0] for line in lines[4:7]] == ["FIRED", "ok", "ok"]
 
 
 def suspect(code, probability, *evidence):
@@ -340,19 +340,19 @@ def prompts_changed():
 
 
 def test_a_calm_run_is_told_in_one_line():
-    calm = "No fall is seen; the comparison is valid."
+    calm = "No collapse detected; the comparison is valid."
     assert story(diagnosed()) == calm
     assert story(diagnosed("temperature")) == (
-        "No fall is seen; the comparison is not valid: temperature on one side only."
+        "No collapse detected; the comparison is not valid: temperature on one side only."
     )
     assert story(diagnosed(attribution=attributed(outcome=""))) == (
-        "Neither a reward nor an evaluation was recorded at 3 steps or more; the comparison is valid."
+        "No reward or evaluation was recorded at 3 or more steps; the comparison is valid."
     )
     jump = RecordedChange(
         series="k3", kind="mismatch", step=40, low=39, high=41, before=1e-5, after=1e-2, size_in_sd=50.0, shape="shift"
     )
     assert story(diagnosed(jumps=[jump])) == (
-        "No fall is seen; k3 jumps 1,000-fold at step 40 (39 to 41); the comparison is valid."
+        "No collapse detected; k3 jumps 1,000-fold at step 40 (95% CI 39-41); the comparison is valid."
     )
     assert diagnosis_text(diagnosed()).startswith(calm)
     assert diagnosis_json(diagnosed())["story"] == calm
@@ -363,18 +363,18 @@ def test_a_calm_run_is_told_in_one_line():
     [
         (
             [TEMPERATURE, LENGTHS], [suspect("data", 0.9, prompts_changed())],
-            "prompt_length jumps 3-fold at step 60, the step where reward falls from 0.8 to 0.3 (60; 57 to 63). Most probably "
-            "the prompts: other ones than before (90%).",
+            "prompt_length jumps 3-fold at step 60, the step where reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Most "
+            "likely cause: a change of the prompts (90%).",
         ),
         (
             [TEMPERATURE], [suspect("data", 0.4), suspect("reward", 0.3)],
-            "temperature is set from 1 to 2 at step 57, 3 steps before reward falls from 0.8 to 0.3 (60; 57 to 63). No cause "
-            "is sure: the first suspect is the prompts: other ones than before (40%), then a noisy or wrong reward (30%).",
+            "temperature is set from 1 to 2 at step 57, 3 steps before reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). "
+            "Cause unknown. Most likely of those tested: a change of the prompts (40%); a noisy or wrong reward: 30%.",
         ),
         (
             [], [suspect("unknown", 0.9), suspect("reward", 0.1)],
-            "reward falls from 0.8 to 0.3 (60; 57 to 63). No cause is sure: the first suspect is a noisy or wrong "
-            "reward (10%), behind something else, or what this trace does not show (90%).",
+            "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Cause unknown. Most likely of those tested: a noisy or wrong "
+            "reward (10%); something else: 90%.",
         ),
     ],
 )  # fmt: skip
@@ -394,11 +394,11 @@ def test_a_story_says_when_a_mismatch_began_once():
     assert elsewhere.title == FAULTS["subset"]
     cause = Suspect(code="mismatch", detail="subset", probability=0.9, evidence=())
     attribution = attributed(fall=FALL, suspects=[cause])
-    told = "reward falls from 0.8 to 0.3 (60; 57 to 63). Most probably training-inference mismatch"
+    told = "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Most likely cause: training-inference mismatch"
     found = diagnosed(attribution=attribution)
     assert story(replace(found, checked=replace(found.checked, findings=(part,)))) == f"{told} (90%)."
     assert story(replace(found, checked=replace(found.checked, findings=(elsewhere,)))) == (
-        f"{told}: the mismatch is concentrated in a part of the run (90%)."
+        f"{told}: the mismatch is concentrated in part of the run (90%)."
     )
 
 
@@ -409,10 +409,10 @@ def test_a_diagnosis_fits_a_screen_and_says_why():
     lines = diagnosis_text(diagnosed(attribution=attribution), 100).splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
-    assert [line.split()[0] for line in lines if line and line[0] != " "][-4:] == ["valid", "why", "normal", "alarms"]
+    assert [line.split()[0] for line in lines if line and line[0] != " "][-4:] == ["valid", "why", "normal", "alerts"]
     why = " ".join(diagnosis_text(diagnosed(attribution=attribution)).split())
     assert (
-        "prompt_length goes from 4 to 12 at step 60 (60 to 60): no policy changes its prompts (from this run alone)"
+        "prompt_length changes from 4 to 12 at step 60 (95% CI 60-60): a policy cannot change its prompts (from one run)"
         in why
     )
 

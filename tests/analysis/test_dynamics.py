@@ -454,7 +454,7 @@ def test_a_run_is_told_from_its_first_move_to_its_schedule(tmp_path):
         1.5: 40, 2.0: 40, 3.0: next(row.surge_step for row in found.schedule.sensitivity if row.kappa == 3 and row.of == 1)
     }  # fmt: skip
     text = dynamics_text(found)
-    assert "Responses surged at step 42" in text
+    assert "Response length surged at step 42" in text
     assert "this is description, not causation" in text
     shown = tim_trace("dynamics", trace, "--json").json()
     assert shown["onsets"][0]["name"] == found.onsets[0].name
@@ -466,18 +466,18 @@ def test_a_part_of_the_steps_is_a_run_of_its_own(tmp_path):
     found = dynamics(trace, steps=":15")
     assert (found.first_step, found.last_step, found.num_steps) == (1, 15, 15)
     assert found.onsets == ()
-    assert "Nothing changed its course" in found.summary[0]
+    assert "No series changed" in found.summary[0]
 
 
 def test_one_step_is_told_and_the_rest_named_as_open(tmp_path):
     make_trace(tmp_path / "run", steps=1)
     found = dynamics(tmp_path / "run")
-    assert found.summary == ("What moved first cannot be told: 1 of at least 12 steps were recorded.",)
-    assert any(sentence.startswith("steps with a value: 1; change points need 12") for sentence in found.unanswered)
+    assert found.summary == ("Too short to say what changed first: 1 steps recorded, at least 12 needed.",)
+    assert any(sentence.startswith("1 steps with a value; change points need 12") for sentence in found.unanswered)
     # `stats` adds up sequence by sequence: a unit in the last place.
     k3 = {each.name: each.first for each in found.series}["k3"]
     assert k3 == pytest.approx(stats(tmp_path / "run").dicts()[0]["k3"], rel=1e-14)
-    assert "WHAT IS OPEN?" in dynamics_text(found)
+    assert "WHAT IS UNKNOWN?" in dynamics_text(found)
 
 
 def test_metrics_alone_are_followed_too(tmp_path):

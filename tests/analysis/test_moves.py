@@ -1377,15 +1377,15 @@ def attribution(probability, *, code="truncation", **given):
 def test_a_supposed_cause_is_more_probable_than_all_others(probability, code, is_told):
     found = attribution(probability, code=code)
     assert (found.supposed_cause is found.supposed) == is_told
-    assert ("Should an evaluation say" in found.sentence) == is_told
-    assert found.sentence.startswith("No fall: reward did not go down for good beyond its noise")
+    assert ("If an evaluation does show one" in found.sentence) == is_told
+    assert found.sentence.startswith("No collapse detected: reward shows no lasting drop beyond noise")
     assert found.cause is None
 
 
 def test_a_supposed_cause_is_told_with_its_step_and_probability():
     found = attribution(0.73)
     title = found.supposed.suspects[0].title
-    expected = f"does worse all the same, then most probably by {title} (73%), from step 30 on."
+    expected = f"the most likely cause is {title} (73%), from step 30 on."
     assert found.sentence.endswith(expected)
     assert title in attribution_text(found)
     assert attribution_json(found)["supposed"]["step"] == 30
@@ -1418,10 +1418,10 @@ def test_responses_that_are_broken_off_are_told_where_no_reward_shows_it(tmp_pat
     found = attribute(record(tmp_path / "run", broken_off))
     assert (found.fall, found.cause) == (None, None)
     assert (found.supposed_cause.step, found.supposed_cause.suspects[0].code) == (20, "truncation")
-    assert "Should an evaluation say" in found.sentence
+    assert "If an evaluation does show one" in found.sentence
 
 
 def test_of_a_run_in_which_nothing_was_changed_nothing_is_supposed(tmp_path):
     found = attribute(record(tmp_path / "run", lambda step, row, token: [token, 5, 6, 7, 8, 2]))
     assert (found.fall, found.silent, found.supposed) == (None, None, None)
-    assert "Should an evaluation say" not in found.sentence
+    assert "If an evaluation does show one" not in found.sentence

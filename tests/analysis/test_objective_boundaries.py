@@ -208,24 +208,20 @@ def told(*, changes=None, fall=None, schedule=None, growth=(), num_steps=100):
 def test_changes_need_twelve_steps(num_steps, code):
     codes_, sentences = told(num_steps=num_steps)
     assert codes_ == [code]
-    expected = (
-        "What moved first cannot be told: 11 of at least 12"
-        if code == "too_short"
-        else "Nothing changed its course by 2 or"
-    )
+    expected = "Too short to say what changed first: 11 steps" if code == "too_short" else "No series changed by 2 or"
     assert sentences[0].startswith(expected)
 
 
 def test_what_moved_first():
     apart = {"reward": [change(9)], "length": [change(20, before=3.0)]}
     assert told(changes=apart) == (
-        ["moved_first"], ("reward (jumps at step 9, sure to a step; 1 to 2) moved first, before length.",)
+        ["moved_first"], ("reward (jumps at step 9; 1 to 2) changed first, before length.",)
     )  # fmt: skip
     together = {"reward": [change(9, margin=2)], "length": [change(10)]}
     codes_, (words,) = told(changes=together)
     assert codes_ == ["first_undecided"]
     assert words.startswith(
-        "Which moved first is not decided between reward (jumps at step 9, 95 % interval 7 to 11; 1 to 2); length"
+        "The data do not show which of these changed first: reward (jumps at step 9, 95% CI 7-11; 1 to 2); length"
     )
 
 
@@ -241,7 +237,7 @@ def test_what_else_is_told():
     surge = SimpleNamespace(surge_step=30, decay_period=54)
     codes_, sentences = told(changes={"learning_rate": [change(9)]}, fall=FALL, schedule=surge)
     assert codes_ == ["no_change", "fall", "planned_change", "length_surge"]
-    assert sentences[1].startswith("reward declines slowly from step 9 on (95 % interval 7 to 11), 0.8 to 0.3")
-    assert sentences[2] == "The learning rate, which is set and not observed, changes its course at step 9."
+    assert sentences[1].startswith("reward declines slowly from step 9 on (95% CI 7-11), 0.8 to 0.3")
+    assert sentences[2] == "The learning rate (a setting, not a measurement) changes at step 9."
     assert "surged at step 30" in sentences[3]
     assert "every 54 steps" in sentences[3]

@@ -467,7 +467,7 @@ def test_a_control_that_differs_in_two_things_is_no_intervention(tmp_path):
     found = attribute(run, control=control)
     assert found.kind == "observation"
     assert differing(found) == {"reference", "mismatch"}
-    assert found.sentence.count("By observation of two runs") == 1
+    assert found.sentence.count("Basis: observation of two runs") == 1
 
 
 @pytest.mark.slow
@@ -495,6 +495,4 @@ def test_a_control_lists_prompts_and_what_was_changed_near_the_fall(tmp_path):
     found = attribute(run, control=control)
     assert found.kind == "observation"
     assert differing(found) == {"data", "reference"}
-    assert (
-        f"from step {AT} on the prompts are other ones than the control's ({STEPS - AT + 1} steps)" in found.differences
-    )
+    assert f"from step {AT} on, the prompts differ from the baseline's ({STEPS - AT + 1} steps)" in found.differences

@@ -489,7 +489,7 @@ def test_equal_responses_of_which_other_tokens_count_are_no_suspect_s(num_other,
     evidence = changed.masks(facts(changed_masks=found))
     assert codes(evidence) == ({"masks_change": CERTAIN} if is_told else {})
     if is_told:
-        assert evidence[0].sentence.startswith("from step 31 on the loss counts other tokens in ")
+        assert evidence[0].sentence.startswith("from step 31 on, the loss mask differs in ")
         assert evidence[0].values["series"] == "share_masked"
 
 

@@ -159,9 +159,9 @@ def test_an_effect_on_the_objective_is_called_what_its_numbers_say(push, interva
 @pytest.mark.parametrize(
     ("push", "interval", "free", "code", "short"),
     [
-        (0.144, (0.1, 0.2), -0.183, "opposed", "no direction"),
-        (0.0109, (0.008, 0.012), -0.0379, "opposed", "no direction"),
-        (0.144, (0.1, 0.2), 0.183, "large_push", "one way"),
+        (0.144, (0.1, 0.2), -0.183, "opposed", "no clear direction"),
+        (0.0109, (0.008, 0.012), -0.0379, "opposed", "no clear direction"),
+        (0.144, (0.1, 0.2), 0.183, "large_push", "large bias"),
         (0.0109, (-0.008, 0.012), -0.0379, "noise", "noise"),
     ],
 )
@@ -177,7 +177,7 @@ def test_an_effect_whose_sign_the_clip_gives_has_no_direction(push, interval, fr
     assert answer.code == code
     assert short in answer.text.short
     free_text = (
-        f"{free * 100:+.3g}% without the clip (95% interval {(free - 0.01) * 100:+.3g}% to {(free + 0.01) * 100:+.3g}%)"
+        f"{free * 100:+.3g}% without the clip (95% CI {(free - 0.01) * 100:+.3g}% to {(free + 0.01) * 100:+.3g}%)"
     )
     assert free_text in answer.text.figure
 
@@ -189,7 +189,7 @@ def test_a_report_of_a_bypassing_run_does_not_say_that_nothing_is_moved():
     )  # fmt: skip
     answer = objective_answer(asked_run(objective=found))
     assert (answer.code, answer.severity) == ("in_ratio", NOTICE)
-    assert answer.text.short == "in the ratio itself, where clip and weights see it"
+    assert answer.text.short == "part of the ratio, so clipping and weights see it"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_fall_is_named_with_its_cause_and_what_would_decide(tmp_path):
     made = report(fallen(tmp_path / "run"))
     fell = made.verdicts[0].answers[-1]
     assert fell.severity == "bad"
-    assert "reward falls from" in made.verdicts[0].sentence
+    assert "reward drops from" in made.verdicts[0].sentence
     assert any("--control" in each for each in made.verdicts[0].next)
 
 
@@ -259,13 +259,13 @@ def test_the_headline_is_the_first_line_of_diagnose(tmp_path, gap, beside):
     assert first_line(reported.stdout) == told
     (heading,) = re.findall(r"<h1>(.*?)</h1>", (tmp_path / "run.html").read_text().split('id="verdict"')[1], re.S)[:1]
     assert unescape(re.sub(r'<span class="tip".*?</span>|<[^>]*>', "", heading)) == told
-    assert ("falls from" in told) == (gap == 0.9 and beside != ["--steps", "1:30"])
+    assert ("drops from" in told) == (gap == 0.9 and beside != ["--steps", "1:30"])
 
 
 def test_the_headline_of_one_pass_says_that_there_is_nothing_to_compare(tmp_path):
     make_trace(tmp_path / "run", passes=("rollout",))
     made = report(tmp_path / "run")
-    assert made.verdicts[0].sentence == "No fall is seen; there are no two passes to compare."
+    assert made.verdicts[0].sentence == "No collapse detected; no two passes to compare."
 
 
 def test_a_control_that_is_not_there_is_said(run, tmp_path):
@@ -372,7 +372,7 @@ def test_a_large_run_is_read_in_part_and_says_so(run, monkeypatch):
     steps = [step for (step,) in part.ask("SELECT DISTINCT step FROM sequences ORDER BY 1").rows]
     assert len(steps) == 5
     assert {1, NUM_STEPS} < set(steps)
-    assert told == f"5 of {NUM_STEPS} steps, evenly spread"
+    assert told == f"5 of {NUM_STEPS} evenly spaced steps"
     assert without_most_steps(Database(run))[1] == told
 
 

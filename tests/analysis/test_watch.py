@@ -209,7 +209,7 @@ def test_it_waits_for_a_run_and_ends_with_it(tmp_path):
         assert next(views).last_step == 1
     *_, last = views
     assert last.is_over
-    assert drawn(last).endswith(f"The recording has ended: finished. Next:\ntim-trace diagnose {tmp_path}/run")
+    assert drawn(last).endswith(f"Recording ended: finished. Next:\ntim-trace diagnose {tmp_path}/run")
 
 
 def test_a_trace_that_takes_another_s_place_is_watched_from_its_beginning(tmp_path):
@@ -460,7 +460,7 @@ def test_without_a_terminal_one_view_is_printed(tmp_path):
         done = tim_trace("watch", tmp_path / "run")
     assert done.code == 0
     assert "LIVE" in done.stdout
-    assert "The recording goes on. Next:\ntim-trace diagnose" in done.stdout
+    assert "Still recording. Next:\ntim-trace diagnose" in done.stdout
 
 
 def on_terminal(*arguments, interrupt_when=None):

@@ -588,7 +588,7 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
     for each in found.operators:
         assert replace(each, order=0) == replace(whole[each.side, each.operator], order=0)
     assert found.only == f"layers 1 and operators {words}"
-    assert f"Only this was looked at: {found.only}." in location_text(found)
+    assert f"Limited to {found.only}." in location_text(found)
     assert {each.patch for each in found.patches} <= {"q_proj", "rotary", "lm_head", "all operators"}
     assert found.only in [each.found.only for each in read_results(Store(traces("llama")))[0]]
     assert not everything.only

@@ -123,7 +123,7 @@ def test_a_trace_that_cannot_be_written_to_is_located_and_says_why_nothing_is_ke
     asked = ["locate", str(run), "--steps", "1", "--arm", "dtype=bf16", "--sequences", "2", "--patch", "none"]
     done = CliRunner().invoke(cli.main, asked)
     assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith("Nothing but rounding")
+    assert done.stdout.startswith("Only rounding")
     assert "not kept in the trace: " in done.stderr
 
 
@@ -220,10 +220,10 @@ def test_diagnose_asks_where_once_a_replay_says_what_and_then_tells_it(run):
     assert told.next == asked.next[1:]
     assert told.located.step == 2
     text = diagnosis_text(told, 80)
-    assert "where   Nothing but rounding: no operator of a or b is beyond its bound." in text
-    assert "(a is as-recorded, b is bf16; step 2)" in " ".join(text.split())
+    assert "where   Only rounding: no operator of a or b exceeds its bound." in text
+    assert "(a: as-recorded, b: bf16, step 2)" in " ".join(text.split())
     assert len(text.splitlines()) < 24
-    assert diagnosis_json(told)["located"]["sentence"].startswith("Nothing but rounding")
+    assert diagnosis_json(told)["located"]["sentence"].startswith("Only rounding")
 
 
 @pytest.mark.filterwarnings("ignore:the trace has no advantages")

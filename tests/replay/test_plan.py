@@ -105,7 +105,7 @@ def test_the_command_prints_the_plan_and_says_how_long(trace):
     assert (bf16["arm"], bf16["num_sequences"], bf16["num_steps"]) == ("bf16", 36, 3)
     assert bf16["all_seconds"] > bf16["seconds"] > 0
     assert re.search(
-        r"^tim-trace: about [\d.]+ \w+: [\d,]+ tokens in 2 arms at [\d,]+ tokens a second, 4 times other weights; "
+        r"^tim-trace: about [\d.]+ \w+: [\d,]+ tokens in 2 arms at [\d,]+ tokens/s, 4 weight loads; "
         r"all sequences of these steps would take [\d.]+ \w+$",
         done.stderr,
         re.MULTILINE,

@@ -151,13 +151,13 @@ def test_info_and_check_tell_which_attempt_counts(traces):
     text = info_text(info(str(traces[0])))
     table = [line.split("  ") for line in text.splitlines()]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in table]
-    assert ["attempt", "steps", "sequences", "made again later"] in cells
+    assert ["attempt", "steps", "sequences", "repeated later"] in cells
     assert ["1", "1 to 6", "48", "5 to 6"] in cells
     assert ["2", "5 to 8", "32"] in cells
-    assert "2 attempts at training. A step counts as its newest attempt made it: 16 sequences of earlier ones" in text
+    assert "2 attempts at training. Each step uses its newest attempt: 16 sequences of earlier" in text
     (note,) = [note_text(note) for note in check(traces[0]).notes if note.code == "attempts"]
     assert note == (
-        "the run has 2 attempts at training, and each step counts as its newest one made it; left out, since made again: "
+        "training was attempted 2 times; each step uses its newest attempt; left out, because repeated later: "
         "steps 5 to 6 of attempt 1"
     )
     assert check(traces[0]).rms_d == pytest.approx(check(traces[1]).rms_d, rel=1e-13)

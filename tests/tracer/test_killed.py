@@ -86,5 +86,5 @@ def test_info_of_a_killed_recording_says_so_and_goes_on(tmp_path):
     kill_after(tmp_path / "run", 3)
     shown = tim_trace("info", tmp_path / "run")
     assert shown.code == 0
-    assert "killed: a writer ended without closing" in shown.stdout
+    assert "killed: a writer exited without closing" in shown.stdout
     assert tim_trace("stats", tmp_path / "run").code == 0
