@@ -25,12 +25,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from tim_trace.analysis.diagnosis.replay_effects import removed_interval
-from tim_trace.analysis.dynamics.changes import change_points
-from tim_trace.analysis.dynamics.fall import Outcome, find_fall
 from tim_trace.analysis.dynamics.laws import growths
-from tim_trace.analysis.dynamics.onsets import LEAST_SD
-from tim_trace.analysis.dynamics.quantities import Series
 from tim_trace.analysis.error_sums import GAP
+from tim_trace.analysis.facts.changes import LEAST_SD, change_points
+from tim_trace.analysis.facts.fall import Outcome, find_fall
+from tim_trace.analysis.facts.series import Series
 from tim_trace.analysis.gate.measured import QUANTILES, TAILS, quantile_cuts, resampled
 from tim_trace.analysis.gate.sums import LARGEST, SequenceColumns
 from tim_trace.analysis.objective.concentration import Carried

@@ -90,7 +90,8 @@ def test_a_stale_engine_says_which_version_sampled(made):
 
 
 def test_advantages_can_lie_in_the_wrong_rows_while_rewards_do_not(made):
-    from tim_trace.analysis.attribution.rollouts import read_rollouts, relation
+    from tim_trace.analysis.facts.relations import relation
+    from tim_trace.analysis.facts.rollouts import read_rollouts
     from tim_trace.analysis.trace.database import Database
 
     moved, sound = (read_rollouts(Database(str(made[name] / "trace"))) for name in ("moved", "sound"))

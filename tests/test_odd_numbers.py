@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from builders import in_process, make_batch
 from tim_trace import check, stats
-from tim_trace.analysis.dynamics.quantities import Series
 from tim_trace.analysis.dynamics.schedule import schedule_of
+from tim_trace.analysis.facts.series import Series
 from tim_trace.tracer.recorder import Recorder
 from verbs import HEAVY, WORDS, answer
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from ..dynamics.quantities import Series
+from ..facts.series import Series
 from ..statistics.estimators import Array
 from ..trace.columns import sequence_columns
 from ..trace.database import Database

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..dynamics.series import read_series
+from ..facts.read_series import read_series
 from ..trace.database import Database
 from ..trace.source import Pair
 from .figures import read_token_figures

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..dynamics.quantities import Series
+from ..facts.series import Series
 from ..statistics.estimators import Array
 from . import rule
 from .figures import NOT_FINITE, Figure, figure

@@ -17,8 +17,7 @@ from .attribution import INTERVENTION, OBSERVATION, Attribution, NotFinite, Seri
 from .control import ControlComparison, compare, shares_prompts
 from .facts import Facts, read_facts
 from .odds import ranked, weighed
-from .silent import SilentChange, read_silent
-from .supposed import broken_steps, supposed_at
+from .silent import SilentChange, broken_steps, read_silent, supposed_at
 from .suspect import Suspect
 from .suspects import ALL
 from .suspects.changed import masks, settings

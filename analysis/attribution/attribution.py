@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
-from ..dynamics.fall import Fall
-from ..dynamics.recorded import RecordedChange
-from ..statement import Statement, sentences
+from ..facts.fall import Fall
+from ..facts.recorded import RecordedChange
+from ..statement import Statement
 from .silent import SilentChange
 from .suspect import Suspect
-from .text import DIFFERENCES, NOTES, verdict_sentence
 
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
@@ -87,21 +86,6 @@ class Attribution(Result):
     """What differs from the control, the earliest first."""
     note_codes: tuple[Statement, ...] = ()
     """What could not be asked of this trace, and why, of text.NOTES."""
-
-    @property
-    def sentence(self) -> str:
-        """The verdict in words."""
-        return verdict_sentence(self)
-
-    @property
-    def differences(self) -> tuple[str, ...]:
-        """What differs from the control, in words."""
-        return tuple(dict.fromkeys(sentences(self.difference_codes, DIFFERENCES)))
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What could not be asked of this trace, and why, in words."""
-        return sentences(self.note_codes, NOTES)
 
     @property
     def supposed_cause(self) -> SilentChange | None:

@@ -9,8 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...schemas.passes import REFERENCE
-from ..comparison.sequences import moved_tokens
-from ..dynamics.recorded import read_recorded
+from ..facts import thresholds as ft
+from ..facts.mismatch import FROM_START
+from ..facts.recorded import read_recorded
+from ..facts.relations import correlation, length_correlation, relation
+from ..facts.repeats import repeated_responses
+from ..facts.rollouts import Rollouts, least_reward, reward_differences, shared_responses
+from ..facts.two_runs import moved_tokens
 from ..statement import Measured, Statement
 from . import thresholds as t
 from .attribution import Difference
@@ -36,22 +41,10 @@ from .divergence import (
     Divergence,
     first_divergence,
 )
-from .evidence import Evidence
 from .facts import Facts
-from .mismatch import FROM_START
 from .odds import ranked
-from .rollouts import (
-    Rollouts,
-    correlation,
-    least_reward,
-    length_correlation,
-    relation,
-    repeated_responses,
-    reward_differences,
-    shared_responses,
-)
 from .settings import suspect_of
-from .suspect import Suspect
+from .suspect import Evidence, Suspect
 from .suspects.advantages import one_sided
 from .suspects.lag import declared_lag, is_farther_behind
 from .suspects.mismatch import cause_of_weights, is_of_other_rows, trainer_disagrees
@@ -379,7 +372,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     values = {"share": share, "num_responses": int(known.sum())}
     chosen = known & differs
     length = length_correlation(difference[chosen], a.length[at_a][chosen], a.step[at_a][chosen])
-    if abs(length) > t.LENGTH_EXPLAINS:
+    if abs(length) > ft.LENGTH_EXPLAINS:
         yield Difference(suspect="length", code="rewards_by_length", values=values | {"correlation": length})
     elif _permuted(a, b) or facts.rewards_lie_off:
         yield Difference(suspect="pairing", code="rewards_permuted", values=values)
@@ -438,7 +431,7 @@ def _mismatches(
         parted = _first_parted(facts, control)  # from there on the same lag is between other policies
     if parted is None and facts.drop is not None and facts.drop.is_of_policy:
         parted = (
-            facts.drop.step - int(t.AHEAD) - 1
+            facts.drop.step - int(ft.AHEAD) - 1
         )  # another policy at once, which no mismatch of a few hundredths makes
     if parted is not None and not _is_apart_by(facts, control, parted):
         return
@@ -457,7 +450,7 @@ def _is_material(facts: Facts, control: Facts) -> bool:
 
 def _is_apart_by(facts: Facts, control: Facts, step: int) -> bool:
     """Whether the mismatch of a run is beyond its control's soon after a step, as far as both have it."""
-    until = facts.steps <= step + t.AHEAD
+    until = facts.steps <= step + ft.AHEAD
     size = facts.values("mean_abs_d")[until]
     beside = control.values("mean_abs_d")[: len(size)]
     n = min(len(size), len(beside))

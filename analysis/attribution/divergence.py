@@ -15,19 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...schemas.passes import REFERENCE
-from ..comparison.sequences import paired, shared_tokens
+from ..facts import thresholds as ft
+from ..facts.other_rows import is_near
+from ..facts.relations import correlation, explained_by_length, pays_length_otherwise
+from ..facts.rollouts import Rollouts, centred, reward_differences
+from ..facts.two_runs import paired, shared_tokens
 from ..statement import Measured
 from . import thresholds as t
 from .facts import Facts
-from .rollouts import (
-    Rollouts,
-    centred,
-    correlation,
-    explained_by_length,
-    is_near,
-    pays_length_otherwise,
-    reward_differences,
-)
 
 PROMPTS, CUT, SAMPLING, TOOL, ENGINE, SCORING, SCORED_ROWS, REWARDS, PERMUTED, BY_LENGTH, OF_LAST_STEP, REFERENCE_MODEL = (
     "prompts_part", "responses_cut_off", "sampling_parts", "tool_parts", "engine_parts", "scoring_parts", "scored_rows_part",
@@ -144,7 +139,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         trained = sampled = math.nan
     if engine_parts and trainer_parts:
         return UPDATE, values | {"apart": trained}
-    if trainer_parts and _of_other_rows(beside, least) >= t.OTHER_ROWS:
+    if trainer_parts and _of_other_rows(beside, least) >= ft.OTHER_ROWS:
         return SCORED_ROWS, values | {"apart": trained}
     if trainer_parts:
         is_behind = bool(np.nanmax(np.abs(facts.values("version_lag")), initial=0.0) >= 1)
@@ -171,7 +166,9 @@ def _of_other_rows(beside: _Step, least: float) -> float:
     near, by_chance = (
         float(is_near(own[other] + apart, beside.b.likelihood, least).mean()) for apart in (0.0, _ASIDE * least)
     )
-    return near if by_chance <= t.OTHER_ROWS * near else 0.0  # of a policy that is certain all rows are near each other
+    return (
+        near if by_chance <= ft.OTHER_ROWS * near else 0.0
+    )  # of a policy that is certain all rows are near each other
 
 
 def _apart_at(facts: Facts, step: int) -> float:
@@ -200,7 +197,7 @@ def _of_rewards(
         return PERMUTED, values
     since = facts.rollouts.since(step)
     explained, direction = explained_by_length(since, control.rollouts)
-    by_length = math.copysign(math.sqrt(explained), direction) if explained >= t.LENGTH_EXPLAINS and direction else 0.0
+    by_length = math.copysign(math.sqrt(explained), direction) if explained >= ft.LENGTH_EXPLAINS and direction else 0.0
     if not by_length and differs.mean() >= t.LENGTH_SHARE:
         by_length = pays_length_otherwise(since, control.rollouts)
     return (BY_LENGTH, values | {"correlation": by_length}) if by_length else (REWARDS, values)

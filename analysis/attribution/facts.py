@@ -13,50 +13,44 @@ import numpy as np
 from ...schemas.errors import NothingToCompare, TimTraceError
 from ..check.check import gather, judge
 from ..check.result import CheckResult
-from ..dynamics.changes import ChangePoint
-from ..dynamics.conditions import REFERENCE, SETTING
-from ..dynamics.fall import Fall, Outcome, find_fall
-from ..dynamics.quantities import MISMATCH
-from ..dynamics.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
-from ..dynamics.series import Series, read_series
-from ..dynamics.timeline import MIN_VALUES, RunOutcomes, read_changes, read_outcomes
-from ..statement import Statement
-from ..trace.database import Database
-from ..trace.source import Pair
-from . import thresholds as t
-from .drop import Drop, read_drop
-from .mismatch import RunMismatch, read_run_mismatch
-from .moves import NOTHING, POLICY, Moves, read_moves
-from .rollouts import (
-    ChangedResponses,
+from ..facts import thresholds as ft
+from ..facts.changed_responses import ChangedResponses, changed_responses
+from ..facts.changes import ChangePoint
+from ..facts.conditions import REFERENCE, SETTING
+from ..facts.fall import Fall, Outcome, find_fall
+from ..facts.mismatch import RunMismatch, read_run_mismatch
+from ..facts.moves import NOTHING, POLICY, Drop, Moves, read_drop, read_moves
+from ..facts.other_rows import (
     KeptRewards,
     OtherPromptsRewards,
     ReorderedRewards,
-    RepeatedResponses,
-    Rollouts,
     ScoredRows,
-    changed_responses,
+    kept_rewards,
+    reordered_rewards,
+    rewards_of_other_prompts,
+    scored_rows,
+)
+from ..facts.read_series import read_series
+from ..facts.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
+from ..facts.relations import (
     correlation,
     explained_by_length,
     explained_by_length_by_step,
-    kept_rewards,
-    least_reward,
     pays_length_otherwise,
-    read_rollouts,
     relation,
     relation_by_step,
-    reordered_rewards,
+)
+from ..facts.repeats import (
+    RepeatedResponses,
     repeated_responses,
-    rewards_of_other_prompts,
-    scored_rows,
-    shared_responses,
     sorted_share,
     unequal_in_step,
     unequal_openings,
     unequal_share,
 )
-from .settings import is_setting, read_settings, suspect_of
-from .staleness import (
+from ..facts.rollouts import Rollouts, least_reward, read_rollouts, shared_responses
+from ..facts.series import MISMATCH, Series
+from ..facts.staleness import (
     EarlierWeights,
     StaleWeights,
     StillEngine,
@@ -64,6 +58,12 @@ from .staleness import (
     read_stale_weights,
     read_still_engine,
 )
+from ..facts.timeline import MIN_VALUES, RunOutcomes, read_changes, read_outcomes
+from ..statement import Statement
+from ..trace.database import Database
+from ..trace.source import Pair
+from . import thresholds as t
+from .settings import is_setting, read_settings, suspect_of
 
 _BREAK_STEPS = 10
 """Steps before and since a step whose advantages are held against each other."""
@@ -219,7 +219,7 @@ class Facts:
     @cached_property
     def reordered(self) -> ReorderedRewards:
         """The rewards of the steps since the fall beside those of the same responses before it."""
-        step = int(self.steps[-1]) + 1 if self.fall is None else min(self.breaks, self.fall.interval[0] - int(t.AHEAD))
+        step = int(self.steps[-1]) + 1 if self.fall is None else min(self.breaks, self.fall.interval[0] - int(ft.AHEAD))
         return reordered_rewards(self.rollouts, step)
 
     @property
@@ -258,7 +258,7 @@ class Facts:
     def graded_elsewhere(self) -> OtherPromptsRewards | None:
         """The rewards since the fall, where they are those of the same responses to other prompts and most no longer their own."""
         found = self.changed_rewards
-        if found is None or found.share <= t.MOST:
+        if found is None or found.share <= ft.MOST:
             return None
         graded = rewards_of_other_prompts(self.rollouts, found.step)
         return graded if graded is not None and graded.explains else None
@@ -291,11 +291,11 @@ class Facts:
             return 0.0
         since, before = found.around(self.rollouts)
         explained, direction = explained_by_length(since, before)
-        if explained >= t.LENGTH_EXPLAINS and len(since.step) and direction:
+        if explained >= ft.LENGTH_EXPLAINS and len(since.step) and direction:
             return math.copysign(math.sqrt(explained), direction)
-        if abs(found.length_correlation) > (t.LENGTH_EXPLAINS if found.share >= t.ALMOST_ALL else t.LENGTH_IS_ALL):
+        if abs(found.length_correlation) > (ft.LENGTH_EXPLAINS if found.share >= ft.ALMOST_ALL else ft.LENGTH_IS_ALL):
             return found.length_correlation
-        if found.share < t.ALMOST_ALL:
+        if found.share < ft.ALMOST_ALL:
             return 0.0
         return pays_length_otherwise(since, before)
 
@@ -305,7 +305,7 @@ class Facts:
         if self.fall is None:
             return None
         steps, share = explained_by_length_by_step(self.rollouts)
-        first = self.fall.interval[0] - t.AHEAD
+        first = self.fall.interval[0] - ft.AHEAD
         before, since = (
             share[steps < first][-_LONG_BEFORE:],
             share[(steps >= first) & (steps <= self.fall.latest + _LONG_SINCE)],
@@ -332,9 +332,9 @@ class Facts:
         """Equal responses that the reference model scores otherwise from a step on, near the fall or for good."""
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
-        found = self._given_otherwise("reference", t.REFERENCE_MOVES)
-        is_other = found is not None and found.share > t.MOST and not found.share_before > t.WAS_THERE * found.share
-        return found if is_other else self._given_otherwise_for_good("reference", t.REFERENCE_MOVES)
+        found = self._given_otherwise("reference", ft.REFERENCE_MOVES)
+        is_other = found is not None and found.share > ft.MOST and not found.share_before > t.WAS_THERE * found.share
+        return found if is_other else self._given_otherwise_for_good("reference", ft.REFERENCE_MOVES)
 
     @cached_property
     def changed_masks(self) -> ChangedResponses | None:
@@ -342,7 +342,7 @@ class Facts:
         if self.fall is None or not self.rollouts.num_masked.any():
             return None
         found = self._given_otherwise("num_masked", _ONE_TOKEN)
-        return found if found is not None and found.share > t.MOST and not found.share_before > t.CHANGED else None
+        return found if found is not None and found.share > ft.MOST and not found.share_before > t.CHANGED else None
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
         """Equal responses that are given something else by more than `least`: near the fall; where nothing fell, anywhere."""
@@ -358,7 +358,7 @@ class Facts:
             return None
         first, last = int(self.steps[0]) + 1, self.fall.interval[0] - 6
         found = changed_responses(self.rollouts, column, first=first, last=last, least=least) if first <= last else None
-        if found is None or found.share <= t.MOST or found.num_responses < t.FEW_CHANGED:
+        if found is None or found.share <= ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
         before, since = self.rollouts.until(found.step - 1), self.rollouts.since(found.step)
         is_one = (
@@ -376,7 +376,7 @@ class Facts:
     def new_reward(self) -> ChangedResponses | None:
         """Where nothing fell: a step from which the same responses earn another reward, the same one each time."""
         found = self.changed_rewards if self.fall is None else None
-        if found is None or found.share < t.MOST or found.num_responses < t.FEW_CHANGED:
+        if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
         return found if not repeated_responses(self.rollouts.since(found.step)).unequal > t.CHANGED else None
 
@@ -392,7 +392,7 @@ class Facts:
                 return within
         known = np.isfinite(self.since_fall.reward)
         overall = correlation(self.since_fall.length[known], self.since_fall.reward[known])
-        return overall if abs(overall) > t.LENGTH_EXPLAINS else math.nan
+        return overall if abs(overall) > ft.LENGTH_EXPLAINS else math.nan
 
     @cached_property
     def reward_beside(self) -> tuple[float, float] | None:

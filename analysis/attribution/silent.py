@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..facts import thresholds as ft
+from ..facts.changed_responses import step_interval
+from ..facts.conditions import ADVANTAGES, PROMPTS, SAMPLING, SETTING
+from ..facts.fall import COLLAPSE, Fall
+from ..facts.mismatch import read_run_mismatch
+from ..facts.recorded import CONTRACT, read_recorded
+from ..facts.relations import correlation, length_correlation
+from ..facts.repeats import repeated_responses, unequal_share
+from ..facts.rollouts import Rollouts, least_reward
 from . import thresholds as t
-from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
-from .rollouts import (
-    Rollouts,
-    correlation,
-    least_reward,
-    length_correlation,
-    repeated_responses,
-    step_interval,
-    unequal_share,
-)
-from .suspect import Suspect
+from .suspect import Evidence, Suspect
 from .suspects.changed import of_changed
 from .suspects.mismatch import mismatch
 from .suspects.staleness import staleness
+from .suspects.truncation import ending_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ def _noise(facts: Facts) -> SilentChange | None:
     step, *interval = step_interval(differs, np.full(len(low), -1), high)
     before, since = facts.rollouts.until(step - 1), facts.rollouts.since(step)
     least = least_reward(facts.rollouts)
-    if not unequal_share(before, "reward", least) <= t.UNEQUAL or not unequal_share(since, "reward", least) > t.MOST:
+    if not unequal_share(before, "reward", least) <= t.UNEQUAL or not unequal_share(since, "reward", least) > ft.MOST:
         return None
     apart = float(np.sqrt(np.mean(difference[low >= step] ** 2)))
     if apart <= float(np.nanmax(before.reward) - np.nanmin(before.reward)):
@@ -154,12 +155,43 @@ def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
         return None
     chosen = since & differs
     by_length = length_correlation((given - of_control)[chosen], a.length[rows][chosen], step[chosen])
-    if share >= t.MOST and abs(by_length) > t.LENGTH_EXPLAINS:
+    if share >= ft.MOST and abs(by_length) > ft.LENGTH_EXPLAINS:
         values = {"correlation": by_length, "step": first, "num_responses": int(since.sum())}
         evidence = Evidence(code="length_pays_since", values=values, points=t.CERTAIN)
         return _of(first, (interval[0], interval[1]), _suspect("length", evidence))
-    if share < t.MOST or correlation(given[since], of_control[since]) > t.SAME_ORDER:
+    if share < ft.MOST or correlation(given[since], of_control[since]) > ft.SAME_ORDER:
         return None
     values = {"step": first, "num_responses": int(since.sum()), "share": share}
     evidence = Evidence(code="rewards_not_the_controls", values=values, points=t.CERTAIN)
     return _of(first, (interval[0], interval[1]), _suspect("reward", evidence))
+
+
+_GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
+
+
+def supposed_at(facts: Facts, step: int) -> Facts:
+    """The same, as if the run fell at a step."""
+    fall = Fall(
+        outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
+        interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
+    )  # fmt: skip
+    return replace(facts, fall=fall, mismatch=read_run_mismatch(facts.series, fall))
+
+
+def broken_steps(facts: Facts) -> Iterator[int]:
+    """Steps at which a run was given something else, or its engine became another one."""
+    for change in read_recorded(facts.database, facts.pair):
+        is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
+        if change.kind in _GIVEN and is_clear and change.shape != "ramp":
+            yield change.step
+        if change.series == "mean_abs_d" and isinstance(change.after, float) and change.after >= t.MATERIAL_MISMATCH:
+            yield change.step
+    if (ending := ending_step(facts.rollouts)) is not None:
+        yield ending
+    if facts.changed_rewards is not None:
+        yield facts.changed_rewards.step
+    lag = np.abs(facts.values("version_lag"))
+    known = np.flatnonzero(np.isfinite(lag))
+    if len(known):
+        grows = known[1:][np.diff(lag[known]) >= 1]
+        yield from (int(facts.steps[place]) for place in grows[:1])

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 
 from ..advice import Advice
 from ..check.finding import TITLES
-from .evidence import Evidence
+from ..statement import Statement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence(Statement):
+    """One thing that speaks for or against a suspect, with the numbers that were measured: codes of text.EVIDENCE."""
+
+    points: float
+    """Natural logarithm of the odds that it is worth; negative: it speaks against."""
+
 
 SUSPECTS = {
     "mismatch": "training-inference mismatch",

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...schemas.steps import ALL_STEPS
 from ..check.finding import TITLES
 from ..check.text import of_steps
-from ..dynamics.change_text import change_sentence, interval_text
+from ..facts.change_text import change_sentence, interval_text
 from ..rows import shown
-from ..statement import Statement
-
-if TYPE_CHECKING:
-    from .attribution import Attribution, NotFinite
-    from .silent import SilentChange
-    from .suspect import Suspect
+from ..statement import Statement, sentences
+from .attribution import Attribution, NotFinite
+from .silent import SilentChange
+from .suspect import Suspect
 
 _MOST_CHANGES = 12
 """Maximum number of changes listed."""
@@ -365,6 +363,16 @@ def evidence_sentence(evidence: Statement) -> str:
     return EVIDENCE[evidence.code].format(**evidence.values, finding_title=TITLES.get(finding, finding))
 
 
+def difference_sentences(result: Attribution) -> tuple[str, ...]:
+    """Say what differs from the baseline, each difference once."""
+    return tuple(dict.fromkeys(sentences(result.difference_codes, DIFFERENCES)))
+
+
+def note_sentences(result: Attribution) -> tuple[str, ...]:
+    """Say what this trace cannot show, and why."""
+    return sentences(result.note_codes, NOTES)
+
+
 def verdict_sentence(result: Attribution) -> str:
     """Say whether the run collapsed, at which step that begins, and the cause."""
     broken = not_finite_clause(result.not_finite)
@@ -434,7 +442,7 @@ def unsure_clause(result: Attribution) -> str:
     """Say that the cause is unknown, and which suspect comes first."""
     first, named = result.suspects[0], result.first_suspect
     if named is None:
-        why = f": {first.for_it[0].sentence}" if first.code == "unknown" and first.for_it else ""
+        why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
         return f"Cause unknown. None of those tested explains it ({first.probability:.0%}){why}"
     second = result.suspects[1] if named is first else first
     return f"Cause unknown. Most likely of those tested: {named.title} ({named.probability:.0%}); {second.title}: {second.probability:.0%}"
@@ -443,12 +451,11 @@ def unsure_clause(result: Attribution) -> str:
 def attribution_text(result: Attribution) -> str:
     """Render the verdict, what changed first, the suspects with their evidence, and how to decide between them."""
     result = shown(result)
-    parts = [
-        f"{result.trace}{of_steps(result.steps)}: {result.sentence}" if result.steps != ALL_STEPS else result.sentence
-    ]
-    if result.differences:
+    sentence = verdict_sentence(result)
+    parts = [sentence if result.steps == ALL_STEPS else f"{result.trace}{of_steps(result.steps)}: {sentence}"]
+    if differences := difference_sentences(result):
         parts.append(
-            "Differences between the run and its baseline:\n" + "\n".join(f"  {each}" for each in result.differences)
+            "\n".join(["Differences between the run and its baseline:", *(f"  {each}" for each in differences)])
         )
     if result.changes:
         parts.append(_changes(result))
@@ -458,17 +465,23 @@ def attribution_text(result: Attribution) -> str:
     others = [f"{s.title} {s.probability:.1%}" for s in suspects if s.probability < _SHOWN]
     if others:
         parts.append(f"Unlikely (<{_SHOWN:.0%}): " + ", ".join(others))
-    if result.notes:
-        parts.append("\n".join(f"Note: {note}" for note in result.notes))
+    if notes := note_sentences(result):
+        parts.append("\n".join(f"Note: {note}" for note in notes))
     return "\n\n".join(parts)
 
 
 def attribution_json(result: Attribution) -> dict[str, Any]:
     """Return the same as JSON, with every number; sentences beside their codes."""
-    rendered = {name: getattr(result, name) for name in ("sentence", "cause", "differences", "notes")}
-    rendered["first_suspect"] = None if result.first_suspect is None else result.first_suspect.code
-    changes = {name: _silent_json(getattr(result, name)) for name in ("silent", "supposed")}
-    return asdict(result) | {"suspects": [_suspect_json(each) for each in result.suspects]} | changes | rendered
+    return asdict(result) | {
+        "suspects": [_suspect_json(each) for each in result.suspects],
+        "silent": _silent_json(result.silent),
+        "supposed": _silent_json(result.supposed),
+        "sentence": verdict_sentence(result),
+        "cause": result.cause,
+        "differences": difference_sentences(result),
+        "notes": note_sentences(result),
+        "first_suspect": None if result.first_suspect is None else result.first_suspect.code,
+    }
 
 
 def _silent_json(found: SilentChange | None) -> dict[str, Any] | None:
@@ -479,7 +492,9 @@ def _silent_json(found: SilentChange | None) -> dict[str, Any] | None:
 
 def _suspect_json(suspect: Suspect) -> dict[str, Any]:
     """Return a suspect with the sentences of its evidence."""
-    return asdict(suspect) | {"evidence": [asdict(each) | {"sentence": each.sentence} for each in suspect.evidence]}
+    return asdict(suspect) | {
+        "evidence": [asdict(each) | {"sentence": evidence_sentence(each)} for each in suspect.evidence]
+    }
 
 
 def _changes(result: Attribution) -> str:
@@ -499,7 +514,7 @@ def _suspect(suspect: Suspect) -> str:
     lines = [f"{suspect.title}: {suspect.probability:.0%}"]
     for evidence in suspect.evidence:
         word = "for" if evidence.points > 0 else "against" if evidence.points < 0 else "neutral"
-        lines.append(f"  {word:<8}{evidence.points:+.1f}  {evidence.sentence}")
+        lines.append(f"  {word:<8}{evidence.points:+.1f}  {evidence_sentence(evidence)}")
     if suspect.next:
         lines.append(f"  next: {suspect.next}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The thresholds of an attribution and the points of its evidence, with their reasons; those of a fall are in dynamics.fall.
+"""The thresholds of an attribution and the points of its evidence, with their reasons; those of the facts are in facts/thresholds.py, and those of a drop in facts/fall.py.
 
 Points are natural logarithms of odds: evidence that is e times as probable under a suspect as without it counts 1. They
 were set on the tuning split of benchmarks/collapse, and tested on its held-out split. WORTH says what they are worth elsewhere.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from .evidence import Evidence
+from .suspect import Evidence
 
 WORTH, WORTH_BESIDE = 0.5, 0.3
 """What a point counts in the probability that is printed: of one run, and beside a control, whose differences share what they say. Evidence is
@@ -69,8 +69,6 @@ EARLIER = 3.5
 """Points of what a run was given otherwise for good long before it fell: a policy may take many updates to unlearn."""
 BEARABLE = 3.0
 """Factor of a learning rate that training may bear; from it on hardly another explanation is needed."""
-AHEAD = 3.0
-"""Steps before the interval of a fall at which what the fall may have begun with may lie."""
 SUDDEN = 3.0
 """Most steps that the interval of a swapped reference has: a policy that leaves its reference takes longer."""
 
@@ -79,42 +77,16 @@ LARGE_MISMATCH = 0.06
 
 FINDING_CARRIES = 0.1
 """Share of a run's mean |d| that the tokens of check's finding must make for it to be what the mismatch is."""
-AT_ONCE = 0.35
-"""Share of the settled mismatch from which it counts as present already: one update brings less."""
-GROWTH = 1.6
-"""Factor from the first half of a run to its last quarter from which the mismatch counts as growing."""
 MISMATCH_JUMPS = 2.0
 """Least factor by which a mismatch grew."""
-
-STALE_LEFT = 0.2
-"""Share of the mismatch that may be left against the trainer's logprobs of some steps before where the engine had those
-weights: rounding leaves less, and so do distances that are nearly right."""
-STALE_REACHES = 20
-"""Steps that must be compared before stale weights are excluded: engines are rarely farther behind without saying so."""
 BEGUN = 0.1
 """Share of the mismatch at the fall from which it has begun."""
-EARLIER_AGREES = 0.5
-"""Share of the engine's logprobs of openings that are the trainer's of one earlier step, or distance, from which it had these weights: of 57
-falls of the mismatch at most 0.14."""
-EARLIER_FEWEST = 8
-"""The fewest that are the trainer's of any step before, of which that is told."""
-EARLIER_OVER_CHANCE = 5.0
-"""Times as many as there are by chance; of falls of the mismatch at most 2.3."""
-NONE_LEFT = 0.1
-"""Where many rows are alike by chance: the share of those that chance does not explain which may be left unexplained."""
 LASTS = 0.5
 """Share of a mismatch that is there updates later from which the trainer computes otherwise, and does not only have other weights, which
 the engine gets later: of six first differences in what the trainer scores none was a mismatch, three were such weights and three dropout."""
 DISAGREES, AGREES = 0.3, 0.05
 """Share of equal openings of one step to which one side gives two logprobs since the mismatch begins, and at most before, from which that side
 computes with noise or with other rows: of 11 such falls eight were noise of the engine, one a replica that lagged, two dropout in the trainer."""
-STILL = 0.5
-"""Share of the openings that come again within three steps to which an engine that keeps its weights gives the same bits: one that gets
-new weights every other step has half."""
-STILL_BY_CHANCE = 0.1
-"""The largest share of them to which the trainer may give the same bits, for its weights to be known to change."""
-STALE_CARRIES = 0.2
-"""Share of the run's mean |d| that openings of responses must have to represent it."""
 
 LAG_GROWS = 2.0
 """Least factor of a declared lag, over the usual one, by which sampling fell behind; waiting for the slowest sequences makes less."""
@@ -123,16 +95,6 @@ LEARNED = 0.1
 ORDINARY_LAG = 4.0
 """Updates that asynchronous trainers are behind by design (AReaL allows 4 to 8, one step off-policy is 1): constant from the start, a run
 learned with it."""
-
-DROPS = 0.6
-"""Share of what a reward lost that it has to lose from one step to the next for it to be a drop."""
-SAME_POLICY = 3.0
-"""Standard deviations by which entropy, length and likelihood may differ beside a drop of the reward that no change of policy explains."""
-OTHER_POLICY = 5.0
-"""Those from which the policy is another one."""
-
-MATERIAL_REWARD = 0.05
-"""Least difference of two rewards of one response, in standard deviations of all rewards: KL terms in the reward make smaller ones."""
 WAS_THERE = 0.5
 """Share of the noise of rewards since a fall that may have been there before it: what a run learned with is no cause."""
 UNEQUAL = 0.01
@@ -145,12 +107,6 @@ OTHER_RULE = 0.3
 such falls 23 were the reward's, five those of tools or of tokens that a scorer reads, two of answers to other prompts, one of a price for length."""
 MUCH_UNEQUAL = 0.3
 """The share from which it is as good as certain: what a verifier reads beside the response, a tool's answer, makes less."""
-UNEQUAL_SHIFTED = 0.35
-"""Of the unequal share, what may be left after moving rewards back to where they belong."""
-SAME_REWARDS = 0.15
-"""Largest distance of two distributions of rewards that count as the same, 0 to 1; of their means in standard deviations."""
-SAME_REWARDS_SD = 2.5
-"""Standard errors by which the means of their steps may lie apart."""
 SORTED = 0.9
 """Share of the groups with several rewards, at least, in which the rewards are in order of size, that tells that they were sorted."""
 SORTED_BY_CHANCE = 0.5
@@ -163,29 +119,15 @@ CHANGED = 0.05
 """Share of responses that may earn another reward later; a verifier that is changed moves more."""
 FEW_CHANGED = 10
 """Responses that must earn something else before a verifier counts as changed."""
-MOST = 0.5
-"""Share of the responses from which what they are given counts as changed where no fall says so."""
-REFERENCE_MOVES = 0.05
-"""Nats of a response's mean logprob by which a fixed reference model does not differ from itself: kernels of bf16 give 0.01."""
-SAME_ORDER = 0.95
-"""Correlation of rewards of equal responses before and since from which the same is rewarded on another scale."""
 APART = 1.0
 """Nats a token by which what is sampled is less likely to the trainer than to the engine, from which the recorded reward is that of
 another policy than the one that is trained."""
-GRADED_ELSEWHERE = 0.9
-"""Least share of responses with the reward that they earned under another prompt, which tells that they were graded by it."""
-GRADED_BY_CHANCE = 0.6
-"""Most of these that may have it by chance for that to be known."""
 RETURNS = 0.5
 """Share of its distance to the reference that a policy keeps at most when a KL term pulls it back; by another way it keeps more."""
 DISTANCE_JUMPS = 3.0
 """Least factor, between two steps, of how much more likely responses are to the policy than to its reference."""
 COEFFICIENT_GROWS = 10.0
 """Least factor of the KL term's coefficient, beside a policy that returns to its reference, that leaves no other explanation."""
-LACKING = 10.0
-"""Responses that would lack their earlier reward by chance, from which it is known whether rewards were reordered."""
-LACKING_OF_PERMUTED = 0.1
-"""Share of these that may lack it where they were: a few verifiers' time-outs."""
 INVERTED = 0.22
 """Share of groups in which likelier answers clearly earn less: 0.01 to 0.06 in sound runs, 0.1 with random rewards, 0.3 and
 more where half of the prompts pay the opposite."""
@@ -202,8 +144,6 @@ LENGTH_MOVES = 1.3
 """Least factor of a change of length that counts by itself."""
 LENGTH_MOVES_PAID = 1.05
 """The least one where longer responses earn more."""
-LENGTH_PAYS = 0.5
-"""Correlation of length and reward within groups from which length is what pays; of honest tasks it was 0.5 at most."""
 
 ENTROPY_LOST = 0.25
 """Share of the first entropy below which it has collapsed: sound runs keep 0.4 and more (research: H/H0 below 0.2 to 0.4)."""
@@ -279,12 +219,6 @@ UNSAMPLED = 2.0
 """Least factor by which that grows where tokens are no longer sampled with the logprobs that the engine returns for them."""
 UNSAMPLED_NATS = 0.5
 """Least excess of -mean logprob over the entropy there, nats a token."""
-LENGTH_EXPLAINS = 0.8
-"""Correlation with length from which a difference of rewards is a matter of length."""
-LENGTH_IS_ALL = 0.98
-"""The same where only some responses earn something else: almost nothing else may explain it."""
-LENGTH_EXPLAINS_WITHIN = 0.85
-"""The same within steps, or of a bonus that grows steadily: there nothing else scatters, and few values of a reward reach 0.8."""
 MIXED = 0.5
 """Share of the rows that an order of its groups by chance gives other rewards, from which a step's rewards were mixed."""
 MANY_SHARED = 0.3
@@ -303,8 +237,6 @@ PARTS_FIRST = 7.0
 """Points of what differs first between a run and a control that are the same bits until then."""
 MANY_PART = 0.2
 """Share of a step's responses that have to part at once, from equal logprobs, for the sampling to be what differs."""
-ALMOST_ALL = 0.9
-"""Share of the responses that must earn something else where a reward pays for length."""
 GRADIENT_GROWS = 3.0
 """Factor of the gradient's norm at the update that differs, which an entropy bonus does not have: of 12 none had 1.6, of 9 KL terms 7 had."""
 SHOWS_IN_GRADIENT = 1e-4
@@ -325,10 +257,6 @@ of 8 entropy and 9 KL terms none had a tenth of it, of 29 other updates 11 had."
 AWAY_FROM_REFERENCE = 0.2
 """Nats a token, above the control's, of the distance to the reference within three steps: a KL term or an entropy bonus does not lead
 away from the reference that soon."""
-MOVES_SD = 6.0
-"""Standard deviations of the steps before from which a quantity has left what it was at a step."""
-MOVES_ON = 0.6
-"""Share of these that two of the three steps after it must have, too."""
 LOSS_GROWS = 3.0
 """Factor of the scatter of the loss from which it has another term."""
 LOSS_PUNISHES, LOSS_RISES = 0.7, 5.0
@@ -344,12 +272,6 @@ LENGTH_LITTLE, LENGTH_MOST, LENGTH_NEARLY_ALL = 0.35, 0.7, 0.9
 TERM_WEIGHS = 0.6
 """Correlation of advantages within groups with the distance to the reference, or with the logprob, from which a term of it is most of the
 advantage."""
-BREAKS_SD = 4.0
-"""Standard deviations of the steps before by which a correlation falls at once where it is lost."""
-BREAKABLE = 0.2
-"""Least correlation that can be lost."""
-BREAK_LOSES = 0.5
-"""Least share of it that is lost for good."""
 FROM_NOTHING = 0.25
 """Share of the mismatch of some steps later that its first step has at most where it grows update by update."""
 BEYOND_RANGE = 0.2
@@ -366,8 +288,6 @@ WEIGHTS_DIFFER = 1e-5
 """Mean difference of a response's mean logprob from which two trainers hold other weights; kernels give 1e-7 in fp32."""
 NORM_DIFFERS = 1e-3
 """Relative difference of gradient norms beyond what kernels give."""
-MATERIAL_REST = 0.1
-"""Share of what rewards differ by that must be left among responses that earned alike, for their length to be asked of it."""
 SAME_LOGPROB = 1e-4
 """Nats by which two mean logprobs of the same tokens under the same weights differ at most, where the mismatch before was less."""
 FEWEST_MOVED = 50
@@ -377,9 +297,6 @@ MOVED_BY_DISTANCE = 0.3
 terms of eight laboratories 10 had it, of 60 others 3."""
 RELOADED = 0.95
 """The same from which weights went back to the reference as a whole."""
-OTHER_ROWS = 0.4
-"""Least share of the logprobs that differ which are another row's, for rows to be handed on in another order: those of rows of another length
-are cut or filled up."""
 REWARD_MOVED = 0.1
 """Standard deviation of what equal responses earn otherwise, over that of the rewards, from which a reward no longer tells how good the
 policy is: of 7 runs that a price for length made worse the least had 0.19, of one that bore it 0.05."""

@@ -11,8 +11,9 @@ from ...schemas.errors import NothingToCompare
 from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
-from ..attribution.rollouts import read_rollouts
-from ..dynamics.series import Series, read_series
+from ..facts.read_series import read_series
+from ..facts.rollouts import read_rollouts
+from ..facts.series import Series
 from ..statement import Statement
 from ..trace.columns import passes_with
 from ..trace.database import Database, opened

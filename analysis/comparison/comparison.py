@@ -62,17 +62,3 @@ class Comparison(Result):
     def first(self) -> RunDifference | None:
         """What differs first; None where nothing does."""
         return self.differences[0] if self.differences else None
-
-    @property
-    def sentence(self) -> str:
-        """What differs first, in words."""
-        from .text import sentence
-
-        return sentence(self)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What could not be held against each other, in words."""
-        from .text import notes
-
-        return notes(self)

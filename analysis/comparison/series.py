@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..dynamics.changes import FEWEST as FEWEST_CHANGES
-from ..dynamics.changes import change_points
-from ..dynamics.quantities import LINEAR, Series
+from ..facts.changes import FEWEST as FEWEST_CHANGES
+from ..facts.changes import change_points
+from ..facts.series import LINEAR, Series
 from ..statistics.noise import half_square_difference, highest_long_run_variance, tamed
 from .comparison import RunDifference
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..check.text import of_steps, wrapped
 from ..main_columns import MAIN_COLUMNS
 from ..rows import Rows, shown, to_text
 from ..statement import Measured, sentences
-
-if TYPE_CHECKING:
-    from .comparison import Comparison, RunDifference
+from .comparison import Comparison, RunDifference
 
 FIRST: Mapping[str, str] = {
     "steps": "step {step} has sequences in one run only",

@@ -10,7 +10,7 @@ from ..advice import Advice
 from ..alarms.reading import AlarmReadings
 from ..attribution.attribution import Attribution
 from ..check.result import CheckResult
-from ..dynamics.recorded import RecordedChange
+from ..facts.recorded import RecordedChange
 from ..location import Location
 from .figures import PublishedFigure
 

@@ -9,12 +9,12 @@ from typing import Any
 from ..alarms.text import alarm_sentence, fired, reading_json, since, taken_over
 from ..attribution.attribution import Attribution
 from ..attribution.suspect import SUSPECTS, Suspect
-from ..attribution.text import attribution_json, not_finite_clause, silent_clause, unsure_clause
+from ..attribution.text import attribution_json, evidence_sentence, not_finite_clause, silent_clause, unsure_clause
 from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
-from ..dynamics.change_text import change_sentence, interval_text
-from ..dynamics.recorded import RecordedChange
-from ..dynamics.timeline import MIN_VALUES
+from ..facts.change_text import change_sentence, interval_text
+from ..facts.recorded import RecordedChange
+from ..facts.timeline import MIN_VALUES
 from ..locate_text import sentence as located_sentence
 from ..rows import Rows, shown, to_text
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
@@ -107,7 +107,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         ("alerts", fired(len(raised), len(found.alarms.judged)) + (f": {'; '.join(raised[:3])}" if raised else "")),
     ]
     if attribution.fall is not None:
-        for_it = next(([one.sentence for one in each.for_it[:2]] for each in asked if each.for_it), [])
+        for_it = next(([evidence_sentence(one) for one in each.for_it[:2]] for each in asked if each.for_it), [])
         how = "from one run"
         if attribution.control:
             how = "against a baseline" if attribution.is_intervention else "against another run"

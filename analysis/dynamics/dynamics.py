@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from ...schemas.errors import NothingToCompare, option
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
+from ..facts.changes import FEWEST, LEAST_SD, PLANNED, ChangePoint, FirstChange, onsets_of
+from ..facts.fall import Fall
+from ..facts.read_series import read_series
+from ..facts.series import Series
+from ..facts.timeline import read_changes, read_outcomes
 from ..statement import Statement
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
 from ..trace.samples import tell_sampled
-from . import changes, laws, lead_lag
-from .changes import ChangePoint
-from .laws import entropy_law, growths
-from .lead_lag import lead_lags
+from . import laws
+from .laws import FEWEST_FOR_LAGS, Growth, entropy_law, growths, lead_lags
 from .motion import Dynamics, SeriesSummary
-from .onsets import onsets_of
-from .quantities import Series
-from .schedule import schedule_of
-from .series import read_series
-from .summary import summarise
-from .timeline import read_changes, read_outcomes
+from .schedule import Schedule, schedule_of
 
 
 def dynamics(
@@ -114,6 +112,42 @@ def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
         yield Statement(code="no_mismatch", values={"pair": pair})
     yield from (Statement(code=f"no_{name}") for name in _NEEDED if name not in series)
     longest = max(int(one.known.sum()) for one in series.values())
-    if longest < changes.FEWEST:
-        least = {"changes": changes.FEWEST, "lags": lead_lag.FEWEST, "laws": laws.FEWEST}
+    if longest < FEWEST:
+        least = {"changes": FEWEST, "lags": FEWEST_FOR_LAGS, "laws": laws.FEWEST}
         yield Statement(code="too_short", values={"num_steps": longest, **least})
+
+
+def summarise(
+    changes: Mapping[str, Sequence[ChangePoint]],
+    onsets: Sequence[FirstChange],
+    fall: Fall | None,
+    schedule: Schedule | None,
+    growth: Sequence[Growth],
+    num_steps: int,
+) -> Iterator[Statement]:
+    """What moved first; the fall; planned changes; a surge of lengths; how k3 compounds at the end."""
+    yield _first(onsets, num_steps)
+    if fall is not None:
+        yield Statement(code="fall", values={"outcome": fall.outcome, "step": fall.step, "kind": fall.kind})
+    for name in PLANNED:
+        if changes.get(name):
+            steps = ", ".join(str(change.step) for change in changes[name][:5])
+            yield Statement(code="planned_change", values={"series": name, "steps": steps})
+    if schedule is not None and schedule.surge_step is not None and schedule.decay_period is not None:
+        values = {"step": schedule.surge_step, "decay_period": schedule.decay_period}
+        yield Statement(code="length_surge", values=values)
+    last = next((part for part in growth if part.part == "last third"), None)
+    if last is not None and last.doubling is not None:
+        code = "k3_doubles" if last.doubling > 0 else "k3_halves"
+        yield Statement(code=code, values={"steps": abs(last.doubling)})
+
+
+def _first(onsets: Sequence[FirstChange], num_steps: int) -> Statement:
+    if num_steps < FEWEST:
+        return Statement(code="too_short", values={"num_steps": num_steps, "min_steps": FEWEST})
+    if not onsets:
+        return Statement(code="no_change", values={"min_sd": LEAST_SD})
+    first = [onset for onset in onsets if onset.may_be_first]
+    if len(first) > 1:
+        return Statement(code="first_undecided", values={"series": ", ".join(onset.name for onset in first)})
+    return Statement(code="moved_first", values={"series": first[0].name, "step": first[0].change.step})

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...schemas.results import Result
-from ..statement import Statement, sentences
-from .changes import ChangePoint
-from .fall import Fall
-from .laws import EntropyLaw, Growth
-from .lead_lag import LeadLag
-from .onsets import FirstChange
+from ..facts.changes import ChangePoint, FirstChange
+from ..facts.fall import Fall
+from ..statement import Statement
+from .laws import EntropyLaw, Growth, LeadLag
 from .schedule import Schedule
-from .text import UNANSWERED, summary_sentences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +60,3 @@ class Dynamics(Result):
     entropy_law: EntropyLaw | None
     unanswered_codes: tuple[Statement, ...]
     """What cannot be answered from this trace, of text.UNANSWERED."""
-
-    @property
-    def summary(self) -> tuple[str, ...]:
-        """The answer in sentences."""
-        return summary_sentences(self)
-
-    @property
-    def unanswered(self) -> tuple[str, ...]:
-        """What cannot be answered from this trace, and what would change that."""
-        return sentences(self.unanswered_codes, UNANSWERED)

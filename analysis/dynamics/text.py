@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..check.text import wrapped
+from ..facts.change_text import interval_text
+from ..facts.changes import FirstChange
 from ..main_columns import MAIN_COLUMNS
 from ..rows import Rows, shown, table, to_text
-from ..statement import Measured, Statement
+from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
-from .change_text import interval_text
-
-if TYPE_CHECKING:
-    from .motion import Dynamics
-    from .onsets import FirstChange
+from .motion import Dynamics
 
 _MOST_PAIRS = 8
 
@@ -58,6 +56,11 @@ def summary_sentences(found: Dynamics) -> tuple[str, ...]:
     return tuple(SUMMARY[part.code].format(**_numbers(part, found)) for part in found.summary_codes)
 
 
+def unanswered_sentences(found: Dynamics) -> tuple[str, ...]:
+    """Say what this trace cannot show, and what would change that."""
+    return sentences(found.unanswered_codes, UNANSWERED)
+
+
 def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
     """Return what the sentence needs beyond the numbers of its code."""
     numbers = dict(part.values)
@@ -88,7 +91,7 @@ def dynamics_text(found: Dynamics, width: int | None = None) -> str:
     """Render the answer, onsets, series, length schedule, leads and lags, laws, and what is unknown."""
     found = shown(found)
     head = f"{found.run}: {found.num_steps:,} steps ({found.first_step} to {found.last_step}), d = {found.pair}"
-    parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in found.summary)]
+    parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in summary_sentences(found))]
     if found.onsets:
         parts.append(_titled("WHAT CHANGED FIRST?", to_text(_onsets(found), width, MAIN_COLUMNS["onsets"])))
     parts.append(_titled("HOW DID EACH SERIES CHANGE?", to_text(series_rows(found), width, MAIN_COLUMNS["series"])))
@@ -99,15 +102,15 @@ def dynamics_text(found: Dynamics, width: int | None = None) -> str:
         parts.append(_titled("WHICH SERIES LEAD?", wrapped(note, "", width) + "\n\n" + to_text(_pairs(found), width)))
     if laws := _laws(found):
         parts.append(_titled("GROWTH RATES AND LAWS", "\n".join(wrapped(law, "", width) for law in laws)))
-    if found.unanswered:
-        parts.append(_titled("WHAT IS UNKNOWN?", "\n".join(wrapped(each, "", width) for each in found.unanswered)))
+    if unanswered := unanswered_sentences(found):
+        parts.append(_titled("WHAT IS UNKNOWN?", "\n".join(wrapped(each, "", width) for each in unanswered)))
     return "\n\n".join(parts)
 
 
 def dynamics_json(found: Dynamics) -> dict[str, Any]:
     """Return the same as JSON, with every number; sentences beside their codes."""
-    sentences = {"says": found.summary, "summary": found.summary, "unanswered": found.unanswered}
-    return asdict(found) | sentences
+    summary = summary_sentences(found)
+    return asdict(found) | {"says": summary, "summary": summary, "unanswered": unanswered_sentences(found)}
 
 
 def _titled(title: str, text: str) -> str:

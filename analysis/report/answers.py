@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..advice import Advice
+from ..attribution.text import note_sentences, verdict_sentence
+from ..dynamics.text import unanswered_sentences
 from ..objective.judged import Estimate
 from ..objective.verdict import LARGE, SMALL, is_opposed
 from . import text
@@ -144,7 +146,7 @@ def fall_answer(subject: Subject) -> Answer:
     if found is not None and found.fall is None and found.not_finite:
         return _answer("fall", "not_finite", BAD, text.no_numbers(found), verb)
     if found is None or not found.outcome:
-        why = found.sentence if found else subject.unanswered.get("attribution", "")
+        why = verdict_sentence(found) if found else subject.unanswered.get("attribution", "")
         return _answer("fall", "unknown", OPEN, text.unknown(why), verb)
     if found.silent is not None:
         return _answer("fall", "unseen", OPEN, text.unseen_fall(found.silent, found), verb)
@@ -193,10 +195,10 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
     """What a trace lacks, and what that leaves open."""
     told = [*subject.info.missing, *subject.info.damaged]
     if subject.dynamics:
-        told += subject.dynamics.unanswered
+        told += unanswered_sentences(subject.dynamics)
     if subject.objective:
         told += subject.objective.cannot
     if subject.attribution:
-        told += subject.attribution.notes
+        told += note_sentences(subject.attribution)
     told += [f"{what}: {why}" for what, why in subject.unanswered.items()]
     return tuple(dict.fromkeys(told))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..dynamics.quantities import KINDS, LOG, Series
+from ..facts.series import KINDS, LOG, Series
 from . import chart, text
 from .chart import Band, Line, LineChart, Mark
 from .commands import query_of_metric, query_of_series

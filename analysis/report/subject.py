@@ -18,12 +18,11 @@ from ..breakdowns.breakdowns import Breakdowns, read_breakdowns
 from ..corrections import corrections
 from ..diagnosis.diagnose import diagnose
 from ..diagnosis.diagnosis import Diagnosis
-from ..dynamics.columns import Column, by_step
 from ..dynamics.dynamics import dynamics
-from ..dynamics.mismatch import read_step_mismatch
 from ..dynamics.motion import Dynamics
-from ..dynamics.quantities import Series
-from ..dynamics.series import read_series
+from ..facts.mismatch import read_step_mismatch
+from ..facts.read_series import read_series
+from ..facts.series import Column, Series, by_step
 from ..info import TraceInfo, info
 from ..located import LocatedResult, newest
 from ..objective.judged import Objective

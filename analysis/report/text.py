@@ -10,12 +10,13 @@ from ...schemas.passes import REPLAY_PREFIX
 from ..alarms.text import alarm_sentence, fired
 from ..attribution.attribution import Attribution
 from ..attribution.silent import SilentChange
+from ..attribution.text import verdict_sentence
 from ..check.result import CheckResult
 from ..check.text import evidence_text
 from ..diagnosis.diagnosis import Diagnosis, ReplayEffect
 from ..diagnosis.text import cause_title, effect_text, numerics_text, size_text, story, story_of_run
-from ..dynamics.change_text import interval_text
-from ..dynamics.changes import ChangePoint
+from ..facts.change_text import interval_text
+from ..facts.changes import ChangePoint
 from ..info import TraceInfo
 from ..location import Location
 from ..objective.judged import Estimate, Objective
@@ -170,7 +171,7 @@ def no_fall(found: Attribution) -> AnswerText:
     return AnswerText(
         short="no collapse",
         basis=f"{found.num_steps:,} steps",
-        detail=found.sentence,
+        detail=verdict_sentence(found),
     )
 
 
@@ -180,7 +181,7 @@ def no_numbers(found: Attribution) -> AnswerText:
         short=f"{', '.join(each.series for each in found.not_finite)} NaN or infinite to the end",
         figure=f"from step {first.step} on",
         basis=f"{found.num_steps:,} steps",
-        detail=found.sentence,
+        detail=verdict_sentence(found),
     )
 
 
@@ -190,7 +191,7 @@ def unseen_fall(silent: SilentChange, found: Attribution) -> AnswerText:
         short=f"not detected, but the recorded reward is no longer meaningful: {first.title}",
         figure=f"from step {silent.step} (interval {silent.low}-{silent.high})",
         basis=f"{first.probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
-        detail=found.sentence,
+        detail=verdict_sentence(found),
     )
 
 
@@ -201,7 +202,7 @@ def fall(found: Attribution, checked: CheckResult | None) -> AnswerText:
         short=f"it collapsed: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{cause_title(first, checked)}",
         figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step}{interval_text(*fall.interval)}",
         basis=f"{first.probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
-        detail=found.sentence,
+        detail=verdict_sentence(found),
     )
 
 

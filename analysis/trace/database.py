@@ -223,7 +223,7 @@ class Database:
         return found
 
     def _define_changes(self) -> None:
-        from ..dynamics.recorded import changes_table
+        from ..facts.recorded import changes_table
 
         self.connection.register("recorded_changes", changes_table(self.sources, steps=self.steps))
         self.connection.raw.execute(_CHANGES)

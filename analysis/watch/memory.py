@@ -15,10 +15,10 @@ from ...schemas.loss import read_loss
 from ...tracer.snapshot import TableFile
 from ..alarms.figures import Figure, read_token_figures
 from ..alarms.repeats import Repeats
-from ..dynamics import logged, mismatch, policy, rollouts
-from ..dynamics.columns import Column
-from ..dynamics.policy import Given
-from ..dynamics.quantities import KINDS, Series, named
+from ..facts.mismatch import read_step_mismatch
+from ..facts.policy import Given, read_clipping, read_entropy, read_given, read_lags
+from ..facts.read_series import read_logged, read_sampled
+from ..facts.series import KINDS, Column, Series, named
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair, Source
@@ -67,10 +67,10 @@ class Memory:
         wanted = sorted(pending) if summed else _portion(pending, extents)
         database = Database(source) if summed else _opened(source, extents, wanted)
         run = source.run
-        self._logged = logged.read_logged(database, run)
+        self._logged = read_logged(database, run)
         self.times = logged_times(database)
         self._num_metrics = extents.num_metrics
-        self._given = self._given | policy.read_given(database, run)
+        self._given = self._given | read_given(database, run)
         loss = read_loss(read_hyperparameters(database, run))
         basis = (self._given, loss, any(column.name == "entropy" for column in self._logged))
         if basis != self._basis and self._read:  # steps that were read would be read otherwise now
@@ -107,13 +107,13 @@ class Memory:
             self._of_tokens.setdefault(name, {}).update(zip(of_steps.tolist(), found.tolist(), strict=True))
 
     def _columns(self, database: Database, run: str) -> list[Column]:
-        gap = mismatch.read_step_mismatch(database, self._pair, run)
+        gap = read_step_mismatch(database, self._pair, run)
         return [
             *gap.columns,
-            *rollouts.read_rollouts(database, run),
-            *policy.read_entropy(database, run, self._pair[0], self._logged, gap.estimate, self._given),
-            *policy.read_lags(database, self._pair, run, self._given),
-            *policy.read_clipping(database, run),
+            *read_sampled(database, run),
+            *read_entropy(database, run, self._pair[0], self._logged, gap.estimate, self._given),
+            *read_lags(database, self._pair, run, self._given),
+            *read_clipping(database, run),
         ]
 
     def _keep(self, steps: Sequence[int], columns: Sequence[Column]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dynamics.quantities import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
+from ..facts.series import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII = "_.:-=+*#"

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..alarms.text import fired, value_text
-from ..dynamics.quantities import Series
+from ..facts.series import Series
 from ..info import FINISHED, KILLED, LIVE, STOPPED, duration
 from ..rows import printable
 from .spark import ASCII, BLOCKS, spark

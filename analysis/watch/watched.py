@@ -12,8 +12,8 @@ from ...schemas.results import Result
 from ...schemas.steps import select_steps
 from ..alarms.reading import AlarmReading, AlarmReadings
 from ..alarms.text import reading_json
-from ..dynamics.changes import ChangePoint
-from ..dynamics.quantities import Series
+from ..facts.changes import ChangePoint
+from ..facts.series import Series
 from ..rows import Rows
 
 WAITING = "waiting"

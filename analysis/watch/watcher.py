@@ -12,8 +12,8 @@ from ...schemas.steps import select_steps
 from ...schemas.writer_state import command_exit_code
 from ...tracer.snapshot import Examined
 from ..alarms.reading import judge_alarms
-from ..dynamics.changes import change_points
-from ..dynamics.quantities import Series
+from ..facts.changes import change_points
+from ..facts.series import Series
 from ..info import LIVE, state_of
 from ..trace.pairs import parse_pair
 from ..trace.source import Source, open_source

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tim_trace.analysis.dynamics.length_surge import LengthSurge
-from tim_trace.analysis.dynamics.schedule import FACTOR, FLOOR, decay_period
+from tim_trace.analysis.dynamics.schedule import FACTOR, FLOOR, LengthSurge, decay_period
 
 
 class Schedule:

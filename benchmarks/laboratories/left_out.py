@@ -27,8 +27,7 @@ import numpy as np
 from scipy.optimize import minimize
 from tim_trace.analysis import attribute
 from tim_trace.analysis.attribution.attribution import MIN_PROBABILITY_OF_SUSPECT
-from tim_trace.analysis.attribution.factors import FACTORS
-from tim_trace.analysis.attribution.odds import kind_of
+from tim_trace.analysis.attribution.odds import FACTORS, kind_of
 from tim_trace.analysis.attribution.suspect import SUSPECTS
 from tim_trace.analysis.attribution.thresholds import WORTH, WORTH_BESIDE
 

@@ -13,18 +13,23 @@ import numpy as np
 import pytest
 from shared import rest_slow
 from tim_trace.analysis.attribution.attribute import attribute
-from tim_trace.analysis.attribution.rollouts import (
-    Rollouts,
-    changed_responses,
-    relation,
-    reordered_rewards,
-    repeated_responses,
+from tim_trace.analysis.attribution.text import (
+    attribution_json,
+    attribution_text,
+    difference_sentences,
+    note_sentences,
+    verdict_sentence,
 )
-from tim_trace.analysis.attribution.staleness import read_stale_weights
-from tim_trace.analysis.attribution.text import attribution_json, attribution_text
 from tim_trace.analysis.diagnosis.text import story_of_run
 from tim_trace.analysis.dynamics.dynamics import dynamics
-from tim_trace.analysis.dynamics.fall import Outcome, find_fall, is_evaluation
+from tim_trace.analysis.dynamics.text import summary_sentences
+from tim_trace.analysis.facts.changed_responses import changed_responses
+from tim_trace.analysis.facts.fall import Outcome, find_fall, is_evaluation
+from tim_trace.analysis.facts.other_rows import reordered_rewards
+from tim_trace.analysis.facts.relations import relation
+from tim_trace.analysis.facts.repeats import repeated_responses
+from tim_trace.analysis.facts.rollouts import Rollouts
+from tim_trace.analysis.facts.staleness import read_stale_weights
 from tim_trace.analysis.report.answers import OPEN, fall_answer
 from tim_trace.schemas.steps import ALL_STEPS
 from tim_trace.tracer.recorder import Recorder
@@ -180,7 +185,7 @@ def test_an_entropy_that_falls_with_the_reward_is_no_cause(tmp_path):
 def test_a_run_that_does_not_fall_has_no_cause(tmp_path, gap, seed):
     found = attribute(record(tmp_path / "run", Story(gap=level(gap), seed=seed)))
     assert (found.fall, found.suspects, found.cause) == (None, (), None)
-    assert found.sentence.startswith("No collapse detected")
+    assert verdict_sentence(found).startswith("No collapse detected")
 
 
 def test_a_mismatch_that_follows_a_fall_is_not_its_cause(tmp_path):
@@ -209,8 +214,8 @@ def test_what_was_there_before_a_fall_is_not_its_cause(tmp_path):
 def test_a_fall_that_nothing_explains_cannot_be_told(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=sliding)))
     assert found.cause is None
-    assert "Cause unknown." in found.sentence
-    assert "The mismatch is ruled out" in found.sentence
+    assert "Cause unknown." in verdict_sentence(found)
+    assert "The mismatch is ruled out" in verdict_sentence(found)
 
 
 @pytest.mark.slow
@@ -219,7 +224,7 @@ def test_a_control_that_did_not_fall_makes_the_difference_the_cause(tmp_path):
     control = record(tmp_path / "control", Story(gap=level(0.0)))
     alone, beside = attribute(run), attribute(run, control=control)
     assert (alone.cause, beside.cause, beside.kind) == (None, "mismatch", "intervention")
-    assert any("mean |d|" in each for each in beside.differences)
+    assert any("mean |d|" in each for each in difference_sentences(beside))
 
 
 @pytest.mark.slow
@@ -229,7 +234,7 @@ def test_a_control_that_fell_too_clears_what_they_differ_in(tmp_path):
     assert attribute(run).suspects[0].code == "mismatch"
     found = attribute(run, control=control)
     assert found.cause != "mismatch"
-    assert "The mismatch is ruled out" in found.sentence or found.suspects[0].code == "unknown"
+    assert "The mismatch is ruled out" in verdict_sentence(found) or found.suspects[0].code == "unknown"
 
 
 def test_a_control_with_other_prompts_is_an_observation(tmp_path):
@@ -240,7 +245,7 @@ def test_a_control_with_other_prompts_is_an_observation(tmp_path):
             record_step(recorder, Story(), step, np.random.default_rng(step))
     found = attribute(run, control=other)
     assert found.kind == "observation"
-    assert any("have different prompts" in note for note in found.notes)
+    assert any("have different prompts" in note for note in note_sentences(found))
 
 
 def test_without_an_outcome_nothing_is_judged(tmp_path):
@@ -250,14 +255,14 @@ def test_without_an_outcome_nothing_is_judged(tmp_path):
             recorder.add_scores("train", batch, logprobs=[[-1.0, -0.5]])
     found = attribute(tmp_path / "run")
     assert (found.outcome, found.fall) == ("", None)
-    assert "no reward or evaluation" in found.sentence
+    assert "no reward or evaluation" in verdict_sentence(found)
 
 
 def test_a_run_without_a_rollout_pass_says_that_no_mismatch_can_be_seen(tmp_path):
     story = dataclasses.replace(CAUSES["optimizer"], has_rollout=False)
     found = attribute(record(tmp_path / "run", story))
     assert found.cause == "optimizer"
-    assert any("share no token" in note for note in found.notes)
+    assert any("share no token" in note for note in note_sentences(found))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 8])
@@ -331,7 +336,7 @@ def test_a_fall_is_told_with_its_interval(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=drops(60, 0.7, 0.1))))
     first, last = found.fall.interval
     assert first <= 60 <= last + 1
-    assert f"from step {found.fall.step} on (95% CI {first}-{last})" in found.sentence
+    assert f"from step {found.fall.step} on (95% CI {first}-{last})" in verdict_sentence(found)
 
 
 @pytest.mark.slow
@@ -341,7 +346,7 @@ def test_dynamics_and_attribute_report_one_onset_of_a_fall(tmp_path):
     assert moved.fall == fall
     onset = next(onset.change for onset in moved.onsets if onset.name == "reward")
     assert (onset.step, onset.low, onset.high) == (fall.step, *fall.interval)
-    assert any(f"collapses from step {fall.step} on" in sentence for sentence in moved.summary)
+    assert any(f"collapses from step {fall.step} on" in sentence for sentence in summary_sentences(moved))
     assert dynamics(run, steps="1:90").fall == attribute(run, steps="1:90").fall is not None
     assert dynamics(run, steps="1:50").fall is attribute(run, steps="1:50").fall is None
 
@@ -404,7 +409,7 @@ def test_a_reward_that_becomes_another_one_without_a_fall_is_told(tmp_path):
     assert found.fall is None
     (note,) = [each for each in found.note_codes if each.code == "reward_changed"]
     assert note.values["step"] == 60
-    assert "but it was changed on the way" in found.sentence
+    assert "but it was changed on the way" in verdict_sentence(found)
     assert not [each for each in attribute(record(tmp_path / "b")).note_codes if each.code == "reward_changed"]
 
 
@@ -430,13 +435,13 @@ def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_pat
     assert (found.fall, found.suspects, found.cause) == (None, (), None)
     if cause is None:
         assert found.silent is None
-        assert found.sentence.startswith("No collapse detected")
+        assert verdict_sentence(found).startswith("No collapse detected")
         return
     assert found.silent is not None
     assert (found.silent.suspects[0].code, found.silent.low, found.silent.step) == (cause, *steps)
     assert sum(suspect.probability for suspect in found.silent.suspects) == pytest.approx(1.0)
-    assert found.silent.suspects[0].title in found.sentence
-    assert "No collapse detected" in found.sentence
+    assert found.silent.suspects[0].title in verdict_sentence(found)
+    assert "No collapse detected" in verdict_sentence(found)
     assert attribution_json(found)["silent"]["suspects"][0]["evidence"][0]["sentence"] in attribution_text(found)
     title = found.silent.suspects[0].title
     assert title in story_of_run(found, None)

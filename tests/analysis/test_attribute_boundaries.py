@@ -11,32 +11,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import control, silent, staleness, thresholds
+from tim_trace.analysis.attribution import control, silent, thresholds
 from tim_trace.analysis.attribution import facts as facts_module
 from tim_trace.analysis.attribution.attribution import Attribution
-from tim_trace.analysis.attribution.drop import Drop
-from tim_trace.analysis.attribution.evidence import Evidence
-from tim_trace.analysis.attribution.factors import FACTORS, SET
 from tim_trace.analysis.attribution.facts import Facts
-from tim_trace.analysis.attribution.mismatch import RunMismatch, read_run_mismatch
-from tim_trace.analysis.attribution.moves import NOTHING
-from tim_trace.analysis.attribution.odds import ranked, weighed
-from tim_trace.analysis.attribution.rollouts import (
-    ChangedResponses,
-    OtherPromptsRewards,
-    Relation,
-    ReorderedRewards,
-    RepeatedResponses,
-    Rollouts,
-    length_correlation,
-    repeated_responses,
-    rewards_of_other_prompts,
-    sorted_share,
-    step_interval,
-)
+from tim_trace.analysis.attribution.odds import FACTORS, SET, ranked, weighed
 from tim_trace.analysis.attribution.settings import suspect_of
-from tim_trace.analysis.attribution.staleness import StaleWeights, read_stale_weights
-from tim_trace.analysis.attribution.suspect import SUSPECTS, Suspect
+from tim_trace.analysis.attribution.suspect import SUSPECTS, Evidence, Suspect
 from tim_trace.analysis.attribution.suspects.lag import declared_lag
 from tim_trace.analysis.attribution.suspects.timing import order
 from tim_trace.analysis.attribution.text import (
@@ -47,14 +28,24 @@ from tim_trace.analysis.attribution.text import (
     UNITS,
     attribution_json,
     attribution_text,
+    evidence_sentence,
+    verdict_sentence,
 )
-from tim_trace.analysis.dynamics import fall as fall_module
-from tim_trace.analysis.dynamics import timeline
-from tim_trace.analysis.dynamics.changes import ChangePoint
-from tim_trace.analysis.dynamics.fall import Fall, Outcome, _settled_above, find_fall
-from tim_trace.analysis.dynamics.quantities import Series
-from tim_trace.analysis.dynamics.recorded import RecordedChange, around
-from tim_trace.analysis.dynamics.timeline import with_onset
+from tim_trace.analysis.facts import fall as fall_module
+from tim_trace.analysis.facts import staleness, timeline
+from tim_trace.analysis.facts.changed_responses import ChangedResponses, step_interval
+from tim_trace.analysis.facts.changes import ChangePoint
+from tim_trace.analysis.facts.fall import Fall, Outcome, _settled_above, find_fall
+from tim_trace.analysis.facts.mismatch import RunMismatch, read_run_mismatch
+from tim_trace.analysis.facts.moves import NOTHING, Drop
+from tim_trace.analysis.facts.other_rows import OtherPromptsRewards, ReorderedRewards, rewards_of_other_prompts
+from tim_trace.analysis.facts.recorded import RecordedChange, around
+from tim_trace.analysis.facts.relations import Relation, length_correlation
+from tim_trace.analysis.facts.repeats import RepeatedResponses, repeated_responses, sorted_share
+from tim_trace.analysis.facts.rollouts import Rollouts
+from tim_trace.analysis.facts.series import Series
+from tim_trace.analysis.facts.staleness import StaleWeights, read_stale_weights
+from tim_trace.analysis.facts.timeline import with_onset
 
 # The functions of the package hide its modules of the same names.
 advantages, changed, data, entropy, length, mismatch, optimizer, pairing, reference, reward, stale_suspect, truncation = (
@@ -1254,7 +1245,9 @@ def test_an_engine_that_was_exact_before_is_told_so(after, points):
     exact = {"mean_abs_d": [change(50, before=0.0, after=after)]}
     assert codes(mismatch._order(facts(mismatch=run_mismatch(), changes=exact))) == {"exact_until": points}
     found = mismatch._order(facts(mismatch=run_mismatch(), changes={"mean_abs_d": [change(50, before=0.0, after=0.2)]}))
-    assert found[0].sentence == ("the engine was exact until step 50 (95% CI 50-50); from then on mean |d| is 0.2 nats")
+    assert evidence_sentence(found[0]) == (
+        "the engine was exact until step 50 (95% CI 50-50); from then on mean |d| is 0.2 nats"
+    )
 
 
 @pytest.mark.parametrize(("high", "is_near"), [(46, False), (47, True)])
@@ -1449,16 +1442,16 @@ def test_the_mismatch_is_cleared_below_a_twentieth(probability, clears):
 def test_the_verdict_in_words():
     where = "reward collapses from step 60 on (95% CI 57-63), 0.8 to 0.3. "
     told = attribution(suspect("reward", 0.9), suspect("mismatch", 0.01))
-    assert told.sentence == where + (
+    assert verdict_sentence(told) == where + (
         "Most likely cause: a noisy or wrong reward (90%, observation of one run). The mismatch is ruled out."
     )
     open_ = attribution(suspect("mismatch", 0.4, "temperature"), suspect("length", 0.3), control="other")
-    assert open_.sentence == where + (
+    assert verdict_sentence(open_) == where + (
         "Cause unknown. Most likely of those tested: training-inference mismatch: temperature on one "
         "side only (40%); response length: 30%. Basis: observation of two runs."
     )
     unknown = attribution(suspect("unknown", 0.7), suspect("length", 0.2), suspect("reward", 0.1))
-    assert unknown.sentence == where + (
+    assert verdict_sentence(unknown) == where + (
         "Cause unknown. Most likely of those tested: response length (20%); something else: 70%. Basis: observation of one run."
     )
     assert (open_.cause, open_.first_suspect.code) == (None, "mismatch")
@@ -1466,23 +1459,23 @@ def test_the_verdict_in_words():
     assert (told.cause, told.first_suspect.code) == ("reward", "reward")
     assert attribution(suspect("unknown", 0.95), suspect("length", 0.0499)).first_suspect is None
     assert attribution(suspect("unknown", 0.95), suspect("length", 0.05)).first_suspect.code == "length"
-    assert attribution(suspect("unknown", 0.98), suspect("length", 0.02)).sentence == where + (
+    assert verdict_sentence(attribution(suspect("unknown", 0.98), suspect("length", 0.02))) == where + (
         "Cause unknown. None of those tested explains it (98%). Basis: observation of one run."
     )
     seen = Evidence(code="masks_change", points=7.0, values={"step": 40, "share": 1.0, "num_responses": 70})
     for evidence in ((seen, thresholds.prior("unknown")), (thresholds.prior("unknown"), seen)):
         counted = attribution(replace(suspect("unknown", 0.98), evidence=evidence), suspect("length", 0.02))
-        assert counted.sentence == where + (
+        assert verdict_sentence(counted) == where + (
             "Cause unknown. None of those tested explains it (98%): from step 40 on, the loss mask differs in 100% of 70 "
             "responses sampled both before and after it. Basis: observation of one run."
         )
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")
     assert (
         "Most likely cause: entropy collapse or explosion (99%, intervention: the baseline shares the seeds)"
-        in sure.sentence
+        in verdict_sentence(sure)
     )
-    assert attribution(fall=None).sentence.startswith("No collapse detected: reward shows no lasting drop")
-    assert attribution(outcome="", fall=None).sentence.startswith("Cannot detect a collapse")
+    assert verdict_sentence(attribution(fall=None)).startswith("No collapse detected: reward shows no lasting drop")
+    assert verdict_sentence(attribution(outcome="", fall=None)).startswith("Cannot detect a collapse")
 
 
 def test_probabilities_are_those_of_the_points():

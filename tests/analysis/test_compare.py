@@ -9,10 +9,10 @@ import pytest
 from builders import tim_trace as command
 from tim_trace import compare
 from tim_trace.analysis.comparison.comparison import KINDS
-from tim_trace.analysis.comparison.sequences import paired
 from tim_trace.analysis.comparison.series import series_differences
-from tim_trace.analysis.comparison.text import FIRST, comparison_rows, comparison_text
-from tim_trace.analysis.dynamics.quantities import named
+from tim_trace.analysis.comparison.text import FIRST, comparison_rows, comparison_text, sentence
+from tim_trace.analysis.facts.series import named
+from tim_trace.analysis.facts.two_runs import paired
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 
@@ -84,7 +84,7 @@ def test_equal_runs_differ_in_nothing(plain, tmp_path):
     assert found.differences == ()
     assert found.within_scatter == ()
     assert {"reward", "k3", "grad_norm", "length", "learning_rate"} <= set(found.same)
-    assert found.sentence == f"No difference in {STEPS} steps, in anything both traces record."
+    assert sentence(found) == f"No difference in {STEPS} steps, in anything both traces record."
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_what_was_planted_is_what_differs_first(plain, tmp_path, plan, kind, nam
         assert (first.a, first.b) == pytest.approx(values)
     assert all(one.step >= at for one in found.differences)
     assert [one.step for one in found.differences] == sorted(one.step for one in found.differences)
-    assert found.sentence.startswith(f"First difference, at step {at}: ")
+    assert sentence(found).startswith(f"First difference, at step {at}: ")
     swapped = compare(tmp_path / "other", plain).first
     assert (swapped.kind, swapped.name, swapped.step) == (kind, name, at)
 

@@ -12,7 +12,7 @@ import pytest
 from builders import PROGRAMS, add_step, make_batch, make_trace
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.compact import compact
-from tim_trace.analysis.dynamics.series import read_series
+from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
 from tim_trace.analysis.report.report import report

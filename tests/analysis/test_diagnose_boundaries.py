@@ -13,17 +13,15 @@ from tim_trace.analysis.alarms.published import ALARMS
 from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
 from tim_trace.analysis.alarms.text import alarm_sentence
 from tim_trace.analysis.attribution.attribution import Attribution
-from tim_trace.analysis.attribution.evidence import Evidence
-from tim_trace.analysis.attribution.suspect import Suspect
+from tim_trace.analysis.attribution.suspect import Evidence, Suspect
 from tim_trace.analysis.check.detectors.numerics import Precision
 from tim_trace.analysis.check.finding import FAULTS, Finding
 from tim_trace.analysis.check.result import CheckResult
 from tim_trace.analysis.diagnosis import diagnose as diagnose_module
 from tim_trace.analysis.diagnosis import replay_effects
-from tim_trace.analysis.diagnosis.diagnose import _figures, _next, coarser_dtype, size_comparison
+from tim_trace.analysis.diagnosis.diagnose import _figures, _next, coarser_dtype, own_metrics, size_comparison
 from tim_trace.analysis.diagnosis.diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 from tim_trace.analysis.diagnosis.figures import FIGURES
-from tim_trace.analysis.diagnosis.metrics import own_metrics
 from tim_trace.analysis.diagnosis.replay_effects import removed_interval
 from tim_trace.analysis.diagnosis.text import (
     diagnosis_json,
@@ -33,8 +31,8 @@ from tim_trace.analysis.diagnosis.text import (
     size_text,
     story,
 )
-from tim_trace.analysis.dynamics.fall import Fall
-from tim_trace.analysis.dynamics.recorded import RecordedChange
+from tim_trace.analysis.facts.fall import Fall
+from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES
 
 

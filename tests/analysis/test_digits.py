@@ -7,9 +7,9 @@ from mpmath import mpf
 from shared import rest_slow
 from tim_trace.analysis.check.check import gather
 from tim_trace.analysis.corrections import corrections
-from tim_trace.analysis.diagnosis.metrics import own_metrics
-from tim_trace.analysis.dynamics.mismatch import read_step_mismatch
-from tim_trace.analysis.dynamics.series import read_series
+from tim_trace.analysis.diagnosis.diagnose import own_metrics
+from tim_trace.analysis.facts.mismatch import read_step_mismatch
+from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.gate.sums import SequenceColumns
 from tim_trace.analysis.queries.catalogue import query

@@ -4,14 +4,12 @@ import math
 import numpy as np
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.dynamics.changes import change_points
 from tim_trace.analysis.dynamics.dynamics import dynamics
-from tim_trace.analysis.dynamics.laws import entropy_law, growths
-from tim_trace.analysis.dynamics.lead_lag import lead_lags
-from tim_trace.analysis.dynamics.onsets import onsets_of
-from tim_trace.analysis.dynamics.quantities import KINDS, Series, named
-from tim_trace.analysis.dynamics.series import read_series
-from tim_trace.analysis.dynamics.text import dynamics_json, dynamics_text
+from tim_trace.analysis.dynamics.laws import entropy_law, growths, lead_lags
+from tim_trace.analysis.dynamics.text import dynamics_json, dynamics_text, summary_sentences, unanswered_sentences
+from tim_trace.analysis.facts.changes import change_points, onsets_of
+from tim_trace.analysis.facts.read_series import read_series
+from tim_trace.analysis.facts.series import KINDS, Series, named
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.statistics.change_points import StretchSquares, penalty, tail
 from tim_trace.analysis.statistics.noise import long_run_variance
@@ -466,14 +464,16 @@ def test_a_part_of_the_steps_is_a_run_of_its_own(tmp_path):
     found = dynamics(trace, steps=":15")
     assert (found.first_step, found.last_step, found.num_steps) == (1, 15, 15)
     assert found.onsets == ()
-    assert "No series changed" in found.summary[0]
+    assert "No series changed" in summary_sentences(found)[0]
 
 
 def test_one_step_is_told_and_the_rest_named_as_open(tmp_path):
     make_trace(tmp_path / "run", steps=1)
     found = dynamics(tmp_path / "run")
-    assert found.summary == ("Too short to say what changed first: 1 steps recorded, at least 12 needed.",)
-    assert any(sentence.startswith("1 steps with a value; change points need 12") for sentence in found.unanswered)
+    assert summary_sentences(found) == ("Too short to say what changed first: 1 steps recorded, at least 12 needed.",)
+    assert any(
+        sentence.startswith("1 steps with a value; change points need 12") for sentence in unanswered_sentences(found)
+    )
     # `stats` adds up sequence by sequence: a unit in the last place.
     k3 = {each.name: each.first for each in found.series}["k3"]
     assert k3 == pytest.approx(stats(tmp_path / "run").dicts()[0]["k3"], rel=1e-14)
@@ -488,7 +488,7 @@ def test_metrics_alone_are_followed_too(tmp_path):
     found = dynamics(tmp_path / "run")
     assert [(o.name, o.change.step) for o in found.onsets] == [("grad_norm", 26)]
     assert found.schedule is None
-    assert any("share no token" in sentence for sentence in found.unanswered)
+    assert any("share no token" in sentence for sentence in unanswered_sentences(found))
 
 
 def test_a_trace_without_steps_is_refused(tmp_path):

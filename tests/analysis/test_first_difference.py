@@ -12,9 +12,11 @@ from tim_trace.analysis.attribution import divergence
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.attribution import Difference
 from tim_trace.analysis.attribution.divergence import Divergence, first_divergence
-from tim_trace.analysis.attribution.rollouts import Rollouts, relation
 from tim_trace.analysis.attribution.suspect import Suspect
-from tim_trace.analysis.comparison.sequences import MovedTokens, SharedTokens, moved_tokens, shared_tokens
+from tim_trace.analysis.attribution.text import verdict_sentence
+from tim_trace.analysis.facts.relations import relation
+from tim_trace.analysis.facts.rollouts import Rollouts
+from tim_trace.analysis.facts.two_runs import MovedTokens, SharedTokens, moved_tokens, shared_tokens
 from tim_trace.analysis.trace.database import opened
 from tim_trace.tracer.recorder import Recorder
 
@@ -376,7 +378,7 @@ def test_what_differs_first_would_be_the_cause_of_a_fall_that_nobody_sees(tmp_pa
     found = attribute(record(tmp_path / "run", permutes_advantages), control=control)
     assert (found.fall, found.cause) == (None, None)
     assert (found.supposed_cause.step, found.supposed_cause.suspects[0].code) == (CHANGED, "pairing")
-    assert f"from step {CHANGED} on" in found.sentence
+    assert f"from step {CHANGED} on" in verdict_sentence(found)
     assert attribute(control, control=control).supposed is None
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from builders import ROOT
-from tim_trace.analysis.dynamics.length_surge import LengthSurge
-from tim_trace.analysis.dynamics.quantities import Series
-from tim_trace.analysis.dynamics.schedule import schedule_of
+from tim_trace.analysis.dynamics.schedule import LengthSurge, schedule_of
+from tim_trace.analysis.facts.series import Series
 from tim_trace.schemas.errors import InvalidOption
 
 LengthDecayLR = runpy.run_path(str(ROOT / "examples" / "length_decay_lr.py"))["LengthDecayLR"]

@@ -8,33 +8,25 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import supposed
+from tim_trace.analysis.attribution import silent as supposed
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.facts import Facts
-from tim_trace.analysis.attribution.mismatch import RunMismatch
-from tim_trace.analysis.attribution.moves import NOTHING, Moves, Quantity, read_moves
-from tim_trace.analysis.attribution.rollouts import (
-    ChangedResponses,
-    KeptRewards,
-    RepeatedResponses,
-    Rollouts,
-    ScoredRows,
-    explained_by_length,
-    is_near,
-    kept_rewards,
-    relation_by_step,
-    repeated_responses,
-    scored_rows,
-)
 from tim_trace.analysis.attribution.silent import SilentChange
-from tim_trace.analysis.attribution.staleness import StillEngine, read_still_engine
 from tim_trace.analysis.attribution.suspect import Suspect
 from tim_trace.analysis.attribution.suspects import timing
-from tim_trace.analysis.attribution.text import attribution_json, attribution_text
-from tim_trace.analysis.dynamics.fall import Fall, Outcome, _is_beyond_what_was, _means
-from tim_trace.analysis.dynamics.quantities import Series
-from tim_trace.analysis.dynamics.recorded import RecordedChange
+from tim_trace.analysis.attribution.text import attribution_json, attribution_text, verdict_sentence
+from tim_trace.analysis.facts.changed_responses import ChangedResponses
+from tim_trace.analysis.facts.fall import Fall, Outcome, _is_beyond_what_was, _means
+from tim_trace.analysis.facts.mismatch import RunMismatch
+from tim_trace.analysis.facts.moves import NOTHING, Moves, Quantity, read_moves
+from tim_trace.analysis.facts.other_rows import KeptRewards, ScoredRows, is_near, kept_rewards, scored_rows
+from tim_trace.analysis.facts.recorded import RecordedChange
+from tim_trace.analysis.facts.relations import explained_by_length, relation_by_step
+from tim_trace.analysis.facts.repeats import RepeatedResponses, repeated_responses
+from tim_trace.analysis.facts.rollouts import Rollouts
+from tim_trace.analysis.facts.series import Series
+from tim_trace.analysis.facts.staleness import StillEngine, read_still_engine
 from tim_trace.analysis.statistics.noise import level_deviation
 from tim_trace.tracer.recorder import Recorder
 
@@ -1377,8 +1369,8 @@ def attribution(probability, *, code="truncation", **given):
 def test_a_supposed_cause_is_more_probable_than_all_others(probability, code, is_told):
     found = attribution(probability, code=code)
     assert (found.supposed_cause is found.supposed) == is_told
-    assert ("If an evaluation does show one" in found.sentence) == is_told
-    assert found.sentence.startswith("No collapse detected: reward shows no lasting drop beyond noise")
+    assert ("If an evaluation does show one" in verdict_sentence(found)) == is_told
+    assert verdict_sentence(found).startswith("No collapse detected: reward shows no lasting drop beyond noise")
     assert found.cause is None
 
 
@@ -1386,7 +1378,7 @@ def test_a_supposed_cause_is_told_with_its_step_and_probability():
     found = attribution(0.73)
     title = found.supposed.suspects[0].title
     expected = f"the most likely cause is {title} (73%), from step 30 on."
-    assert found.sentence.endswith(expected)
+    assert verdict_sentence(found).endswith(expected)
     assert title in attribution_text(found)
     assert attribution_json(found)["supposed"]["step"] == 30
     assert attribution(0.73, supposed=None).supposed_cause is None
@@ -1418,10 +1410,10 @@ def test_responses_that_are_broken_off_are_told_where_no_reward_shows_it(tmp_pat
     found = attribute(record(tmp_path / "run", broken_off))
     assert (found.fall, found.cause) == (None, None)
     assert (found.supposed_cause.step, found.supposed_cause.suspects[0].code) == (20, "truncation")
-    assert "If an evaluation does show one" in found.sentence
+    assert "If an evaluation does show one" in verdict_sentence(found)
 
 
 def test_of_a_run_in_which_nothing_was_changed_nothing_is_supposed(tmp_path):
     found = attribute(record(tmp_path / "run", lambda step, row, token: [token, 5, 6, 7, 8, 2]))
     assert (found.fall, found.silent, found.supposed) == (None, None, None)
-    assert "If an evaluation does show one" not in found.sentence
+    assert "If an evaluation does show one" not in verdict_sentence(found)

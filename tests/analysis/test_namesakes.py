@@ -5,7 +5,7 @@ import pytest
 import torch
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.corrections import corrections
-from tim_trace.analysis.dynamics.series import read_series
+from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.stats import stats

@@ -8,6 +8,7 @@ from tim_trace import Recorder
 from tim_trace.analysis import attribute, diagnose, report
 from tim_trace.analysis.attribution.silent import SilentChange
 from tim_trace.analysis.attribution.suspect import Suspect
+from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.text import diagnosis_json, story, story_of_run
 from tim_trace.analysis.watch.watcher import Watcher
 
@@ -70,7 +71,7 @@ def test_the_sequences_of_its_first_step_are_the_next_thing_to_look_at(tmp_path)
 
 def test_the_verdict_of_a_run_that_did_not_fall_says_it_too(tmp_path):
     found = attribute(recorded(tmp_path / "run", logged={"loss": 30}))
-    assert found.sentence == (
+    assert verdict_sentence(found) == (
         "loss is NaN or infinite from step 30 to the end; these steps carry no information. No drop of reward before that."
     )
     assert attribute(recorded(tmp_path / "sound", logged={"loss": STEPS + 1})).not_finite == ()

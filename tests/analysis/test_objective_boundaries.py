@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from tim_trace.analysis.dynamics.changes import ChangePoint
-from tim_trace.analysis.dynamics.fall import Fall
-from tim_trace.analysis.dynamics.onsets import onsets_of
-from tim_trace.analysis.dynamics.summary import summarise
+from tim_trace.analysis.dynamics.dynamics import summarise
 from tim_trace.analysis.dynamics.text import summary_sentences
+from tim_trace.analysis.facts.changes import ChangePoint, onsets_of
+from tim_trace.analysis.facts.fall import Fall
 from tim_trace.analysis.objective.concentration import Concentration
 from tim_trace.analysis.objective.judged import Estimate
 from tim_trace.analysis.objective.text import verdict_sentence

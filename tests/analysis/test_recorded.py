@@ -12,12 +12,18 @@ import pytest
 from builders import ROOT, tim_trace
 from shared import rest_slow
 from tim_trace.analysis.attribution.attribute import attribute
+from tim_trace.analysis.attribution.text import (
+    difference_sentences,
+    evidence_sentence,
+    note_sentences,
+    verdict_sentence,
+)
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import story
-from tim_trace.analysis.dynamics.change_text import change_sentence
-from tim_trace.analysis.dynamics.conditions import read_conditions
 from tim_trace.analysis.dynamics.dynamics import dynamics
-from tim_trace.analysis.dynamics.recorded import read_recorded
+from tim_trace.analysis.facts.change_text import change_sentence
+from tim_trace.analysis.facts.conditions import read_conditions
+from tim_trace.analysis.facts.recorded import read_recorded
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.trace.database import Database
 from tim_trace.tracer.recorder import Recorder
@@ -414,7 +420,9 @@ def test_a_series_that_is_exactly_0_before_a_change_says_0(tmp_path):
 def test_an_engine_that_was_exact_until_the_fall_is_the_cause(tmp_path):
     found = attribute(record(tmp_path / "run", Plan(gap=from_at(0.0, 0.5))))
     assert found.cause == "mismatch"
-    assert any(f"the engine was exact until step {AT}" in each.sentence for each in found.suspects[0].evidence)
+    assert any(
+        f"the engine was exact until step {AT}" in evidence_sentence(each) for each in found.suspects[0].evidence
+    )
 
 
 @pytest.mark.slow
@@ -467,7 +475,7 @@ def test_a_control_that_differs_in_two_things_is_no_intervention(tmp_path):
     found = attribute(run, control=control)
     assert found.kind == "observation"
     assert differing(found) == {"reference", "mismatch"}
-    assert found.sentence.count("Basis: observation of two runs") == 1
+    assert verdict_sentence(found).count("Basis: observation of two runs") == 1
 
 
 @pytest.mark.slow
@@ -483,7 +491,7 @@ def test_a_control_without_the_rounding_of_bf16_earns_the_mismatch_nothing(tmp_p
     assert ("control_differs_and_did_not_fall" in {each.code for each in mismatch.evidence}) is differs
     assert (mismatch.probability < 0.05) is not differs
     if not differs:
-        assert any("differ in nothing that the traces hold" in note for note in found.notes)
+        assert any("differ in nothing that the traces hold" in note for note in note_sentences(found))
 
 
 @pytest.mark.slow
@@ -495,4 +503,7 @@ def test_a_control_lists_prompts_and_what_was_changed_near_the_fall(tmp_path):
     found = attribute(run, control=control)
     assert found.kind == "observation"
     assert differing(found) == {"data", "reference"}
-    assert f"from step {AT} on, the prompts differ from the baseline's ({STEPS - AT + 1} steps)" in found.differences
+    assert (
+        f"from step {AT} on, the prompts differ from the baseline's ({STEPS - AT + 1} steps)"
+        in difference_sentences(found)
+    )

@@ -7,25 +7,20 @@ import numpy as np
 import pytest
 from tim_trace import Recorder
 from tim_trace.analysis.attribution import control
-from tim_trace.analysis.attribution.evidence import Evidence
 from tim_trace.analysis.attribution.facts import Facts
-from tim_trace.analysis.attribution.moves import NOTHING, Moves, Quantity
-from tim_trace.analysis.attribution.rollouts import (
-    Rollouts,
-    ScoredRows,
-    changed_responses,
-    explained_by_length_by_step,
-    read_rollouts,
-    scored_rows,
-    unequal_in_step,
-    unequal_openings,
-    unequal_share,
-)
-from tim_trace.analysis.attribution.staleness import EarlierWeights, read_earlier_weights
+from tim_trace.analysis.attribution.suspect import Evidence
 from tim_trace.analysis.attribution.suspects import timing
-from tim_trace.analysis.dynamics.conditions import read_conditions
-from tim_trace.analysis.dynamics.fall import Fall
-from tim_trace.analysis.dynamics.recorded import RecordedChange, read_recorded
+from tim_trace.analysis.attribution.text import evidence_sentence
+from tim_trace.analysis.facts.changed_responses import changed_responses
+from tim_trace.analysis.facts.conditions import read_conditions
+from tim_trace.analysis.facts.fall import Fall
+from tim_trace.analysis.facts.moves import NOTHING, Moves, Quantity
+from tim_trace.analysis.facts.other_rows import ScoredRows, scored_rows
+from tim_trace.analysis.facts.recorded import RecordedChange, read_recorded
+from tim_trace.analysis.facts.relations import explained_by_length_by_step
+from tim_trace.analysis.facts.repeats import unequal_in_step, unequal_openings, unequal_share
+from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts
+from tim_trace.analysis.facts.staleness import EarlierWeights, read_earlier_weights
 from tim_trace.analysis.trace.database import Database
 
 # The functions of the package hide its modules of the same names.
@@ -101,7 +96,7 @@ def test_an_engine_or_a_replica_has_the_weights_of_one_step_or_distance(version,
 
 
 def test_of_a_long_run_openings_are_left_out_evenly(monkeypatch):
-    monkeypatch.setattr("tim_trace.analysis.attribution.staleness._MOST_HELD", 3000)
+    monkeypatch.setattr("tim_trace.analysis.facts.staleness._MOST_HELD", 3000)
     earlier = read_earlier_weights(sampled_by(lambda step: 20), BEGINS)  # 8 openings x (30 + ... + 59) = 10,680
     assert (earlier.num_pairs, earlier.version, earlier.agreement) == (60, 20, 1.0)
 
@@ -489,7 +484,7 @@ def test_equal_responses_of_which_other_tokens_count_are_no_suspect_s(num_other,
     evidence = changed.masks(facts(changed_masks=found))
     assert codes(evidence) == ({"masks_change": CERTAIN} if is_told else {})
     if is_told:
-        assert evidence[0].sentence.startswith("from step 31 on, the loss mask differs in ")
+        assert evidence_sentence(evidence[0]).startswith("from step 31 on, the loss mask differs in ")
         assert evidence[0].values["series"] == "share_masked"
 
 

@@ -20,6 +20,7 @@ from reported import NUM_STEPS, make_run
 from tim_trace.analysis.advice import Advice
 from tim_trace.analysis.alarms.published import ALARMS
 from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
+from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
 from tim_trace.analysis.objective.judged import Estimate
 from tim_trace.analysis.report import sample
@@ -115,7 +116,7 @@ def test_the_verdict_says_what_diagnose_objective_and_attribute_say(made):
     assert answers["validity"].severity == ("good" if checked.is_valid else "bad")
     assert f"{checked.rms_d:.3g} nats rms" in answers["validity"].text.figure
     assert answers["objective"].text.detail == " ".join(subject.objective.verdict)
-    assert answers["fall"].text.detail == subject.attribution.sentence
+    assert answers["fall"].text.detail == verdict_sentence(subject.attribution)
     assert verdict.next[0] in subject.diagnosis.next
     assert set(subject.info.missing) <= set(verdict.not_recorded)
 

@@ -22,8 +22,8 @@ from shared import rest_slow
 from tim_trace.analysis.alarms import rule
 from tim_trace.analysis.alarms.reading import judge_alarms
 from tim_trace.analysis.alarms.repeats import Repeats, unequal_rewards
-from tim_trace.analysis.dynamics.quantities import KINDS, Series
-from tim_trace.analysis.dynamics.series import read_series
+from tim_trace.analysis.facts.read_series import read_series
+from tim_trace.analysis.facts.series import KINDS, Series
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.source import open_source
 from tim_trace.analysis.watch import memory

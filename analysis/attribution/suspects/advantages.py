@@ -6,15 +6,16 @@ import math
 
 import numpy as np
 
-from ...dynamics.conditions import ADVANTAGES
-from ...dynamics.recorded import RecordedChange
+from ...facts import thresholds as ft
+from ...facts.conditions import ADVANTAGES
+from ...facts.recorded import RecordedChange
+from ...facts.relations import relation
+from ...facts.rollouts import Rollouts
 from ...statement import Measured
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import COMPUTE_ADVANTAGES
-from ..rollouts import Rollouts, relation
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .changed import changed, holds, settings, worth
 from .entropy import in_advantages as by_surprise
 from .reference import in_advantages as by_distance
@@ -110,7 +111,7 @@ def _burst(facts: Facts) -> list[Evidence]:
         for step in np.unique(facts.rollouts.step)
         if np.isfinite(part := facts.rollouts.advantage[facts.rollouts.step == step]).any()
     }
-    first = facts.fall.interval[0] - t.AHEAD
+    first = facts.fall.interval[0] - ft.AHEAD
     before = [size for step, size in sizes.items() if step < first]
     near = {step: size for step, size in sizes.items() if first <= step <= facts.fall.interval[1]}
     if len(before) < _FEWEST_STEPS or not near or not max(before):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...dynamics.recorded import RecordedChange
+from ...facts import thresholds as ft
+from ...facts.changed_responses import ChangedResponses
+from ...facts.recorded import RecordedChange
 from ...statement import Measured
 from ...statistics.noise import robust_sd
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
-from ..rollouts import ChangedResponses
 from ..settings import is_learning_rate
+from ..suspect import Evidence
 
 
 def changed(code: str, change: RecordedChange, points: float) -> Evidence:
@@ -43,7 +44,7 @@ def worth(facts: Facts, change: RecordedChange) -> float:
     first, last = facts.fall.interval
     if is_learning_rate(change.series) and _is_slight(change):
         return t.DECISIVE
-    return t.CERTAIN if first - t.AHEAD <= change.high and change.low <= max(last, facts.fall.fallen) else t.DECISIVE
+    return t.CERTAIN if first - ft.AHEAD <= change.high and change.low <= max(last, facts.fall.fallen) else t.DECISIVE
 
 
 def _is_slight(change: RecordedChange) -> bool:
@@ -68,7 +69,7 @@ def policy_moves(facts: Facts, step: int) -> bool:
     before, since = mean[max(at - 3, 0) : at], mean[at : at + 3]
     if not len(before) or not len(since):
         return False
-    return abs(float(since.mean() - before.mean())) > t.SAME_POLICY * max(robust_sd(np.diff(mean)), 1e-12)
+    return abs(float(since.mean() - before.mean())) > ft.SAME_POLICY * max(robust_sd(np.diff(mean)), 1e-12)
 
 
 def masks(facts: Facts) -> list[Evidence]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-from ...dynamics.conditions import PROMPTS
-from ...dynamics.recorded import RecordedChange
+from ...facts.conditions import PROMPTS
+from ...facts.recorded import RecordedChange
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import EVALUATE_OLD_PROMPTS
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .changed import changed, holds, settings, worth
 
 

@@ -6,10 +6,9 @@ import numpy as np
 
 from ...statement import Measured
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import CHANGE_ENTROPY_TERM
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 from .reference import in_advantages as by_distance
 from .timing import AFTER, goes_with_advantages, loss_follows, loss_moves, order, rises

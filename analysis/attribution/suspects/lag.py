@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...facts import thresholds as ft
 from .. import thresholds as t
 from ..facts import Facts
 from .timing import AFTER, largest_rise, order
@@ -37,7 +38,7 @@ def declared_lag(facts: Facts) -> DeclaredLag:
     if facts.fall is None:
         first, last = steps[0], steps[-1]
     else:
-        first, last = facts.fall.interval[0] - t.AHEAD, facts.fall.latest
+        first, last = facts.fall.interval[0] - ft.AHEAD, facts.fall.latest
     learned = steps < first if (steps < first).mean() >= t.LEARNED else steps <= last
     at = (steps >= first) & (steps <= last)
     at_fall, usual = values[at] if at.any() else values, values[learned] if learned.any() else values

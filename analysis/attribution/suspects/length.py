@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ...dynamics.changes import ChangePoint
+from ...facts import thresholds as ft
+from ...facts.changes import ChangePoint
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import query_lengths
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .changed import holds, of_changed, settings
 from .timing import AFTER, order
 
@@ -45,7 +45,7 @@ def pays(facts: Facts) -> bool:
     way = 0.0 if change is None or order(facts, change) == AFTER else math.copysign(1.0, change.after - change.before)
     if way * facts.pays_length < 0:
         return False
-    return facts.pays_length > t.LENGTH_PAYS or (facts.hides and way * facts.pays_length > t.LENGTH_PAYS / 2)
+    return facts.pays_length > ft.LENGTH_PAYS or (facts.hides and way * facts.pays_length > ft.LENGTH_PAYS / 2)
 
 
 def _first_move(facts: Facts, least: float) -> ChangePoint | None:
@@ -84,7 +84,7 @@ def _pays(facts: Facts) -> list[Evidence]:
     if not pays(facts):
         return []
     values = {"correlation": facts.pays_length}
-    is_clear = facts.pays_length > t.LENGTH_PAYS
+    is_clear = facts.pays_length > ft.LENGTH_PAYS
     evidence = [Evidence(code="length_pays", values=values, points=t.DECISIVE)] if is_clear else []
     if not is_clear or (facts.hides and _first_move(facts, t.LENGTH_MOVES) is not None):
         code = "length_pays_while_hidden" if facts.pays_length > 0 else "length_costs_while_hidden"

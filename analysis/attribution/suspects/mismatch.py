@@ -8,14 +8,14 @@ import numpy as np
 
 from ...advice import Advice
 from ...check.finding import Finding
+from ...facts import thresholds as ft
+from ...facts.mismatch import FROM_START, FROM_UPDATES
 from ...statement import Measured
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
-from ..mismatch import FROM_START, FROM_UPDATES
 from ..next_steps import RECORD, triangulate
 from ..settings import is_of_sampling
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 from .timing import AFTER, FIRST, largest_rise, order
@@ -152,7 +152,7 @@ def unsampled(facts: Facts) -> list[Evidence]:
     steps, logprob = facts.rollouts.sampled_by_step  # the engine's: one that is behind samples with its own
     shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
     entropies, surprisal = facts.values("entropy")[known][of], -logprob[at]
-    first = facts.fall.interval[0] - t.AHEAD
+    first = facts.fall.interval[0] - ft.AHEAD
     before, since = shared < first, shared > facts.fall.latest
     if before.sum() < _FEWEST_STEPS or since.sum() < _FEWEST_STEPS or (entropies <= 0).any():
         return []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...facts import thresholds as ft
 from ...statement import Measured
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import LOWER_LEARNING_RATE
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 from .timing import AFTER, FIRST, at_once, order, rises, update_moves
 
@@ -104,7 +104,7 @@ def _leap(facts: Facts) -> list[Evidence]:
     """An update that is a multiple of those before where the fall may begin: no gradient of a clipped or normalised step makes it."""
     if facts.fall is None:
         return []
-    sizes, first = facts.values("update_to_weight"), facts.fall.interval[0] - int(t.AHEAD) - _BEFORE
+    sizes, first = facts.values("update_to_weight"), facts.fall.interval[0] - int(ft.AHEAD) - _BEFORE
     before = sizes[(facts.steps < first) & np.isfinite(sizes)][-_LONG:]
     if len(before) < _FEWEST:
         return []
@@ -122,7 +122,7 @@ def _was_borne(facts: Facts, sizes: np.ndarray) -> bool:
     """Whether the run learned with updates as large for long, and then fell at once."""
     assert facts.fall is not None
     steps = facts.steps[np.isfinite(facts.values("update_to_weight"))]
-    begin = int(np.searchsorted(steps, facts.fall.interval[0] - t.AHEAD))
+    begin = int(np.searchsorted(steps, facts.fall.interval[0] - ft.AHEAD))
     at_fall = sizes[begin : int(np.searchsorted(steps, facts.fall.fallen, side="right"))]
     if begin < max(len(facts.steps) // 4, _LONG) or not len(at_fall) or facts.fall.kind != "collapse":
         return False

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ...facts.moves import POLICY
+from ...facts.relations import relation
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
-from ..moves import POLICY
 from ..next_steps import COMPARE_ROWS
-from ..rollouts import relation
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .advantages import moves_mean, of_other_sign
 from .entropy import in_advantages as by_surprise
 from .reference import in_advantages as by_distance

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...dynamics.conditions import REFERENCE
+from ...facts import thresholds as ft
+from ...facts.conditions import REFERENCE
 from ...statement import Measured
 from ...statistics.noise import robust_sd
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import WITHOUT_KL_TERM
 from ..settings import suspect_of
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .changed import changed, holds, of_changed, policy_moves, settings
 from .mismatch import unsampled
 from .timing import at_once, goes_with_advantages, loss_follows, loss_moves
@@ -79,7 +79,7 @@ def _jump(facts: Facts) -> Evidence | None:
     steps, distance = facts.rollouts.reference_distance_by_step
     if facts.fall is None or len(steps) < 2 * _BESIDE:
         return None
-    first, last = facts.fall.interval[0] - t.AHEAD - _BESIDE, facts.fall.latest
+    first, last = facts.fall.interval[0] - ft.AHEAD - _BESIDE, facts.fall.latest
     scatter = max(robust_sd(np.diff(distance)), 1e-12)
     best: Evidence | None = None
     largest = t.OF_NO_SCATTER * scatter
@@ -112,7 +112,7 @@ def _returns(facts: Facts) -> list[Evidence]:
         return []
     before, last = float(np.median(until)), float(np.median(distance[-width:]))
     # Of tokens that no policy draws the distance says nothing.
-    if before < t.REFERENCE_MOVES or last > t.RETURNS * before or unsampled(facts):
+    if before < ft.REFERENCE_MOVES or last > t.RETURNS * before or unsampled(facts):
         return []
     points = t.CERTAIN if _coefficient_grows(facts) else t.DECISIVE
     values: dict[str, Measured] = {"distance_before": before, "distance_after": last}

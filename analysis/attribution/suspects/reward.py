@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...facts.moves import POLICY
+from ...facts.relations import relation
 from ...statement import Measured
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
-from ..moves import POLICY
 from ..next_steps import SCORE_AGAIN
-from ..rollouts import relation
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .changed import of_changed, settings
 from .length import pays
 

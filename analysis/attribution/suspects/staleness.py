@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ...facts import thresholds as ft
+from ...facts.mismatch import FROM_START, FROM_UPDATES
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
-from ..mismatch import FROM_START, FROM_UPDATES
 from ..next_steps import replay_versions
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .changed import settings
 from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 
@@ -76,7 +76,7 @@ def _measured(facts: Facts) -> list[Evidence]:
         if stale.is_excluded:
             values = {"max_distance": stale.farthest, "left_share": stale.left}
             return [Evidence(code="stale_weights_excluded", values=values, points=-t.STRONG)]
-    if facts.still_engine is not None and facts.still_engine.still <= t.STILL_BY_CHANCE and lag < 1:
+    if facts.still_engine is not None and facts.still_engine.still <= ft.STILL_BY_CHANCE and lag < 1:
         return [Evidence(code="engine_moves_on", values=facts.still_engine.values, points=-t.STRONG)]
     if facts.grows_from_nothing and lag < 1:
         values = {"step": facts.moves.step("mean_abs_d") or 0}

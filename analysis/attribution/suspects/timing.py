@@ -7,14 +7,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...dynamics.changes import ChangePoint
-from ...dynamics.conditions import PROMPTS
+from ...facts import thresholds as ft
+from ...facts.changes import ChangePoint
+from ...facts.conditions import PROMPTS
+from ...facts.moves import POLICY, Quantity
+from ...facts.relations import correlation
 from ...statement import Measured
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
-from ..moves import POLICY, Quantity
-from ..rollouts import correlation
+from ..suspect import Evidence
 
 FIRST, WITH, AFTER = "first", "with", "after"
 _FEWEST_BESIDE = 3
@@ -81,7 +82,7 @@ def loss_follows(facts: Facts, suspect: str) -> list[Evidence]:
     loss, entropy, distance = (facts.moves.columns.get(name) for name in ("loss", "entropy", "distance"))
     if facts.fall is None or loss is None:
         return []
-    first = facts.fall.interval[0] - t.AHEAD
+    first = facts.fall.interval[0] - ft.AHEAD
     before, since = (
         float(loss.values[part].std()) if part.sum() >= _FEWEST else math.nan
         for part in (loss.steps < first, loss.steps >= first)
@@ -123,9 +124,9 @@ def goes_with_advantages(facts: Facts, name: str, code: str) -> list[Evidence]:
     column = facts.moves.columns.get(name)
     if facts.fall is None or column is None:
         return []
-    first, last = facts.fall.low, facts.moves.last + int(t.AHEAD)
+    first, last = facts.fall.low, facts.moves.last + int(ft.AHEAD)
     since = (column.steps >= first) & (column.steps <= last)
-    before = column.steps < facts.fall.interval[0] - t.AHEAD
+    before = column.steps < facts.fall.interval[0] - ft.AHEAD
     if min(before.sum(), since.sum()) < _FEWEST_BESIDE:
         return []
     usual, now = float(np.median(column.values[before][-15:])), float(np.median(column.values[since]))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...facts import thresholds as ft
+from ...facts.rollouts import Rollouts
 from ...statement import Measured
 from .. import thresholds as t
-from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import RAISE_LIMIT
-from ..rollouts import Rollouts
-from ..suspect import Suspect
+from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 
 _FEWEST_STEPS = 3
@@ -38,13 +38,13 @@ def _limited(facts: Facts) -> list[Evidence]:
     """Responses that begin to end at a limit, and are shorter there than those that ended by themselves before."""
     if facts.fall is None:
         return []
-    limited, first = facts.values("share_length_limited"), facts.fall.interval[0] - int(t.AHEAD)
+    limited, first = facts.values("share_length_limited"), facts.fall.interval[0] - int(ft.AHEAD)
     longest = np.full(len(facts.steps), np.nan)
     steps, starts = np.unique(facts.rollouts.step, return_index=True)
     longest[np.searchsorted(facts.steps, steps)] = np.maximum.reduceat(facts.rollouts.num_tokens, starts)
     known = np.isfinite(limited) & np.isfinite(longest)
     before = known & (facts.steps < first)
-    last = facts.fall.latest + int(t.AHEAD)
+    last = facts.fall.latest + int(ft.AHEAD)
     near = known & (facts.steps >= first) & (facts.steps <= last)
     if before.sum() < _FEWEST_STEPS or np.median(limited[before][-10:]) > t.OTHER_ENDINGS / 4:
         return []
@@ -63,7 +63,7 @@ def _one_ending(facts: Facts) -> list[Evidence]:
     """Responses that all end with one token from one step on, and sooner, while the policy is what it was: it became a stop token."""
     if facts.fall is None:
         return []
-    first, last = facts.fall.interval[0] - int(t.AHEAD), facts.fall.latest
+    first, last = facts.fall.interval[0] - int(ft.AHEAD), facts.fall.latest
     steps = np.unique(facts.rollouts.step)
     for step in steps[(steps >= first) & (steps <= last)]:
         before = facts.rollouts.ordered(slice(*np.searchsorted(facts.rollouts.step, [step - 10, step])))
@@ -90,7 +90,7 @@ def _endings(facts: Facts) -> list[Evidence]:
     """Responses that end, from one step on, with tokens with which none ended before, and shorter than some before."""
     if facts.fall is None:
         return []
-    rollouts, first = facts.rollouts, facts.fall.interval[0] - int(t.AHEAD)
+    rollouts, first = facts.rollouts, facts.fall.interval[0] - int(ft.AHEAD)
     before = rollouts.until(first - 1)
     if len(np.unique(before.step)) < _FEWEST_STEPS:
         return []

@@ -14,7 +14,7 @@ from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.quoting import quoted
 from ..trace.source import Pair
-from .columns import Column, by_step, columns_of
+from .series import Column, by_step, columns_of
 
 _ENTROPY = """
 SELECT step, avg({value}) AS entropy

@@ -13,9 +13,8 @@ from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.quoting import quoted
 from ..trace.sampling import tokens_by_step
-from .columns import by_step
-from .logged import NAMES
-from .quantities import LENGTH, LINEAR, LOG, LOGIT, Series
+from .read_series import NAMES
+from .series import LENGTH, LINEAR, LOG, LOGIT, Series, by_step
 
 PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
     "prompts", "sampling", "advantages", "reference", "setting", "logged", "mask",

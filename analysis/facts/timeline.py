@@ -12,7 +12,8 @@ from ..trace.database import Database
 from ..trace.source import Pair
 from .changes import ChangePoint, change_points
 from .fall import Fall, Outcome, find_fall, is_evaluation, refined
-from .series import Series, read_series
+from .read_series import read_series
+from .series import Series
 
 _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND name NOT LIKE 'hyperparameter/%' ORDER BY name, step"
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .recorded import SET, RecordedChange
-from .writers import WRITERS
+from .recorded import SET, WRITERS, RecordedChange
 
 _FACTOR = 1.5
 """Smallest change reported as a factor."""

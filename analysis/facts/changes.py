@@ -1,19 +1,18 @@
-"""When a series changed: steps at which its level jumps or its slope breaks, each with an interval."""
+"""When a series changed: steps at which its level jumps or its slope breaks, each with an interval; and which changed first."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from ..statistics.change_points import cut, residuals, shortest, tail
-from ..statistics.location import RAMP, SHIFT, Located, locate
+from ..statistics.location import SHIFT, Located, locate
 from ..statistics.noise import tamed
-from .quantities import LINEAR, LOG, Series
-
-__all__ = ["FEWEST", "RAMP", "SHIFT", "ChangePoint", "change_points"]
+from .series import LINEAR, LOG, Series
 
 MOST = 1000
 """Steps that are worked on at once: of longer series neighbours are averaged."""
@@ -119,3 +118,50 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     starts = np.arange(0, len(steps), width)
     counts = np.diff([*starts, len(steps)])
     return steps[starts], steps[starts + counts - 1], np.add.reduceat(values, starts) / counts
+
+
+LEAST_SD = 2.0
+"""Smallest change, in standard deviations of the series' scatter, that begins an onset."""
+
+PLANNED = ("learning_rate",)
+"""Series that are set and not observed: they are in no order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstChange:
+    """The first change of one series."""
+
+    name: str
+    kind: str
+    """Of the series: `mismatch`, `reward` and so on."""
+    change: ChangePoint
+    undecided: tuple[str, ...]
+    """Series whose onset has an interval that overlaps this one: which of the two came first is not decided."""
+    may_be_first: bool
+    """Whether no other onset came certainly before."""
+
+
+def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
+    """Order series by their first change of at least LEAST_SD; a series without one is left out."""
+    first = {
+        name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
+        for name, of_series in changes.items()
+        if name not in PLANNED
+    }
+    moved = {name: change for name, change in first.items() if change is not None}
+    ends = min((change.high for change in moved.values()), default=0)
+    order = sorted(moved, key=lambda name: (moved[name].step, moved[name].high, name))
+    return tuple(
+        FirstChange(
+            name=name,
+            kind=kinds[name],
+            change=moved[name],
+            undecided=tuple(other for other in order if other != name and _overlap(moved[name], moved[other])),
+            may_be_first=moved[name].low <= ends,
+        )
+        for name in order
+    )
+
+
+def _overlap(a: ChangePoint, b: ChangePoint) -> bool:
+    return a.low <= b.high and b.low <= a.high

@@ -1,0 +1,246 @@
+"""Rewards and logprobs that belong to other rows of their step, or to other prompts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.stats import ks_2samp
+
+from ..statement import Measured
+from . import thresholds as t
+from .rollouts import FARTHEST, FEWEST_COMPARED, Rollouts, hash_pair, least_reward
+
+_KEPT_STEPS = 8
+"""Steps on either side of one at which rewards may have changed their rows: the policy stays about what it is."""
+_FEWEST_KEPT = 3
+"""The fewest of them."""
+_PROMPTS_AWAY = 8
+"""Prompts of a step by which the one that a response was graded by is looked for in a wrong place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """Sequences that the trainer scores otherwise than the engine, and whether its logprobs are the engine's of another row."""
+
+    step: int
+    num_other: int
+    share: float
+    """Of them, those with the mean logprob that the engine has of another row of the step; or of the row at one distance."""
+    by_chance: float
+    """The share with one that it has of a row of the step before; or, the median one, of the row at other distances."""
+
+    @property
+    def explains(self) -> bool:
+        """Whether logprobs lie in other rows of their step; of a policy that is certain many rows are alike, and nearly all have to fit."""
+        is_all = 1 - self.share <= t.NONE_LEFT * (1 - self.by_chance)
+        return (self.share >= t.OTHER_ROWS and self.by_chance <= t.OTHER_ROWS * self.share) or is_all
+
+    @property
+    def values(self) -> dict[str, Measured]:
+        """The numbers of its evidence."""
+        return {"step": self.step, "num_responses": self.num_other, "share": self.share, "chance_share": self.by_chance}
+
+
+def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | None:
+    """Hold the trainer's mean logprobs of the steps from one on against the engine's of the other rows; None with fewer than 30 that differ.
+
+    `least`: nats from which two mean logprobs differ.
+    """
+    shifts = [by for by in range(-FARTHEST, FARTHEST + 1) if by]
+    counts, beside = np.zeros(3, int), np.zeros(len(shifts))
+    steps = np.unique(rollouts.step)
+    for place in np.flatnonzero((steps >= step) & (steps < step + _KEPT_STEPS)):
+        now, last = rollouts.at_step(int(steps[place])), rollouts.at_step(int(steps[max(place - 1, 0)]))
+        other = np.flatnonzero(np.abs(now.likelihood - now.sampled) > least)
+        counts += (
+            len(other),
+            is_near(now.likelihood[other], now.sampled, least).sum(),
+            is_near(now.likelihood[other], last.sampled, least).sum(),
+        )
+        beside += [(np.abs(now.likelihood - np.roll(now.sampled, by))[other] <= least).sum() for by in shifts]
+    if counts[0] < FEWEST_COMPARED:
+        return None
+    found = ScoredRows(
+        step=step, num_other=int(counts[0]), share=float(counts[1] / counts[0]), by_chance=float(counts[2] / counts[0])
+    )
+    shares = beside / counts[0]
+    of_one_shift = replace(found, share=float(shares.max()), by_chance=float(np.median(shares)))
+    is_one_shift = of_one_shift.explains and of_one_shift.share >= t.MOST
+    return of_one_shift if is_one_shift and not found.explains else found
+
+
+def is_near(values: np.ndarray, known: np.ndarray, least: float) -> np.ndarray:
+    """[n] bool: whether some known value lies within `least` of each."""
+    known = np.sort(known[np.isfinite(known)])
+    if not len(known):
+        return np.zeros(len(values), bool)
+    place = np.searchsorted(known, values)
+    below, above = known[np.maximum(place - 1, 0)], known[np.minimum(place, len(known) - 1)]
+    return np.asarray(np.minimum(np.abs(values - below), np.abs(values - above)) <= least)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReorderedRewards:
+    """Rewards that are no longer what the same responses earned, and whether their steps still have those in other rows."""
+
+    num_other: int
+    """Responses that came before and earn something else since."""
+    num_lacking: int
+    """Of these, at least so many whose earlier reward no row of their step has."""
+    lacking_by_chance: float
+    """How many would lack it, were the others' rewards drawn from all that were given since."""
+
+    @property
+    def is_permuted(self) -> bool:
+        """Whether each step has the rewards that its responses earned before, in other rows."""
+        return (
+            self.lacking_by_chance >= t.LACKING and self.num_lacking <= t.LACKING_OF_PERMUTED * self.lacking_by_chance
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRewards:
+    """The rewards of the steps from a step on beside those of the steps before it, whatever row they lie in."""
+
+    step: int
+    mean_before: float
+    mean: float
+    apart: float
+    """Largest distance of the two distributions, 0 to 1 (Kolmogorov and Smirnov's)."""
+    spread: float
+    """Standard deviation of all these rewards."""
+    in_sd: float
+    """How far the means of the steps lie apart, in standard errors."""
+
+    @property
+    def are_same(self) -> bool:
+        """Whether the same rewards are given: where responses earn others than before, they lie in other rows."""
+        return self.apart <= t.SAME_REWARDS and (
+            abs(self.in_sd) <= t.SAME_REWARDS_SD or abs(self.mean - self.mean_before) <= t.SAME_REWARDS * self.spread
+        )
+
+
+def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
+    """Compare the rewards of up to eight steps from a step on with those of as many before; None with fewer than three of either."""
+    before, since = (
+        rollouts.until(step - 1).since(step - _KEPT_STEPS),
+        rollouts.since(step).until(step + _KEPT_STEPS - 1),
+    )
+    of_rows, of_steps = [], []
+    for part in (before, since):
+        known = np.isfinite(part.reward)
+        steps, place = np.unique(part.step[known], return_inverse=True)
+        of_rows.append(part.reward[known])
+        of_steps.append(np.bincount(place, part.reward[known]) / np.maximum(np.bincount(place), 1))
+        if len(steps) < _FEWEST_KEPT:
+            return None
+    error = math.sqrt(sum(float(means.var(ddof=1)) / len(means) for means in of_steps))
+    difference = float(of_steps[1].mean() - of_steps[0].mean())
+    return KeptRewards(
+        step=step, mean_before=float(of_steps[0].mean()), mean=float(of_steps[1].mean()),
+        apart=float(ks_2samp(*of_rows).statistic), spread=float(np.concatenate(of_rows).std()), in_sd=difference / max(error, 1e-12),
+    )  # fmt: skip
+
+
+def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
+    """Compare the rewards of each step from `step` on, as a whole, with what its responses earned before."""
+    least = least_reward(rollouts)
+    known = _earned_before(rollouts, step)
+    since = (rollouts.step >= step) & np.isfinite(rollouts.reward)
+    other = since & (np.abs(rollouts.reward - known) > least)
+    drawn = np.where(np.isfinite(known), known, rollouts.reward)
+    drawn[other] = np.random.default_rng(0).choice(rollouts.reward[since], int(other.sum())) if other.any() else 0.0
+    lacking, by_chance = 0, 0
+    for at in np.unique(rollouts.step[other]):
+        rows = since & (rollouts.step == at)
+        earned = known[rows & np.isfinite(known)]
+        lacking += _lacking(earned, rollouts.reward[rows], least)
+        by_chance += _lacking(earned, drawn[rows], least)
+    return ReorderedRewards(num_other=int(other.sum()), num_lacking=lacking, lacking_by_chance=by_chance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherPromptsRewards:
+    """Rewards that are those which the same responses earned under another prompt of their step."""
+
+    shift: int
+    """Prompts of the step from a response's own to the one that it was graded by."""
+    num_responses: int
+    """Responses that earned a reward under that prompt before."""
+    equal: float
+    """Share of them that have this reward now."""
+    by_chance: float
+    """The share that would have it, were theirs drawn from all rewards since."""
+
+    @property
+    def explains(self) -> bool:
+        """Whether the responses were graded by that prompt."""
+        return self.equal >= t.GRADED_ELSEWHERE and self.by_chance <= t.GRADED_BY_CHANCE
+
+
+def rewards_of_other_prompts(rollouts: Rollouts, step: int) -> OtherPromptsRewards | None:
+    """Compare rewards from `step` on with what the same responses earned under neighbouring prompts before.
+
+    None where fewer than 30 came under any neighbour.
+    """
+    least = least_reward(rollouts)
+    since = (rollouts.step >= step) & np.isfinite(rollouts.reward)
+    latest_first = np.flatnonzero((rollouts.step < step) & np.isfinite(rollouts.reward))[::-1]
+    graded, place = np.unique(hash_pair(rollouts.prompt, rollouts.response)[latest_first], return_index=True)
+    if not len(graded):
+        return None
+    earned, given = rollouts.reward[latest_first][place], np.sort(rollouts.reward[since])
+    best: OtherPromptsRewards | None = None
+    for shift in sorted((by for by in range(-_PROMPTS_AWAY, _PROMPTS_AWAY + 1) if by), key=abs):
+        moved = _prompt_beside(rollouts, shift)
+        rows = np.flatnonzero(since & (moved != rollouts.prompt))
+        wanted = hash_pair(moved[rows], rollouts.response[rows])
+        at = np.searchsorted(graded, wanted).clip(max=len(graded) - 1)
+        came = graded[at] == wanted
+        if came.sum() < FEWEST_COMPARED:
+            continue
+        before, now = earned[at[came]], rollouts.reward[rows[came]]
+        alike = np.searchsorted(given, before + least, side="right") - np.searchsorted(given, before - least)
+        equal = float((np.abs(now - before) <= least).mean())
+        if best is None or equal > best.equal:
+            best = OtherPromptsRewards(
+                shift=shift, num_responses=int(came.sum()), equal=equal, by_chance=float(alike.mean()) / len(given)
+            )
+    return best
+
+
+def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
+    """[N] the prompt that comes `shift` prompts after a row's own in its step, around the step's end."""
+    starts_step = np.r_[True, rollouts.step[1:] != rollouts.step[:-1]]
+    starts = starts_step | np.r_[True, rollouts.prompt[1:] != rollouts.prompt[:-1]]
+    place = np.cumsum(starts) - 1
+    prompts = rollouts.prompt[starts]
+    first = place[starts_step][np.cumsum(starts_step) - 1]
+    size = np.bincount(np.cumsum(starts_step)[starts] - 1)[np.cumsum(starts_step) - 1]
+    beside: np.ndarray = prompts[first + (place - first + shift) % size]
+    return beside
+
+
+def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
+    """[N] what the same response earned when it last came before a step; NaN where it did not."""
+    _, number = np.unique(rollouts.whole, return_inverse=True)
+    earned = np.full(int(number.max(initial=-1)) + 1, np.nan)
+    before = (rollouts.step < step) & np.isfinite(rollouts.reward)
+    earned[number[before]] = rollouts.reward[before]
+    known: np.ndarray = earned[number]
+    return known
+
+
+def _lacking(wanted: np.ndarray, given: np.ndarray, least: float) -> int:
+    """How many of the wanted values no given one is left for, each given one being used once."""
+    given = np.sort(given)
+    place, lacking = 0, 0
+    for value in np.sort(wanted):
+        place += int(np.searchsorted(given[place:], value - least))
+        if place < len(given) and given[place] <= value + least:
+            place += 1
+        else:
+            lacking += 1
+    return lacking

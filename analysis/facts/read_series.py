@@ -1,0 +1,229 @@
+"""Read the series of a run from its trace: what was sampled, what the trainer logged, and what followed from both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from ...schemas.errors import InvalidOption
+from ...tracer.weights.reader import WeightReader
+from ...tracer.weights.source import open_weights
+from ..trace.cache import cached
+from ..trace.database import Database, Traces, opened
+from ..trace.quoting import quoted
+from ..trace.source import Pair
+from .fall import is_evaluation
+from .mismatch import read_step_mismatch
+from .policy import read_clipping, read_entropy, read_lags
+from .series import KINDS, Column, Series, by_step, columns_of, named
+
+MISMATCH: Pair = ("train", "rollout")
+
+
+def read_series(database: Traces | Database, *, pair: Pair = MISMATCH, run: str | None = None) -> dict[str, Series]:
+    """Read what a run did by step, under the names of `quantities.KINDS`; what the trace cannot answer is left out.
+
+    All series are over the same steps: those with sequences or a logged value. `pair` names the passes of the mismatch,
+    d = logprob(a) - logprob(b) in nats over tokens that count and are finite in both, of the loss's first use of a
+    sequence. `run` is needed where several traces are open.
+
+    - k3 = mean(exp(d) - 1 - d); k3_positive and k3_negative the same over tokens with advantage above and below 0;
+      ess = (sum w)^2 / (n sum w^2) with w = exp(d).
+    - reward_std_within_groups: the standard deviation (of n - 1) within groups of at least two, averaged over groups;
+      share_groups_without_spread: those in which all rewards are equal, which give no gradient.
+    - policy_lag: updates between the weights that sampled and those in the loss; version_lag: between those of pass b
+      and pass a.
+    - clip_share: tokens whose ratio is beyond the bound of the recorded loss, of those with an advantage.
+    - reward: of the sequences; where these have none, what the trainer logged.
+    - changed_weights: share of elements whose bits differ from the version kept before.
+
+    Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    opened_database = opened(database)
+    return dict(_read(opened_database, pair, _run(opened_database, run)))
+
+
+@cached
+def _read(database: Database, pair: Pair, run: str) -> dict[str, Series]:
+    columns = list(_columns(database, pair, run))
+    if not columns:
+        return {}
+    steps = np.unique(np.concatenate([column.steps for column in columns])).astype(np.int64)
+    found = {column.name: _on(steps, column) for column in columns}
+    return {name: found[name] for name in KINDS if name in found}
+
+
+def _columns(database: Database, pair: Pair, run: str) -> Iterable[Column]:
+    metrics = read_logged(database, run)
+    step_mismatch = read_step_mismatch(database, pair, run)
+    sources = (
+        step_mismatch.columns,
+        read_sampled(database, run),
+        metrics,
+        read_entropy(database, run, pair[0], metrics, step_mismatch.estimate),
+        read_lags(database, pair, run),
+        read_clipping(database, run),
+        read_changed(database, run),
+    )
+    known: set[str] = set()
+    for columns in sources:
+        found = [column for column in columns if len(column.steps) and column.name not in known]
+        known |= {column.name for column in found if np.isfinite(column.values).any()}
+        yield from found
+
+
+def _on(steps: np.ndarray, column: Column) -> Series:
+    """A column over all steps of the run."""
+    values = np.full(len(steps), np.nan)
+    values[np.searchsorted(steps, column.steps)] = column.values
+    return named(column.name, steps, values, column.source, column.not_finite, column.logged)
+
+
+def _run(database: Database, run: str | None) -> str:
+    names = [source.run for source in database.sources]
+    if run is None and len(names) == 1:
+        return names[0]
+    if run not in names:
+        problem = "several traces are open" if run is None else f"got {run!r}"
+        raise InvalidOption(f"{problem}; name one of {', '.join(names)}", option="run")
+    return run
+
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "grad_norm": ("grad_norm", "actor/grad_norm", "train/grad_norm", "optim/grad_norm"),
+    "loss": ("loss", "actor/pg_loss", "train/loss", "loss/mean"),
+    "learning_rate": ("learning_rate", "actor/lr", "train/learning_rate", "optim/lr", "lr"),
+    "entropy": ("entropy", "actor/entropy", "actor/entropy_loss", "train/entropy", "entropy/mean"),
+    "update_to_weight": ("optimizer/update_to_weight",),
+    "adam_second_moment": ("optimizer/second_moment",),
+    "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
+}
+"""Series -> the names that frameworks and the recorder log it under, the first that a trace has counts."""
+
+LAST_WORDS: dict[str, tuple[str, ...]] = {
+    "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
+    "learning_rate": ("learning_rate", "lr"),
+    "entropy": ("entropy", "policy_entropy", "mean_entropy"),
+    "reward": ("reward", "rewards", "mean_reward", "reward_mean", "avg_reward", "average_reward"),
+}
+"""Series -> the last words of names of loops of one's own, where it has none of NAMES."""
+
+_METRICS = """
+SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
+FROM metrics
+WHERE run = $run AND step > 0 AND value IS NOT NULL AND name IN ({names})
+GROUP BY step, name ORDER BY step
+"""
+
+_NAMES = """
+SELECT DISTINCT name FROM metrics
+WHERE run = $run AND step > 0 AND value IS NOT NULL AND NOT contains(name, 'eval') AND NOT contains(name, 'hyperparameter/')
+ORDER BY name
+"""
+
+
+def read_logged(database: Database, run: str) -> list[Column]:
+    """Read the logged series; where several processes logged one, the mean of theirs."""
+    chosen = _chosen(database, run)
+    names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
+    rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
+    by_name: dict[str, list[tuple[int, float, int]]] = {}
+    for step, name, value, num_not_finite in rows:
+        by_name.setdefault(name, []).append((step, np.nan if value is None else value, num_not_finite))
+    return [_column(series, name, by_name[name]) for series, name in chosen.items() if name in by_name]
+
+
+def _chosen(database: Database, run: str) -> dict[str, str]:
+    """Series -> the name that this run logged it under; of several with the same last word the first by the alphabet."""
+    logged = [
+        name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)
+    ]
+    found = {}
+    for series, names in NAMES.items():
+        ends = LAST_WORDS.get(series, ())
+        alike = [name for name in logged if re.split(r"[/.]", name)[-1] in ends]
+        name = next((name for name in (*names, *alike) if name in logged), None)
+        if name is not None:
+            found[series] = name
+    return found
+
+
+def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Column:
+    steps = np.array([step for step, _, _ in rows], np.int64)
+    broken = np.array([count > 0 for _, _, count in rows], bool)
+    return Column(
+        series, steps, np.array([value for _, value, _ in rows], float), f"logged as {name}", steps[broken], name
+    )
+
+
+# Sums in a fixed order: threads would change last bits from one reading to the next.
+_SEQUENCES = """
+SELECT step, avg(reward ORDER BY seq_id) FILTER (isfinite(reward)) AS reward, avg(num_response_tokens) AS length,
+       avg((finish_reason = 'length')::INTEGER) AS share_length_limited,
+       coalesce(avg((NOT isfinite(reward))::INTEGER), 0) AS share_not_finite
+FROM sequences WHERE run = $run GROUP BY step ORDER BY step
+"""
+
+_GROUPS = """
+SELECT step, avg(spread ORDER BY group_id) AS reward_std_within_groups, avg((spread = 0)::INTEGER) AS share_groups_without_spread
+FROM (
+    SELECT step, group_id,
+           CASE WHEN min(reward) = max(reward) THEN 0.0 ELSE stddev_samp(reward ORDER BY seq_id) END AS spread
+    FROM sequences
+    WHERE run = $run AND group_id IS NOT NULL AND isfinite(reward)
+    GROUP BY step, group_id
+    HAVING count(*) > 1
+)
+GROUP BY step ORDER BY step
+"""
+
+_MOST = 0.5
+"""Share of a step's rewards that are NaN or infinite above which its reward is."""
+
+
+def read_sampled(database: Database, run: str) -> list[Column]:
+    """Read rewards and lengths by step."""
+    sequences = by_step(database, _SEQUENCES, {"run": run})
+    groups = by_step(database, _GROUPS, {"run": run})
+    no_number = sequences["step"][sequences["share_not_finite"] > _MOST]
+    return [
+        *columns_of(
+            sequences,
+            {
+                "reward": "mean reward of the sequences",
+                "length": "mean response length, tokens",
+                "share_length_limited": "share of responses that ended at the limit of tokens",
+            },
+            not_finite={"reward": no_number},
+        ),
+        *columns_of(
+            groups,
+            {
+                "reward_std_within_groups": "standard deviation of the reward within a group, mean over groups",
+                "share_groups_without_spread": "share of groups in which all rewards are equal",
+            },
+        ),
+    ]
+
+
+def read_changed(database: Database, run: str) -> list[Column]:
+    """Read the share of elements whose bits changed, at the step whose update made the version; reads no tensor."""
+    source = next(source for source in database.sources if source.run == run)
+    reader = open_weights(source.store)
+    if not isinstance(reader, WeightReader):
+        return []
+    shares: dict[int, float] = {}
+    for version in reader.versions:
+        parts = reader.parts[version]
+        counts = [part.num_changed for part in parts]
+        if version > 0 and all(count is not None for count in counts):
+            elements = sum(tensor.numel for part in parts for tensor in reader.layout(part).tensors)
+            changed = sum(sum(count.values()) for count in counts if count is not None)
+            shares[version] = changed / elements if elements else np.nan
+    kept = database.kept_steps.get(run)
+    steps = np.array(sorted(shares if kept is None else shares.keys() & set(kept)), np.int64)
+    values = np.array([shares[int(step)] for step in steps])
+    what = "share of the weights whose bits differ from the version kept before"
+    return [Column("changed_weights", steps, values, what)]

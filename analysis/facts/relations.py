@@ -1,0 +1,190 @@
+"""How rewards, advantages, lengths and logprobs of sequences go together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+
+from . import thresholds as t
+from .rollouts import FEWEST_COMPARED, FEWEST_SPANNING, Rollouts, centred, reward_differences, shared_responses
+
+_BY_CHANCE = 1.32
+"""Standard errors, 1 / sqrt(n - 1), of a correlation that one of ten passes by chance."""
+_FEWEST_OF_LENGTH = 5
+"""Responses of one length, and lengths, that say how rewards go with length."""
+_FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
+"""Responses of a length in a step, and such lengths, from which it is told how far length explains its rewards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relation:
+    """How far two quantities of sequences go together within groups."""
+
+    correlation: float
+    """Of all values less their group's mean; NaN where there is nothing to compare."""
+    by_group: float
+    """Mean of the groups' own correlations."""
+    num_groups: int
+    """Groups in which both have a spread."""
+    negative: float
+    """Share of these whose own correlation is lower than one group of ten has by chance: below -0.5 of eight members."""
+
+
+def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
+    """Correlate two columns within groups, over all and group by group; NaN where fewer than 30 groups have a spread.
+
+    A baseline and a division by the group's spread leave the correlation of rewards and advantages at 1 in each group.
+    """
+    x, y, known = _in_groups(rollouts, first, second)
+    group = rollouts.group[known]
+    xy, xx, yy = (np.bincount(group, product) for product in (x * y, x**2, y**2))
+    spread = (xx > 1e-12) & (yy > 1e-12)
+    num = int(spread.sum())
+    if num < FEWEST_COMPARED:
+        return Relation(correlation=math.nan, by_group=math.nan, num_groups=num, negative=math.nan)
+    by_group = xy[spread] / np.sqrt(xx[spread] * yy[spread])
+    members = np.bincount(group)[spread]
+    return Relation(
+        correlation=float(xy.sum() / np.sqrt(xx.sum() * yy.sum())),
+        by_group=float(by_group.mean()),
+        num_groups=num,
+        negative=float((by_group < -_BY_CHANCE / np.sqrt(np.maximum(members - 1, 1))).mean()),
+    )
+
+
+def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two columns where both are known, less their means within groups; and [N] bool: where that is."""
+    columns = [getattr(rollouts, name) for name in (first, second)]
+    known = np.isfinite(columns[0]) & np.isfinite(columns[1])
+    x, y = (centred(column[known], rollouts.group[known]) for column in columns)
+    return x, y, known
+
+
+def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
+    """[n] steps in which some group has a spread of both columns, and [n] their correlation within the groups of the step."""
+    x, y, known = _in_groups(rollouts, first, second)
+    steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
+    xy, xx, yy = (np.bincount(of_step, product, len(steps)) for product in (x * y, x**2, y**2))
+    spread = (xx > 1e-12) & (yy > 1e-12)
+    return steps[spread], xy[spread] / np.sqrt(xx[spread] * yy[spread])
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's; 0 where one of them has no spread."""
+    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
+
+
+def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
+    """Of what rewards differ by and the lengths of their responses: over all of them, or the mean within steps where that explains all.
+
+    What a token earns may grow by the step, so that within each step alone it is in proportion.
+    """
+    overall = correlation(difference, length)
+    _, of_step = np.unique(step, return_inverse=True)
+    x, y = centred(difference, of_step), centred(length.astype(float), of_step)
+    xy, xx, yy = (np.bincount(of_step, product) for product in (x * y, x**2, y**2))
+    spread = (xx > 1e-12) & (yy > 1e-12) & (np.bincount(of_step) > 2)
+    weight = (np.bincount(of_step) - 1)[spread]
+    if weight.sum() < FEWEST_SPANNING:
+        return overall
+    within = float(np.average(xy[spread] / np.sqrt(xx[spread] * yy[spread]), weights=weight))
+    return within if abs(within) > max(abs(overall), t.LENGTH_EXPLAINS_WITHIN) else overall
+
+
+def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
+    """Share of the variance of what equal responses earn otherwise that their lengths explain; and which way it goes.
+
+    The length, or the length beside the mean of its group; or the length of those that earned alike, beyond what these have in common,
+    where that is a material part. What is paid goes up with it, or down, or away from one length. 0 where fewer than two lengths have
+    five responses, or nothing differs.
+    """
+    at_a, at_b = shared_responses(run, control)
+    difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
+    known = np.isfinite(difference)
+    difference, base, at = difference[known], base[known], at_a[known]
+    length = run.length[at]
+    counts = np.unique(length, return_counts=True)[1]
+    total = float(((difference - difference.mean()) ** 2).sum()) if len(difference) else 0.0
+    num_other = int((np.abs(difference) > 1e-9).sum())
+    if (counts >= _FEWEST_OF_LENGTH).sum() < 2 or num_other < _FEWEST_OF_LENGTH or total <= 1e-12 * len(difference):
+        return 0.0, 0.0
+    found = [_explained(difference, length), _explained(difference, centred(run.length, run.group)[at])]
+    alike = np.unique(np.round(base, 6), return_inverse=True)[1]
+    rest = centred(difference, alike)
+    if float((rest**2).sum()) >= t.MATERIAL_REST * total:
+        found.append(_explained(rest, length))
+    return max(found)
+
+
+def _explained(values: np.ndarray, length: np.ndarray) -> tuple[float, float]:
+    """Share of the variance of values that goes up or down with lengths, or away from one of five and more; and the sign of that."""
+    lengths, place, counts = np.unique(length, return_inverse=True, return_counts=True)
+    total = float(((values - values.mean()) ** 2).sum())
+    means = np.bincount(place, values) / counts
+    within = float(((values - means[place]) ** 2).sum())
+    lefts = {1.0: _from_monotone(means, counts, increasing=True), -1.0: _from_monotone(means, counts, increasing=False)}
+    goes = min(lefts, key=lambda sign: lefts[sign])
+    left = lefts[goes]
+    if len(lengths) >= _FEWEST_OF_LENGTH:
+        for top in range(2, len(lengths) - 1):
+            for up in (True, False):
+                parts = ((slice(0, top), up), (slice(top, None), not up))
+                left = min(left, sum(_from_monotone(means[part], counts[part], increasing=way) for part, way in parts))
+    return 1 - (within + left) / total, goes
+
+
+def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -> float:
+    """Summed squares of what is left of means, each of some values, beside the best sequence that goes one way."""
+    if len(means) < 2:
+        return 0.0
+    fitted = isotonic_regression(means, weights=counts, increasing=increasing).x
+    return float(counts @ (means - fitted) ** 2)
+
+
+def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
+    """How the reward goes with length where it does in some sequences and not in those that they are held against; 0 where it does not.
+
+    The correlation of lengths with what equal responses earn beyond the others' reward; or that of lengths and rewards within groups,
+    where almost all of them earn something else and lengths go that way.
+    """
+    at_a, at_b = shared_responses(run, control)
+    difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
+    chosen = np.isfinite(difference) & differs
+    overall = length_correlation(difference[chosen], run.length[at_a][chosen], run.step[at_a][chosen])
+    is_other = len(differs) > 0 and differs.mean() > t.ALMOST_ALL
+    if chosen.sum() > 2 and abs(overall) > (t.LENGTH_EXPLAINS if is_other else t.LENGTH_IS_ALL):
+        return overall
+    within, of_control = (relation(part, "length", "reward").correlation for part in (run, control))
+    is_paid = abs(within) > t.LENGTH_PAYS and not abs(of_control) > t.LENGTH_PAYS / 2
+    goes = _latest(run).length.mean() - control.length.mean()
+    return within if is_paid and is_other and goes * within > 0 else 0.0
+
+
+def _latest(rollouts: Rollouts) -> Rollouts:
+    """The last quarter of the sequences."""
+    return rollouts.ordered(slice(3 * len(rollouts.step) // 4, None))
+
+
+def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+    """[n] steps of which three lengths and more have three rewards each, and [n] the share of these rewards' variance that the length explains.
+
+    Adjusted for the number of lengths, so that it is 0 on average where length says nothing.
+    """
+    known = np.isfinite(rollouts.reward)
+    length = rollouts.length[known].astype(np.int64)
+    longest = int(length.max(initial=0)) + 1
+    _, place, count = np.unique(rollouts.step[known] * longest + length, return_inverse=True, return_counts=True)
+    kept = (count >= _FEWEST_OF_LENGTH_IN_STEP)[place]
+    steps, of_step = np.unique(rollouts.step[known][kept], return_inverse=True)
+    _, first, place = np.unique(place[kept], return_index=True, return_inverse=True)
+    reward, lengths = rollouts.reward[known][kept], np.bincount(of_step[first], minlength=len(steps))
+    num = np.bincount(of_step, minlength=len(steps))
+    own = reward - (np.bincount(of_step, reward) / np.maximum(num, 1))[of_step]
+    left = reward - (np.bincount(place, reward) / np.maximum(np.bincount(place), 1))[place]
+    total, within = (np.bincount(of_step, values**2, len(steps)) for values in (own, left))
+    judged = (lengths >= _FEWEST_LENGTHS_IN_STEP) & (num > lengths) & (total > 1e-12 * np.maximum(num, 1))
+    share = 1 - (within[judged] / (num - lengths)[judged]) / (total[judged] / (num - 1)[judged])
+    return steps[judged], share

@@ -1,0 +1,188 @@
+"""Responses that came more than once: whether they got the same reward, and whether rewards lie in another order of rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import thresholds as t
+from .rollouts import CERTAIN_LOGPROB, FARTHEST, FEWEST_COMPARED, Rollouts, comparable, least_reward
+
+_LEAST_SORTED = 3
+"""Members of a group, at least, whose rewards may be called sorted."""
+_EQUAL = 1e-4
+"""Nats by which two logprobs of one opening of a step differ at most; batches of other shapes round otherwise."""
+_FEWEST_IN_STEP = 20
+"""Pairs of equal responses of one step below which they say nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedResponses:
+    """Responses that came twice: a deterministic reward is the same both times."""
+
+    num_pairs: int
+    unequal: float
+    """Share of the pairs whose rewards differ; NaN without pairs."""
+    shift: int
+    """Rows by which rewards would have to move so that the fewest pairs differ; 0: they lie where they should."""
+    unequal_shifted: float
+    """The share of unequal pairs then."""
+    mean_difference: float
+    """Mean size of the difference of unequal pairs."""
+    order: str = ""
+    """The other order of a step's rows, of ORDERS, in which the fewest pairs differ; empty where that is a shift, or none."""
+
+    @property
+    def lies_off(self) -> bool:
+        """Whether rewards that are moved back by `shift` rows, or from `order`, differ much less."""
+        return (self.shift != 0 or self.order != "") and self.unequal_shifted < t.UNEQUAL_SHIFTED * self.unequal
+
+
+def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
+    """Compare the rewards of equal responses to equal prompts, where they lie and moved by some rows within a step."""
+    order = np.lexsort((rollouts.step, rollouts.whole))
+    whole = rollouts.whole[order]
+    again = whole[1:] == whole[:-1]
+    least = least_reward(rollouts)
+    num, unequal, mean_difference = _unequal(rollouts.reward[order], again, least)
+    shift, unequal_shifted, other = 0, unequal, ""
+    if unequal > 0:
+        shares = {by: _unequal(_moved(rollouts, by)[order], again, least)[1] for by in range(-FARTHEST, FARTHEST + 1)}
+        shift = min(shares, key=lambda by: (shares[by], abs(by)))
+        orders = {name: _unequal(rollouts.reward[_ordered(rollouts, name)][order], again, least)[1] for name in ORDERS}
+        other = min(orders, key=orders.__getitem__)
+        shift, other = (0, other) if orders[other] < shares[shift] else (shift, "")
+        unequal_shifted = orders[other] if other else shares[shift]
+    return RepeatedResponses(
+        num_pairs=num,
+        unequal=unequal,
+        shift=shift,
+        unequal_shifted=unequal_shifted,
+        mean_difference=mean_difference,
+        order=other,
+    )
+
+
+ORDERS = (
+    "reversed", "reversed_in_groups", "members_first", "groups_first", "next_in_groups", "previous_in_groups", "halves",
+    "shortest_first", "longest_first", "shortest_first_in_groups", "last_step",
+)  # fmt: skip
+"""Orders that code takes a step's rows for by mistake: the last row first; of each group the last member first; the first members of
+all groups first, or the other way round; each member's place taken by the next one of its group, or by the one before; the second
+half of the step first; in the order in which generations end, or the other way round; the rows of the step before."""
+
+
+def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
+    """[N] the row whose reward a row takes if rewards came in another order; itself where groups are not of one size."""
+    firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
+    lasts = np.r_[firsts[1:], len(rollouts.step)]
+    place = np.arange(len(rollouts.step))
+    if name == "last_step":
+        for first, last, end in zip(firsts, lasts, lasts[1:], strict=False):
+            if last - first == end - last:  # what this step earned is recorded with the next one
+                place[first:last] = np.arange(last, end)
+        return place
+    for first, last in zip(firsts, lasts, strict=True):
+        rows, group = place[first:last].copy(), rollouts.group[first:last]
+        if name in ("reversed", "halves"):
+            place[first:last] = rows[::-1] if name == "reversed" else np.roll(rows, len(rows) // 2)
+            continue
+        if name in ("shortest_first", "longest_first", "shortest_first_in_groups"):
+            length = rollouts.length[first:last] * (-1 if name == "longest_first" else 1)
+            place[
+                rows[np.lexsort((length, group)) if name.endswith("groups") else np.argsort(length, kind="stable")]
+            ] = rows
+            continue
+        starts = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
+        size = len(rows) // len(starts)
+        if (np.diff(np.r_[starts, len(rows)]) != size).any():
+            continue
+        by_group = rows.reshape(-1, size)
+        place[first:last] = {
+            "reversed_in_groups": by_group[:, ::-1],
+            "next_in_groups": np.roll(by_group, 1, axis=1),
+            "previous_in_groups": np.roll(by_group, -1, axis=1),
+            "members_first": by_group.T,
+            "groups_first": rows.reshape(size, -1).T,
+        }[name].reshape(-1)
+    return place
+
+
+def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
+    """Of groups with several rewards, the share whose rewards lie in falling order, or in rising if that is more; and by chance.
+
+    NaN where fewer than 30 groups have several.
+    """
+    if not len(rollouts.group):
+        return math.nan, math.nan
+    starts = np.flatnonzero(np.r_[True, rollouts.group[1:] != rollouts.group[:-1]])
+    falling = rising = num = 0
+    by_chance = 0.0
+    for first, last in zip(starts, np.r_[starts[1:], len(rollouts.group)], strict=True):
+        rewards = rollouts.reward[first:last]
+        if last - first < _LEAST_SORTED or not np.isfinite(rewards).all() or np.ptp(rewards) == 0:
+            continue
+        steps, counts = np.diff(rewards), np.unique(rewards, return_counts=True)[1]
+        num, falling, rising = num + 1, falling + int((steps <= 0).all()), rising + int((steps >= 0).all())
+        by_chance += math.exp(sum(math.lgamma(count + 1) for count in counts) - math.lgamma(last - first + 1))
+    return (max(falling, rising) / num, by_chance / num) if num >= FEWEST_COMPARED else (math.nan, math.nan)
+
+
+def _unequal(reward: np.ndarray, again: np.ndarray, least: float) -> tuple[int, float, float]:
+    """Of rewards in the order of their responses, neighbours of one response: how many, the share that differs, by how much."""
+    difference = _differences(reward, again)
+    if len(difference) < FEWEST_COMPARED:
+        return 0, math.nan, math.nan
+    differs = difference > least
+    return len(difference), float(differs.mean()), float(difference[differs].mean()) if differs.any() else 0.0
+
+
+def _differences(reward: np.ndarray, again: np.ndarray) -> np.ndarray:
+    """[M] by how much the known rewards of neighbours differ, of those that are one response: `again`, [N - 1] bool."""
+    return np.asarray(np.abs(np.diff(reward))[again & np.isfinite(reward[1:]) & np.isfinite(reward[:-1])])
+
+
+def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
+    """[N] each row takes the reward of the row `shift` after it within its step, around the step's end."""
+    firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
+    sizes = np.diff(np.r_[firsts, len(rollouts.step)])
+    first, size = np.repeat(firsts, sizes), np.repeat(sizes, sizes)
+    moved: np.ndarray = rollouts.reward[first + (np.arange(len(first)) - first + shift) % size]
+    return moved
+
+
+def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
+    """Share of repeated responses that are given two things, more than `least` apart; NaN where fewer than 30 came again."""
+    same = comparable(rollouts, column)
+    order = np.lexsort((rollouts.step, same))
+    same = same[order]
+    return _unequal(getattr(rollouts, column)[order], same[1:] == same[:-1], least)[1]
+
+
+def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
+    """Pairs of equal responses to equal prompts within a step, and the share of them with two rewards; NaN below 20 pairs.
+
+    Policy and reward are the same within a step, so that a reward that depends on the response alone gives such a pair one value.
+    """
+    order = np.lexsort((rollouts.whole, rollouts.step))
+    whole, step, reward = (values[order] for values in (rollouts.whole, rollouts.step, rollouts.reward))
+    difference = _differences(reward, (whole[1:] == whole[:-1]) & (step[1:] == step[:-1]))
+    is_enough = len(difference) >= _FEWEST_IN_STEP
+    return len(difference), float((difference > least_reward(rollouts)).mean()) if is_enough else math.nan
+
+
+def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
+    """Share of equal openings of one step to which the engine, and to which the trainer, gives two logprobs; NaN below 20 pairs."""
+    known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
+    order = np.lexsort((rollouts.opening[known], rollouts.step[known]))
+    opening, step, sampled, trained = (
+        values[known][order]
+        for values in (rollouts.opening, rollouts.step, rollouts.opening_sampled, rollouts.opening_trained)
+    )
+    again = (opening[1:] == opening[:-1]) & (step[1:] == step[:-1]) & (trained[1:] < -CERTAIN_LOGPROB)
+    if again.sum() < _FEWEST_IN_STEP:
+        return math.nan, math.nan
+    of_engine, of_trainer = (float((np.abs(np.diff(values))[again] > _EQUAL).mean()) for values in (sampled, trained))
+    return of_engine, of_trainer
