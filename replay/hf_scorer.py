@@ -15,7 +15,7 @@ from ..schemas.errors import CannotReplay, TimTraceWarning, option
 from ..tracer import environment
 from ..tracer.dense import Distribution
 from ..tracer.projection import Projection
-from ..tracer.routing import Router
+from ..tracer.routing import Router, has_experts
 from ..tracer.staging import to_numpy
 from ..tracer.store import first_line
 from ..tracer.weights.reader import Tensor
@@ -31,7 +31,7 @@ from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, packed_ba
 from .meter import Told, untold, work
 from .numerics import Numerics
 from .prefix_tree import tree_batch
-from .recorded import RecordedRow, RecordedRun, has_experts
+from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
 from .settings import cublas_workspace, settings, used_settings
 

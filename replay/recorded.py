@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.tables import TABLES
 from ..tracer.adopt import adopt
 from ..tracer.contracts import read_contract
-from ..tracer.routing import Routing, read_routing
+from ..tracer.routing import Routing, has_experts, read_routing
 from ..tracer.snapshot import newest_attempts, take_snapshot
 from ..tracer.store import Store, first_line
 from ..tracer.trace_files import PROTOCOL, TraceFiles
@@ -32,8 +32,6 @@ from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
 from .backends.trusted import KERNELS_VARIABLE, check_contract
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configs call the number of experts."""
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
 _UNNEEDED = ("routing", "routing_start", "attempt")
 """Columns of scores without which a forward can be rebuilt."""
@@ -347,9 +345,3 @@ def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:
     """Name the policy versions that were assumed of rows whose pass did not say which weights scored."""
     found = {row.version_assumed: row.policy_version for row in rows if row.version_assumed}
     return [f"policy version: not recorded, now {version}, {assumed}" for assumed, version in found.items()]
-
-
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config is that of a mixture of experts."""
-    text = config.get("text_config") or config
-    return any(text.get(name) for name in _EXPERTS)

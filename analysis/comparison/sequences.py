@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..facts.rollouts import Rollouts, reward_differences
-from ..facts.two_runs import Pairs, RunRows, paired, read_rows, shared_prefix
+from ..facts.two_runs import Pairs, paired, read_prefixes
 from ..trace.database import Database
 from ..trace.sampling import step_ranges, tokens_by_step
 from .comparison import RunDifference
@@ -80,7 +80,7 @@ def _first(
 
 @dataclass(slots=True)
 class _PassDifference:
-    """What is known of the logprobs of a pass by now."""
+    """How the logprobs of a pass differ in the steps read so far."""
 
     step: int | None = None
     a: float = 0.0
@@ -90,18 +90,34 @@ class _PassDifference:
     largest: float = 0.0
     largest_step: int = 0
 
+    def add(self, step_K: np.ndarray, num_K: np.ndarray, a_T: np.ndarray, b_T: np.ndarray) -> None:
+        """Take the tokens of further pairs, compared by their bits."""
+        a_T, b_T = a_T.astype(np.float32), b_T.astype(np.float32)
+        unequal = np.flatnonzero(a_T.view(np.int32) != b_T.view(np.int32))
+        self.num_tokens += len(a_T)
+        self.num_unequal += len(unequal)
+        if not len(unequal):
+            return
+        step_T = step_K[np.searchsorted(np.cumsum(num_K), unequal, side="right")]
+        if self.step is None:
+            self.step, self.a, self.b = int(step_T[0]), float(a_T[unequal[0]]), float(b_T[unequal[0]])
+        size = np.abs(a_T[unequal].astype(np.float64) - b_T[unequal])
+        size[~np.isfinite(size)] = 0.0
+        place = int(size.argmax())
+        if size[place] > self.largest:
+            self.largest, self.largest_step = float(size[place]), int(step_T[place])
+
 
 def logprob_differences(
     a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]
 ) -> Iterator[RunDifference]:
-    """Logprobs under each pass of the tokens that come before two responses to one prompt part: first and largest difference."""
+    """Compare each pass's logprobs of the tokens before two responses to one prompt diverge: first and largest difference."""
     found = {name: _PassDifference() for name in passes}
     tokens, wanted = tokens_by_step(a), set(steps)
     for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):
-        one, two = (read_rows(database, chunk, passes) for database in (a, b))
-        pairs = paired(one, two)
-        for at_a, at_b in zip(pairs.a.tolist(), pairs.b.tolist(), strict=True):
-            _add(found, one, two, at_a, at_b)
+        prefixes = read_prefixes(a, b, chunk, passes)
+        for name, of_pass in found.items():
+            of_pass.add(prefixes.a.step, *prefixes.logprobs(name))
     for name, of_pass in found.items():
         if of_pass.step is not None:
             yield RunDifference(
@@ -111,23 +127,3 @@ def logprob_differences(
                     "largest": of_pass.largest, "largest_step": of_pass.largest_step,
                 },
             )  # fmt: skip
-
-
-def _add(found: dict[str, _PassDifference], one: RunRows, two: RunRows, at_a: int, at_b: int) -> None:
-    num, _ = shared_prefix(one, two, at_a, at_b)
-    for name, of_pass in found.items():
-        lists = [rows.logprobs[name][at] for rows, at in ((one, at_a), (two, at_b))]
-        if num == 0 or not all(each.is_valid and len(each.values) >= num for each in lists):
-            continue
-        a_T, b_T = (each.values.to_numpy(zero_copy_only=False)[:num].astype(np.float32) for each in lists)
-        unequal = np.flatnonzero(a_T.view(np.int32) != b_T.view(np.int32))
-        of_pass.num_tokens += num
-        of_pass.num_unequal += len(unequal)
-        if len(unequal):
-            step = int(one.step[at_a])
-            if of_pass.step is None:
-                of_pass.step, of_pass.a, of_pass.b = step, float(a_T[unequal[0]]), float(b_T[unequal[0]])
-            size = np.abs(a_T[unequal].astype(np.float64) - b_T[unequal])
-            largest = float(np.max(size[np.isfinite(size)], initial=0.0))
-            if largest > of_pass.largest:
-                of_pass.largest, of_pass.largest_step = largest, step

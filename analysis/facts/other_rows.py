@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.stats import ks_2samp
 
 from ..statement import Measured
 from . import thresholds as t
@@ -136,6 +135,8 @@ def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
         of_steps.append(np.bincount(place, part.reward[known]) / np.maximum(np.bincount(place), 1))
         if len(steps) < _FEWEST_KEPT:
             return None
+    from scipy.stats import ks_2samp  # which takes half a second to import
+
     error = math.sqrt(sum(float(means.var(ddof=1)) / len(means) for means in of_steps))
     difference = float(of_steps[1].mean() - of_steps[0].mean())
     return KeptRewards(

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from . import thresholds as t
 from .rollouts import FEWEST_COMPARED, FEWEST_SPANNING, Rollouts, centred, reward_differences, shared_responses
@@ -140,6 +139,8 @@ def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -
     """Summed squares of what is left of means, each of some values, beside the best sequence that goes one way."""
     if len(means) < 2:
         return 0.0
+    from scipy.optimize import isotonic_regression  # which takes half a second to import
+
     fitted = isotonic_regression(means, weights=counts, increasing=increasing).x
     return float(counts @ (means - fitted) ** 2)
 

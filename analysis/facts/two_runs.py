@@ -5,14 +5,16 @@ Shapes: N sequences of run A, M of run B, K pairs of both, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from ..trace.database import Database, step_condition
 from ..trace.quoting import quoted
+from ..trace.ragged import first, fitted, flat
 
 _ROWS = """
 SELECT step, hash(prompt_ids) AS prompt, hash(prompt_ids, response_ids) AS whole, response_ids{columns}
@@ -34,7 +36,7 @@ class Pairs:
 
 
 def paired(a: Any, b: Any) -> Pairs:
-    """Pair sequences of a step: first equal ones, then what is left of equal prompts, each in the order of recording.
+    """Pair the sequences of each step: equal ones first, then the rest by prompt, each in the order of recording.
 
     Both have arrays `step`, `prompt` and `whole`, the hashes of Rollouts.
     """
@@ -43,7 +45,7 @@ def paired(a: Any, b: Any) -> Pairs:
     rest = _matched(a.step[left_a], a.prompt[left_a], b.step[left_b], b.prompt[left_b])
     at_a, at_b = np.concatenate([of_whole[0], left_a[rest[0]]]), np.concatenate([of_whole[1], left_b[rest[1]]])
     equal = np.arange(len(at_a)) < len(of_whole[0])
-    order = np.argsort(at_a, kind="stable")
+    order = np.argsort(at_a)
     return Pairs(at_a[order], at_b[order], equal[order])
 
 
@@ -51,71 +53,129 @@ def _matched(
     step_N: np.ndarray, key_N: np.ndarray, step_M: np.ndarray, key_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Places of rows of equal step and key, the k-th of one with the k-th of the other."""
-    keys = [
-        {key: place for place, key in enumerate(_numbered(step, key))}
-        for step, key in ((step_N, key_N), (step_M, key_M))
-    ]
-    shared = [key for key in keys[0] if key in keys[1]]
-    at_a, at_b = (np.array([places[key] for key in shared], np.int64) for places in keys)
+    keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
+    _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
+    kind = number * len(keys) + key
+    counted = [_numbered(part) for part in (kind[: len(key_N)], kind[len(key_N) :])]
+    most = 1 + max((int(part.max(initial=0)) for part in counted), default=0)
+    of_a, of_b = (
+        part * most + place for part, place in zip((kind[: len(key_N)], kind[len(key_N) :]), counted, strict=True)
+    )
+    _, at_a, at_b = np.intersect1d(of_a, of_b, assume_unique=True, return_indices=True)
     return at_a, at_b
 
 
-def _numbered(steps: np.ndarray, keys: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Step, key, and how many of both came before."""
-    seen: dict[tuple[int, int], int] = {}
-    for step, key in zip(steps.tolist(), keys.tolist(), strict=True):
-        number = seen.get((step, key), 0)
-        seen[step, key] = number + 1
-        yield step, key, number
+def _numbered(kind_N: np.ndarray) -> np.ndarray:
+    """[N] how many of the same kind came before."""
+    order = np.argsort(kind_N, kind="stable")
+    ordered, places = kind_N[order], np.arange(len(kind_N))
+    begins = (
+        np.maximum.accumulate(np.where(np.r_[True, ordered[1:] != ordered[:-1]], places, 0)) if len(order) else places
+    )
+    number_N = np.empty(len(kind_N), np.int64)
+    number_N[order] = places - begins
+    return number_N
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RunRows:
-    """Sequences of one run with their lists."""
+    """Sequences of one run with their lists, as Arrow arrays."""
 
     step: np.ndarray
     prompt: np.ndarray
     whole: np.ndarray
     response: Any
-    logprobs: dict[str, Any] = field(default_factory=dict)
+    logprobs: dict[str, Any]
     mask: Any = None
+
+    def at(self, places_K: np.ndarray) -> RunRows:
+        """Rows of some places, in their order."""
+        places = pa.array(places_K)
+        return RunRows(
+            self.step[places_K], self.prompt[places_K], self.whole[places_K], self.response.take(places),
+            {name: lists.take(places) for name, lists in self.logprobs.items()},
+            None if self.mask is None else self.mask.take(places),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Pairs of responses, each with the tokens before the two diverge."""
+
+    a: RunRows
+    """[K] rows of run A, and those of run B beside them."""
+    b: RunRows
+    equal_K: np.ndarray
+    lengths_K: tuple[np.ndarray, np.ndarray]
+    num_K: np.ndarray
+    """Tokens that both share."""
+
+    def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[K] tokens with a logprob under a pass in both runs: all that a pair shares, or none; [T] run A's logprobs, and run B's."""
+        lists = [rows.logprobs[name] for rows in (self.a, self.b)]
+        num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
+        a_T, b_T = (fitted(each, num_K) for each in lists)
+        return num_K, a_T, b_T
+
+
+def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str], columns: str = "") -> Prefixes:
+    """Read the sequences of some steps of both runs, paired, with the logprobs of some passes."""
+    one, two = (_read(database, steps, passes, columns) for database in (a, b))
+    pairs = paired(one, two)
+    one, two = one.at(pairs.a), two.at(pairs.b)
+    (ids_a, length_a), (ids_b, length_b) = (flat(rows.response) for rows in (one, two))
+    num_K = np.minimum(length_a, length_b)
+    tokens = [
+        ids.to_numpy(zero_copy_only=False)[first(length, num_K)]
+        for ids, length in ((ids_a, length_a), (ids_b, length_b))
+    ]
+    differs = np.flatnonzero(tokens[0] != tokens[1])
+    ends_K = np.cumsum(num_K)
+    rows, place = np.unique(np.searchsorted(ends_K, differs, side="right"), return_index=True)
+    num_K[rows] = differs[place] - (ends_K - num_K)[rows]
+    return Prefixes(one, two, pairs.equal, (length_a, length_b), num_K)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTokens:
-    """The tokens that come before two responses to one prompt part, of the sequences of one step."""
+    """The tokens before two responses to one prompt diverge, of the sequences of one step."""
 
     apart: dict[str, float]
     """Pass -> mean difference of the two runs' logprobs of these tokens, nats; only passes that both runs have."""
     num_cut: int
     """Responses of run A that end where run B's goes on, so far the same."""
     num_in_tool: int
-    """Responses that part at a token that was not sampled: the mask leaves it out of the loss."""
+    """Responses that diverge at a token that was not sampled: the mask leaves it out of the loss."""
 
 
 def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) -> SharedTokens:
     """Compare the logprobs of both runs over the tokens that their sequences of a step share."""
-    one, two = (read_rows(database, range(step, step + 1), passes, columns=", response_mask") for database in (a, b))
-    pairs = paired(one, two)
-    sums = {name: [0.0, 0] for name in passes}
-    num_cut = num_in_tool = 0
-    for at_a, at_b, is_equal in zip(pairs.a.tolist(), pairs.b.tolist(), pairs.equal.tolist(), strict=True):
-        num, lengths = shared_prefix(one, two, at_a, at_b)
-        num_cut += not is_equal and num == lengths[0] < lengths[1]
-        num_in_tool += num < min(lengths) and _is_masked(one, at_a, num)
-        for name, (total, count) in sums.items():
-            apart = _apart(one, two, at_a, at_b, name, num)
-            sums[name] = [total + float(apart.sum()), count + len(apart)]
-    return SharedTokens(
-        apart={name: total / count for name, (total, count) in sums.items() if count},
-        num_cut=num_cut,
-        num_in_tool=num_in_tool,
-    )
+    found = read_prefixes(a, b, range(step, step + 1), passes, columns=", response_mask")
+    length_a, length_b = found.lengths_K
+    apart = {}
+    for name in passes:
+        num_K, a_T, b_T = found.logprobs(name)
+        apart_T = np.abs(a_T.astype(np.float64) - b_T)
+        total = 0.0
+        for part in np.split(apart_T, np.cumsum(num_K)[:-1]):
+            total += float(part[np.isfinite(part)].sum())
+        if count := int(np.isfinite(apart_T).sum()):
+            apart[name] = total / count
+    is_cut = ~found.equal_K & (found.num_K == length_a) & (length_a < length_b)
+    return SharedTokens(apart=apart, num_cut=int(is_cut.sum()), num_in_tool=_num_in_tool(found))
+
+
+def _num_in_tool(found: Prefixes) -> int:
+    """Pairs that diverge at a token of run A that its mask leaves out."""
+    flags, length_K = flat(found.a.mask)
+    diverges = (found.num_K < np.minimum(*found.lengths_K)) & (length_K > found.num_K)
+    places = (np.cumsum(length_K) - length_K + found.num_K)[diverges]
+    return int((~flags.fill_null(False).to_numpy(zero_copy_only=False)[places]).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class MovedTokens:
-    """The tokens that come before two responses to one prompt part, of the sequences of one step."""
+    """The tokens before two responses to one prompt diverge, of the sequences of one step."""
 
     moved: np.ndarray
     """[T] logprob in run A less that in run B, nats."""
@@ -127,51 +187,17 @@ class MovedTokens:
 
 def moved_tokens(a: Database, b: Database, step: int, name: str, reference: str) -> MovedTokens:
     """By how much tokens of a step are likelier under a pass of run A than of run B, beside what they were to run B."""
-    one, two = (read_rows(database, range(step, step + 1), (name, reference)) for database in (a, b))
-    pairs = paired(one, two)
-    found: list[list[np.ndarray]] = []
-    for at_a, at_b in zip(pairs.a.tolist(), pairs.b.tolist(), strict=True):
-        num, _ = shared_prefix(one, two, at_a, at_b)
-        of_a, of_b = (logprobs_of(rows, at, name, num) for rows, at in ((one, at_a), (two, at_b)))
-        if len(of_a) and len(of_b):
-            referred = logprobs_of(two, at_b, reference, num)
-            found.append([of_a - of_b, of_b, of_b - referred if len(referred) else np.full(num, np.nan)])
-    columns = [np.concatenate(column) for column in zip(*found, strict=True)] if found else [np.empty(0)] * 3
-    known = np.isfinite(columns[0])
-    return MovedTokens(*(column[known] for column in columns))
+    found = read_prefixes(a, b, range(step, step + 1), (name, reference))
+    num_K, *logprobs = found.logprobs(name)
+    a_T, b_T = (values.astype(np.float64) for values in logprobs)
+    referred = found.b.logprobs[reference]
+    has_T = np.repeat(flat(referred)[1] >= num_K, num_K)
+    distance_T = np.where(has_T, b_T - fitted(referred, num_K), np.nan)
+    known = np.isfinite(a_T - b_T)
+    return MovedTokens((a_T - b_T)[known], b_T[known], distance_T[known])
 
 
-def shared_prefix(one: RunRows, two: RunRows, at_a: int, at_b: int) -> tuple[int, tuple[int, int]]:
-    """Tokens before two responses part, and the length of both."""
-    ids = [rows.response[at].values.to_numpy() for rows, at in ((one, at_a), (two, at_b))]
-    shortest = min(map(len, ids))
-    parts = np.flatnonzero(ids[0][:shortest] != ids[1][:shortest])
-    return int(parts[0]) if len(parts) else shortest, (len(ids[0]), len(ids[1]))
-
-
-def _is_masked(rows: RunRows, at: int, place: int) -> bool:
-    mask = rows.mask[at] if rows.mask is not None else None
-    return bool(mask is not None and mask.is_valid and len(mask.values) > place and not mask.values[place].as_py())
-
-
-def _apart(one: RunRows, two: RunRows, at_a: int, at_b: int, name: str, num: int) -> np.ndarray:
-    """[T] differences of two runs' finite logprobs of the first `num` tokens; empty where one has none."""
-    a_T, b_T = logprobs_of(one, at_a, name, num), logprobs_of(two, at_b, name, num)
-    if len(a_T) != len(b_T):
-        return np.empty(0)
-    apart = np.abs(a_T - b_T)
-    return np.asarray(apart[np.isfinite(apart)])
-
-
-def logprobs_of(rows: RunRows, at: int, name: str, num: int) -> np.ndarray:
-    """[num] logprobs of a response's first tokens under a pass; empty where it has fewer."""
-    each = rows.logprobs[name][at]
-    if not each.is_valid or len(each.values) < num:
-        return np.empty(0)
-    return np.asarray(each.values.to_numpy(zero_copy_only=False)[:num].astype(np.float64))
-
-
-def read_rows(database: Database, steps: range, passes: Sequence[str], columns: str = "") -> RunRows:
+def _read(database: Database, steps: range, passes: Sequence[str], columns: str) -> RunRows:
     within = step_condition(steps)
     names = [f"p{number}" for number in range(len(passes))]
     query = _ROWS.format(

@@ -24,10 +24,11 @@ from ...tracer.hooks import vllm_logprobs
 from ...tracer.hooks.engine_parameters import held_tensors
 from ...tracer.hooks.vllm_contract import attention_backends, model_runner
 from ...tracer.logits import top_k_with_tail
+from ...tracer.routing import has_experts
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.digests import digest, resolved
 from ...tracer.weights.reader import Tensor
-from ..recorded import RecordedRow, has_experts
+from ..recorded import RecordedRow
 from .head import cut
 from .model import to_torch
 

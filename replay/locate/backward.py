@@ -14,6 +14,7 @@ from ...schemas.errors import CannotReplay, InvalidOption
 from ...schemas.steps import parse_steps
 from ...tracer.located.results import BEYOND, A, B
 from ...tracer.progress import Progress, no_progress
+from ...tracer.routing import has_experts
 from ..arms import Arm
 from ..backends import kernels
 from ..backends.double import keep_double
@@ -25,7 +26,7 @@ from ..gradients.loss import StepLoss, passes_of
 from ..gradients.scorer import GradientScorer
 from ..gradients.update import LossRow, Update
 from ..gradients.updates import hyperparameters, loss_steps, updates
-from ..recorded import RecordedRun, has_experts
+from ..recorded import RecordedRun
 from ..settings import settings
 from .backward_reference import BackwardReference, JudgedGradient, kind_of_judged
 from .backward_results import PARAMETER, BackwardError, LocatedBackward, ParameterDifference
