@@ -19,28 +19,7 @@ from ..facts.two_runs import moved_tokens
 from ..statement import Measured, Statement
 from . import thresholds as t
 from .attribution import Difference
-from .divergence import (
-    ADVANTAGES,
-    ADVANTAGES_PERMUTED,
-    BY_LENGTH,
-    CUT,
-    ENGINE,
-    ENTROPY_TERM,
-    KL_TERM,
-    OF_LAST_STEP,
-    PERMUTED,
-    PROMPTS,
-    REFERENCE_MODEL,
-    REWARDS,
-    SAMPLING,
-    SCORED_ROWS,
-    SCORING,
-    TOOL,
-    UNSEEN_REWARDS,
-    UPDATE,
-    Divergence,
-    first_divergence,
-)
+from .divergence import BY_LENGTH, ENGINE, REWARDS, SAMPLING, SCORING, SUSPECTS_OF, UPDATE, Divergence, first_divergence
 from .facts import Facts
 from .odds import ranked
 from .settings import suspect_of
@@ -125,33 +104,11 @@ def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Diverg
     return None if is_few else parted
 
 
-_SUSPECTS_OF = {
-    PROMPTS: ("data",),
-    CUT: ("truncation",),
-    SAMPLING: ("mismatch", "unknown"),
-    TOOL: ("unknown",),
-    ENGINE: ("mismatch", "staleness"),
-    SCORING: ("unknown",),
-    SCORED_ROWS: ("pairing",),
-    REWARDS: ("reward",),
-    PERMUTED: ("pairing",),
-    OF_LAST_STEP: ("pairing",),
-    KL_TERM: ("reference",),
-    ENTROPY_TERM: ("entropy",),
-    UNSEEN_REWARDS: ("advantages", "reward", "length"),
-    BY_LENGTH: ("length",),
-    REFERENCE_MODEL: ("reference",),
-    ADVANTAGES: ("advantages",),
-    ADVANTAGES_PERMUTED: ("pairing",),
-}
-"""What differs first -> the suspects that it belongs to."""
-
-
 def _of_divergence(
     facts: Facts, control: Facts, suspects: tuple[Suspect, ...], parted: Divergence
 ) -> Iterator[Difference]:
     """What differs first, once for each suspect that it may belong to."""
-    codes = _SUSPECTS_OF.get(parted.code, ())
+    codes = SUSPECTS_OF.get(parted.code, ())
     held = cause_of_weights(facts) if parted.code == ENGINE else None
     if held is not None:
         codes = ("staleness" if held == "stale_weights" else "mismatch",)

@@ -33,6 +33,14 @@ ADVANTAGES, ADVANTAGES_PERMUTED, KL_TERM, ENTROPY_TERM, UNSEEN_REWARDS, UPDATE =
     "advantages_or_rewards_part", "update_parts",
 )  # fmt: skip
 
+SUSPECTS_OF = {
+    PROMPTS: ("data",), CUT: ("truncation",), SAMPLING: ("mismatch", "unknown"), TOOL: ("unknown",),
+    ENGINE: ("mismatch", "staleness"), SCORING: ("unknown",), SCORED_ROWS: ("pairing",), REWARDS: ("reward",),
+    PERMUTED: ("pairing",), OF_LAST_STEP: ("pairing",), KL_TERM: ("reference",), ENTROPY_TERM: ("entropy",),
+    UNSEEN_REWARDS: ("advantages", "reward", "length"), BY_LENGTH: ("length",), REFERENCE_MODEL: ("reference",),
+    ADVANTAGES: ("advantages",), ADVANTAGES_PERMUTED: ("pairing",),
+}  # fmt: skip
+"""What differs first -> the suspects that it belongs to."""
 _OF_BATCH = (ADVANTAGES, KL_TERM, ENTROPY_TERM)
 """What other prompts of a batch change as well, by its mean and its spread."""
 _ROUNDING = 1e-9

@@ -15,7 +15,7 @@ from ..facts.mismatch import read_run_mismatch
 from ..facts.recorded import CONTRACT, read_recorded
 from ..facts.relations import correlation, length_correlation
 from ..facts.repeats import repeated_responses, unequal_share
-from ..facts.rollouts import Rollouts, least_reward
+from ..facts.rollouts import Rollouts, least_reward, successive
 from . import thresholds as t
 from .facts import Facts
 from .odds import ranked
@@ -106,10 +106,10 @@ def _noise(facts: Facts) -> SilentChange | None:
 
 def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[M] the steps of both of each pair of equal responses that follow one another, and the difference of their rewards."""
-    order = np.lexsort((rollouts.step, rollouts.whole))
-    whole, step, given = rollouts.whole[order], rollouts.step[order], rollouts.reward[order]
-    again = (whole[1:] == whole[:-1]) & np.isfinite(given[1:]) & np.isfinite(given[:-1])
-    return step[:-1][again], step[1:][again], (given[1:] - given[:-1])[again]
+    one, two = successive(rollouts.whole, rollouts.step)
+    difference = rollouts.reward[two] - rollouts.reward[one]
+    known = np.isfinite(difference)
+    return rollouts.step[one][known], rollouts.step[two][known], difference[known]
 
 
 def _policy(facts: Facts) -> SilentChange | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -25,142 +26,75 @@ class PublishedFigure:
     """Whether the run that it was measured in was broken."""
 
 
-def _same(dtype: str) -> tuple[str, str]:
-    return dtype, dtype
+def _published(
+    dtypes: str | tuple[str, str],
+    engines: str,
+    model: str,
+    setting: str,
+    source: str,
+    values: Mapping[str, float | tuple[float, float]],
+    *,
+    is_mixture: bool = False,
+    is_fault: bool = False,
+) -> Iterator[PublishedFigure]:
+    """Yield one figure per metric of a measurement; `dtypes` is one name if both sides computed in the same."""
+    sides = (dtypes, dtypes) if isinstance(dtypes, str) else dtypes
+    for metric, value in values.items():
+        low, high = value if isinstance(value, tuple) else (value, value)
+        yield PublishedFigure(
+            metric=metric, low=low, high=high, dtypes=sides, engines=engines, model=model, setting=setting, source=source,
+            is_mixture=is_mixture, is_fault=is_fault,
+        )  # fmt: skip
 
 
 _AKN = "AknA13/train-infer-mismatch"
-_FAST = "Fast-LLM#525"
-_BF16, _FP32, _FP16 = "bfloat16", "float32", "float16"
+_BF16, _FP32, _FP16, _FP8 = "bfloat16", "float32", "float16", "float8"
 
 FIGURES = (
-    PublishedFigure(
-        metric="mean_abs_d", low=5.6e-4, high=5.6e-4, dtypes=_same(_FP32), engines="transformers, vLLM 0.12",
-        model="8B dense", setting="both sides float32", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="rms_d", low=1.9e-3, high=1.9e-3, dtypes=_same(_FP32), engines="transformers, vLLM 0.12",
-        model="8B dense", setting="both sides float32", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="max_abs_d", low=0.166, high=0.166, dtypes=_same(_FP32), engines="transformers, vLLM 0.12",
-        model="8B dense", setting="both sides float32", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="rms_d", low=2.2e-3, high=2.2e-3, dtypes=_same(_FP32), engines="Fast-LLM, vLLM", model="0.5B dense",
-        setting="both sides float32", source=_FAST,
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=1.5e-3, high=1.5e-3, dtypes=_same(_FP16), engines="transformers, vLLM 0.12",
-        model="8B dense", setting="both sides float16", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="rms_d", low=5.0e-3, high=5.0e-3, dtypes=_same(_FP16), engines="transformers, vLLM 0.12",
-        model="8B dense", setting="both sides float16", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="k3", low=1e-5, high=1e-5, dtypes=_same(_FP16), engines="transformers, vLLM", model="8B dense",
-        setting="both sides float16", source=f"{_AKN}; arXiv 2510.26788",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=0.0117, high=0.014, dtypes=_same(_BF16), engines="transformers, vLLM 0.12",
-        model="1.7B and 8B dense", setting="both sides bfloat16 (837k tokens, H200)", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="rms_d", low=0.0398, high=0.045, dtypes=_same(_BF16), engines="transformers, vLLM 0.12",
-        model="1.7B and 8B dense", setting="both sides bfloat16 (837k tokens, H200)", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="k3", low=7.8e-4, high=1e-3, dtypes=_same(_BF16), engines="transformers, vLLM 0.12",
-        model="1.7B and 8B dense", setting="both sides bfloat16 (837k tokens, H200)", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="share_outside", low=0.006, high=0.006, dtypes=_same(_BF16), engines="transformers, vLLM 0.12",
-        model="8B dense", setting="both sides bfloat16 (837k tokens, H200)", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="rms_d", low=0.0306, high=0.0321, dtypes=_same(_BF16), engines="Fast-LLM, vLLM", model="0.5B dense",
-        setting="bfloat16 with float32 heads", source=_FAST,
-    ),
-    PublishedFigure(
-        metric="rms_d", low=0.039, high=0.0407, dtypes=_same(_BF16), engines="Fast-LLM, vLLM", model="0.5B dense",
-        setting="bfloat16, a float32 head on one side", source=_FAST,
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=0.011, high=0.011, dtypes=_same(_BF16), engines="Megatron, SGLang or vLLM",
-        model="4B dense", setting="slime, temperature handled alike", source="vime#64",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=0.036, high=0.036, dtypes=_same(_BF16), engines="Megatron, SGLang", model="4B dense",
-        setting="slime, raw against temperature-scaled logprobs: a fault", is_fault=True, source="vime#64",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=0.041, high=0.041, dtypes=_same(_BF16), engines="Megatron, vLLM", model="",
-        setting="tensor parallel 8", source="vime#66",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=0.12, high=0.22, dtypes=_same(_BF16), engines="Megatron, vLLM", model="",
-        setting="tensor parallel 16 across hosts: a fault", is_fault=True, source="vime#66",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=0.0165, high=0.0165, dtypes=_same(_BF16), engines="SkyRL, vLLM", model="35B-A3B mixture", is_mixture=True,
-        setting="engines as they are", source="IsoExec, vllm.ai 2026-08-21",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=6.7e-7, high=6.7e-7, dtypes=_same(_BF16), engines="SkyRL, vLLM", model="35B-A3B mixture", is_mixture=True,
-        setting="one execution contract on both sides", source="IsoExec, vllm.ai 2026-08-21",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=0.05, high=0.369, dtypes=_same(_BF16), engines="Megatron, SGLang", model="mixture",
-        setting="routers left to themselves", source="miles#2722",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=0.0052, high=0.0052, dtypes=_same(_BF16), engines="Megatron, SGLang", model="mixture",
-        setting="expert ids, weights and slots replayed", source="miles#2722",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=0.022, high=0.022, dtypes=_same(_BF16), engines="SkyRL, vLLM", model="GLM with LoRA",
-        setting="adapter on both sides", source="SkyRL#2182",
-    ),
-    PublishedFigure(
-        metric="max_abs_d", low=1.56, high=1.56, dtypes=_same(_BF16), engines="torchtitan, vLLM", model="8B dense",
-        setting="kernels not batch-invariant", source="torchtitan docs/bitwise_parity.md",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=4.5e-4, high=4.5e-4, dtypes=_same(_BF16), engines="slime, SGLang", model="4B dense",
-        setting="true on-policy mode, as its regression test has it", source="slime",
-    ),
-    PublishedFigure(
-        metric="mean_abs_d", low=0.0386, high=0.0386, dtypes=(_BF16, "float8"), engines="transformers, vLLM 0.12",
-        model="8B dense", setting="float8 KV cache", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="rms_d", low=0.131, high=0.131, dtypes=(_BF16, "float8"), engines="transformers, vLLM 0.12",
-        model="8B dense", setting="float8 KV cache", source=_AKN,
-    ),
-    PublishedFigure(
-        metric="k1", low=1.4e-3, high=5e-3, dtypes=(_BF16, "float8"), engines="NeMo-RL, vLLM", model="9B and 35B",
-        setting="float8 weights (NeMo's gen_kl); above 2 something is broken", source="NeMo-RL#3477",
-    ),
-    PublishedFigure(
-        metric="k3", low=1e-5, high=1e-3, dtypes=_same(_BF16), engines="Miles, SGLang", model="dense",
-        setting="over a run", source="Miles and SGLang, All-in-One",
-    ),
-    PublishedFigure(
-        metric="k3", low=1e-3, high=1e-1, dtypes=_same(_BF16), engines="Miles, SGLang", model="mixture",
-        setting="over a run", source="Miles and SGLang, All-in-One",
-    ),
-    PublishedFigure(
-        metric="k3", low=5e-4, high=1e-3, dtypes=_same(_BF16), engines="verl, vLLM", model="14B dense", setting="H20",
-        source="richardli.xyz/rl-collapse 3.5",
-    ),
-    PublishedFigure(
-        metric="k3", low=1e-3, high=1e-2, dtypes=_same(_BF16), engines="verl, vLLM", model="14B dense", setting="L20",
-        source="richardli.xyz/rl-collapse 3.5",
-    ),
-    PublishedFigure(
-        metric="k3", low=1e-2, high=1.0, dtypes=_same(_BF16), engines="verl, vLLM", model="14B dense",
-        setting="A100 with cascade attention: a fault", is_fault=True, source="richardli.xyz/rl-collapse 3.5",
-    ),
+    *_published(_FP32, "transformers, vLLM 0.12", "8B dense", "both sides float32",
+                _AKN, {"mean_abs_d": 0.00056, "rms_d": 0.0019, "max_abs_d": 0.166}),
+    *_published(_FP32, "Fast-LLM, vLLM", "0.5B dense", "both sides float32", "Fast-LLM#525", {"rms_d": 0.0022}),
+    *_published(_FP16, "transformers, vLLM 0.12", "8B dense", "both sides float16",
+                _AKN, {"mean_abs_d": 0.0015, "rms_d": 0.005}),
+    *_published(_FP16, "transformers, vLLM", "8B dense", "both sides float16",
+                f"{_AKN}; arXiv 2510.26788", {"k3": 1e-05}),
+    *_published(_BF16, "transformers, vLLM 0.12", "1.7B and 8B dense", "both sides bfloat16 (837k tokens, H200)",
+                _AKN, {"mean_abs_d": (0.0117, 0.014), "rms_d": (0.0398, 0.045), "k3": (0.00078, 0.001)}),
+    *_published(_BF16, "transformers, vLLM 0.12", "8B dense", "both sides bfloat16 (837k tokens, H200)",
+                _AKN, {"share_outside": 0.006}),
+    *_published(_BF16, "Fast-LLM, vLLM", "0.5B dense", "bfloat16 with float32 heads",
+                "Fast-LLM#525", {"rms_d": (0.0306, 0.0321)}),
+    *_published(_BF16, "Fast-LLM, vLLM", "0.5B dense", "bfloat16, a float32 head on one side",
+                "Fast-LLM#525", {"rms_d": (0.039, 0.0407)}),
+    *_published(_BF16, "Megatron, SGLang or vLLM", "4B dense", "slime, temperature handled alike",
+                "vime#64", {"mean_abs_d": 0.011}),
+    *_published(_BF16, "Megatron, SGLang", "4B dense", "slime, raw against temperature-scaled logprobs: a fault",
+                "vime#64", {"mean_abs_d": 0.036}, is_fault=True),
+    *_published(_BF16, "Megatron, vLLM", "", "tensor parallel 8", "vime#66", {"mean_abs_d": 0.041}),
+    *_published(_BF16, "Megatron, vLLM", "", "tensor parallel 16 across hosts: a fault",
+                "vime#66", {"mean_abs_d": (0.12, 0.22)}, is_fault=True),
+    *_published(_BF16, "SkyRL, vLLM", "35B-A3B mixture", "engines as they are",
+                "IsoExec, vllm.ai 2026-08-21", {"mean_abs_d": 0.0165}, is_mixture=True),
+    *_published(_BF16, "SkyRL, vLLM", "35B-A3B mixture", "one execution contract on both sides",
+                "IsoExec, vllm.ai 2026-08-21", {"mean_abs_d": 6.7e-07}, is_mixture=True),
+    *_published(_BF16, "Megatron, SGLang", "mixture", "routers left to themselves",
+                "miles#2722", {"mean_abs_d": (0.05, 0.369)}),
+    *_published(_BF16, "Megatron, SGLang", "mixture", "expert ids, weights and slots replayed",
+                "miles#2722", {"mean_abs_d": 0.0052}),
+    *_published(_BF16, "SkyRL, vLLM", "GLM with LoRA", "adapter on both sides", "SkyRL#2182", {"mean_abs_d": 0.022}),
+    *_published(_BF16, "torchtitan, vLLM", "8B dense", "kernels not batch-invariant",
+                "torchtitan docs/bitwise_parity.md", {"max_abs_d": 1.56}),
+    *_published(_BF16, "slime, SGLang", "4B dense", "true on-policy mode, as its regression test has it",
+                "slime", {"mean_abs_d": 0.00045}),
+    *_published((_BF16, _FP8), "transformers, vLLM 0.12", "8B dense", "float8 KV cache",
+                _AKN, {"mean_abs_d": 0.0386, "rms_d": 0.131}),
+    *_published((_BF16, _FP8), "NeMo-RL, vLLM", "9B and 35B", "float8 weights (NeMo's gen_kl); above 2 something is broken",
+                "NeMo-RL#3477", {"k1": (0.0014, 0.005)}),
+    *_published(_BF16, "Miles, SGLang", "dense", "over a run", "Miles and SGLang, All-in-One", {"k3": (1e-05, 0.001)}),
+    *_published(_BF16, "Miles, SGLang", "mixture", "over a run", "Miles and SGLang, All-in-One", {"k3": (0.001, 0.1)}),
+    *_published(_BF16, "verl, vLLM", "14B dense", "H20", "richardli.xyz/rl-collapse 3.5", {"k3": (0.0005, 0.001)}),
+    *_published(_BF16, "verl, vLLM", "14B dense", "L20", "richardli.xyz/rl-collapse 3.5", {"k3": (0.001, 0.01)}),
+    *_published(_BF16, "verl, vLLM", "14B dense", "A100 with cascade attention: a fault",
+                "richardli.xyz/rl-collapse 3.5", {"k3": (0.01, 1.0)}, is_fault=True),
 )  # fmt: skip
-"""The noise floor, as far as it was published; fault marks figures of runs that were broken."""
+"""The published noise floor: both dtypes, engines, model, setting, source, and metric -> value or range."""

@@ -10,7 +10,7 @@ import numpy as np
 from ..statement import Measured
 from . import thresholds as t
 from .relations import correlation, length_correlation
-from .rollouts import FEWEST_SPANNING, Rollouts, comparable
+from .rollouts import FEWEST_SPANNING, Rollouts, comparable, successive
 
 _INTERVAL = 1.92
 """Logarithm of a likelihood ratio that bounds a 95 % interval."""
@@ -64,11 +64,11 @@ def changed_responses(
     `column` is what they are given, `least` the least size of a difference. None where fewer than 10 came on both sides of
     every such step.
     """
-    same = comparable(rollouts, column)
-    order = np.lexsort((rollouts.step, same))
-    same, step, given, length = same[order], *(getattr(rollouts, name)[order] for name in ("step", column, "length"))
-    again = (same[1:] == same[:-1]) & np.isfinite(given[1:]) & np.isfinite(given[:-1]) & (step[1:] > step[:-1])
-    low, high, difference = step[:-1][again], step[1:][again], (given[1:] - given[:-1])[again]
+    step, given = rollouts.step, getattr(rollouts, column)
+    one, two = successive(comparable(rollouts, column), step)
+    known = np.isfinite(given[one]) & np.isfinite(given[two]) & (step[two] > step[one])
+    one, two = one[known], two[known]
+    low, high, difference = step[one], step[two], given[two] - given[one]
     differs = np.abs(difference) > least
     before = differs[high < first]
     best: ChangedResponses | None = None
@@ -78,7 +78,7 @@ def changed_responses(
         share = float(differs[spans].mean()) if num >= FEWEST_SPANNING else 0.0
         if num >= FEWEST_SPANNING and (best is None or share > best.share):
             chosen = spans & differs
-            lengths = length[:-1][again][chosen]
+            lengths = rollouts.length[one][chosen]
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
             steadily = correlation(difference[chosen], lengths * (high - low)[chosen])  # what a token earns grows
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
@@ -87,7 +87,7 @@ def changed_responses(
                 step=int(at), num_responses=num, share=share,
                 share_before=float(before.mean()) if len(before) else math.nan,
                 length_correlation=by_length, is_of_one_length=len(np.unique(lengths)) == 1,
-                agreement=correlation(given[:-1][again][spans], given[1:][again][spans]),
+                agreement=correlation(given[one][spans], given[two][spans]),
             )  # fmt: skip
     if best is None:
         return None

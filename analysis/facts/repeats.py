@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import thresholds as t
-from .rollouts import CERTAIN_LOGPROB, FARTHEST, FEWEST_COMPARED, Rollouts, comparable, least_reward
+from .rollouts import CERTAIN_LOGPROB, FARTHEST, FEWEST_COMPARED, Rollouts, comparable, least_reward, successive
 
 _LEAST_SORTED = 3
 """Members of a group, at least, whose rewards may be called sorted."""
@@ -42,16 +42,13 @@ class RepeatedResponses:
 
 def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
     """Compare the rewards of equal responses to equal prompts, where they lie and moved by some rows within a step."""
-    order = np.lexsort((rollouts.step, rollouts.whole))
-    whole = rollouts.whole[order]
-    again = whole[1:] == whole[:-1]
-    least = least_reward(rollouts)
-    num, unequal, mean_difference = _unequal(rollouts.reward[order], again, least)
+    pairs, least = successive(rollouts.whole, rollouts.step), least_reward(rollouts)
+    num, unequal, mean_difference = _unequal(rollouts.reward, pairs, least)
     shift, unequal_shifted, other = 0, unequal, ""
     if unequal > 0:
-        shares = {by: _unequal(_moved(rollouts, by)[order], again, least)[1] for by in range(-FARTHEST, FARTHEST + 1)}
+        shares = {by: _unequal(_moved(rollouts, by), pairs, least)[1] for by in range(-FARTHEST, FARTHEST + 1)}
         shift = min(shares, key=lambda by: (shares[by], abs(by)))
-        orders = {name: _unequal(rollouts.reward[_ordered(rollouts, name)][order], again, least)[1] for name in ORDERS}
+        orders = {name: _unequal(rollouts.reward[_ordered(rollouts, name)], pairs, least)[1] for name in ORDERS}
         other = min(orders, key=orders.__getitem__)
         shift, other = (0, other) if orders[other] < shares[shift] else (shift, "")
         unequal_shifted = orders[other] if other else shares[shift]
@@ -130,18 +127,19 @@ def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
     return (max(falling, rising) / num, by_chance / num) if num >= FEWEST_COMPARED else (math.nan, math.nan)
 
 
-def _unequal(reward: np.ndarray, again: np.ndarray, least: float) -> tuple[int, float, float]:
-    """Of rewards in the order of their responses, neighbours of one response: how many, the share that differs, by how much."""
-    difference = _differences(reward, again)
+def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: float) -> tuple[int, float, float]:
+    """Number of pairs with known rewards, the share that differs by more than `least`, and their mean difference."""
+    difference = _differences(reward, *pairs)
     if len(difference) < FEWEST_COMPARED:
         return 0, math.nan, math.nan
     differs = difference > least
     return len(difference), float(differs.mean()), float(difference[differs].mean()) if differs.any() else 0.0
 
 
-def _differences(reward: np.ndarray, again: np.ndarray) -> np.ndarray:
-    """[M] by how much the known rewards of neighbours differ, of those that are one response: `again`, [N - 1] bool."""
-    return np.asarray(np.abs(np.diff(reward))[again & np.isfinite(reward[1:]) & np.isfinite(reward[:-1])])
+def _differences(reward: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    """[M] absolute differences of rewards in pairs where both are known."""
+    known = np.isfinite(reward[one]) & np.isfinite(reward[two])
+    return np.asarray(np.abs(reward[two] - reward[one])[known])
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
@@ -155,10 +153,7 @@ def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
     """Share of repeated responses that are given two things, more than `least` apart; NaN where fewer than 30 came again."""
-    same = comparable(rollouts, column)
-    order = np.lexsort((rollouts.step, same))
-    same = same[order]
-    return _unequal(getattr(rollouts, column)[order], same[1:] == same[:-1], least)[1]
+    return _unequal(getattr(rollouts, column), successive(comparable(rollouts, column), rollouts.step), least)[1]
 
 
 def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
@@ -166,9 +161,9 @@ def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
 
     Policy and reward are the same within a step, so that a reward that depends on the response alone gives such a pair one value.
     """
-    order = np.lexsort((rollouts.whole, rollouts.step))
-    whole, step, reward = (values[order] for values in (rollouts.whole, rollouts.step, rollouts.reward))
-    difference = _differences(reward, (whole[1:] == whole[:-1]) & (step[1:] == step[:-1]))
+    one, two = successive(rollouts.whole, rollouts.step)
+    inside = rollouts.step[one] == rollouts.step[two]
+    difference = _differences(rollouts.reward, one[inside], two[inside])
     is_enough = len(difference) >= _FEWEST_IN_STEP
     return len(difference), float((difference > least_reward(rollouts)).mean()) if is_enough else math.nan
 
@@ -176,13 +171,15 @@ def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
 def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
     """Share of equal openings of one step to which the engine, and to which the trainer, gives two logprobs; NaN below 20 pairs."""
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
-    order = np.lexsort((rollouts.opening[known], rollouts.step[known]))
     opening, step, sampled, trained = (
-        values[known][order]
+        values[known]
         for values in (rollouts.opening, rollouts.step, rollouts.opening_sampled, rollouts.opening_trained)
     )
-    again = (opening[1:] == opening[:-1]) & (step[1:] == step[:-1]) & (trained[1:] < -CERTAIN_LOGPROB)
+    one, two = successive(opening, step)
+    again = (step[one] == step[two]) & (trained[two] < -CERTAIN_LOGPROB)
     if again.sum() < _FEWEST_IN_STEP:
         return math.nan, math.nan
-    of_engine, of_trainer = (float((np.abs(np.diff(values))[again] > _EQUAL).mean()) for values in (sampled, trained))
+    of_engine, of_trainer = (
+        float((np.abs(values[two] - values[one])[again] > _EQUAL).mean()) for values in (sampled, trained)
+    )
     return of_engine, of_trainer

@@ -166,11 +166,8 @@ class Rollouts:
 
     def keeps_reference(self, step: int) -> bool:
         """Whether the reference model scores responses that came before a step and after it as it did; not without any."""
-        same = comparable(self, "reference")
-        order = np.lexsort((self.step, same))
-        same, at, reference = (values[order] for values in (same, self.step, self.reference))
-        spans = (same[1:] == same[:-1]) & (at[:-1] < step) & (at[1:] >= step)
-        moved = np.abs(reference[1:] - reference[:-1])[spans]
+        one, two = successive(comparable(self, "reference"), self.step)
+        moved = np.abs(self.reference[two] - self.reference[one])[(self.step[one] < step) & (self.step[two] >= step)]
         moved = moved[np.isfinite(moved)]
         return bool(len(moved)) and float(np.median(moved)) <= t.REFERENCE_MOVES
 
@@ -237,6 +234,13 @@ def least_reward(rollouts: Rollouts) -> float:
     """The least difference of two rewards that counts."""
     known = rollouts.reward[np.isfinite(rollouts.reward)]
     return max(1e-9, t.MATERIAL_REWARD * float(known.std())) if len(known) else math.inf
+
+
+def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[M] places of each pair of sequences that have the same key and follow one another, the earlier and the later one."""
+    order = np.lexsort((step, key))
+    again = np.flatnonzero(key[order][1:] == key[order][:-1])
+    return order[:-1][again], order[1:][again]
 
 
 def hash_pair(prompt: np.ndarray, response: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from ...advice import Advice
 from ...facts import thresholds as ft
 from ...facts.conditions import ADVANTAGES
 from ...facts.recorded import RecordedChange
@@ -14,7 +15,6 @@ from ...facts.rollouts import Rollouts
 from ...statement import Measured
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import COMPUTE_ADVANTAGES
 from ..suspect import Evidence, Suspect
 from .changed import changed, holds, settings, worth
 from .entropy import in_advantages as by_surprise
@@ -32,7 +32,9 @@ def advantages(facts: Facts) -> Suspect:
             *(one_sided(facts) or _inverted(facts) or _turned(facts) or _changed(facts)), *settings(facts, "advantages"), *holds(facts, -t.STRONG),
             t.prior("advantages"),
         ),
-        next=COMPUTE_ADVANTAGES,
+        next=Advice(
+            remark="recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage"
+        ),
     )  # fmt: skip
 
 

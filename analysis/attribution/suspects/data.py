@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from ...advice import Advice
 from ...facts.conditions import PROMPTS
 from ...facts.recorded import RecordedChange
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import EVALUATE_OLD_PROMPTS
 from ..suspect import Evidence, Suspect
 from .changed import changed, holds, settings, worth
 
@@ -27,7 +27,9 @@ def data(facts: Facts) -> Suspect:
     return Suspect(
         code="data",
         evidence=(*evidence, *settings(facts, "data"), *holds(facts, t.MEDIUM), t.prior("data")),
-        next=EVALUATE_OLD_PROMPTS,
+        next=Advice(
+            remark="evaluate the weights before and after the change on the earlier prompts: if both do equally well, the prompts are the cause"
+        ),
     )
 
 

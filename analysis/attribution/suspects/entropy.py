@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...advice import Advice
 from ...statement import Measured
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import CHANGE_ENTROPY_TERM
 from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 from .reference import in_advantages as by_distance
@@ -28,7 +28,9 @@ def entropy(facts: Facts) -> Suspect:
             *holds(facts, -t.STRONG),
             t.prior("entropy"),
         ),
-        next=CHANGE_ENTROPY_TERM,
+        next=Advice(
+            remark="rerun with the sign and size of the entropy term changed (or a higher clip bound, clip_high 0.28)"
+        ),
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import replace
 
+from ...advice import Advice
 from ...facts import thresholds as ft
 from ...facts.changes import ChangePoint
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import query_lengths
 from ..suspect import Evidence, Suspect
 from .changed import holds, of_changed, settings
 from .timing import AFTER, order
@@ -32,7 +33,10 @@ def length(facts: Facts) -> Suspect:
             *holds(facts, -t.MEDIUM),
             t.prior("length"),
         ),
-        next=query_lengths(facts),
+        next=Advice(
+            f"tim-trace query by-length {shlex.quote(facts.trace)}",
+            "then rerun with a penalty for overlong responses or a larger max_tokens",
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,6 @@ from ...facts.mismatch import FROM_START, FROM_UPDATES
 from ...statement import Measured
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import RECORD, triangulate
 from ..settings import is_of_sampling
 from ..suspect import Evidence, Suspect
 from .changed import holds, settings
@@ -41,7 +41,11 @@ def mismatch(facts: Facts) -> Suspect:
     """The evidence for training-inference mismatch as the cause, and its class."""
     if facts.mismatch is None:
         missing = Evidence(code="no_passes", points=0.0)
-        return Suspect(code="mismatch", evidence=(missing, t.prior("mismatch")), next=RECORD)
+        return Suspect(
+            code="mismatch",
+            evidence=(missing, t.prior("mismatch")),
+            next=Advice("tim-trace record -o RUN -- COMMAND", "with an engine that returns logprobs"),
+        )
     size_and_order = [_size(facts.mismatch.size), *_order(facts)]
     if _trainer_moves(facts):  # engines that are updates behind differ from a trainer that leaps
         size_and_order = [*(replace(each, points=min(each.points, 0.0)) for each in size_and_order), _TRAINER_MOVES]
@@ -245,4 +249,6 @@ def _next(facts: Facts) -> Advice:
     finding = facts.checked.findings[0] if facts.checked else None
     if finding is not None and finding.next:
         return Advice(finding.next)
-    return triangulate(facts)
+    return Advice(
+        f"tim-trace triangulate {shlex.quote(facts.trace)} --steps {facts.fall.step if facts.fall else 'all'}"
+    )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...advice import Advice
 from ...facts import thresholds as ft
 from ...statement import Measured
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import LOWER_LEARNING_RATE
 from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 from .timing import AFTER, FIRST, at_once, order, rises, update_moves
@@ -31,7 +31,9 @@ def optimizer(facts: Facts) -> Suspect:
     return Suspect(
         code="optimizer",
         evidence=(*evidence, t.prior("optimizer")),
-        next=LOWER_LEARNING_RATE,
+        next=Advice(
+            remark="rerun from the last version before the drop with a tenth of the learning rate and everything else unchanged"
+        ),
     )
 
 

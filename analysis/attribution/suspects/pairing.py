@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ...advice import Advice
 from ...facts.moves import POLICY
 from ...facts.relations import relation
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import COMPARE_ROWS
 from ..suspect import Evidence, Suspect
 from .advantages import moves_mean, of_other_sign
 from .entropy import in_advantages as by_surprise
@@ -40,7 +40,9 @@ def pairing(facts: Facts) -> Suspect:
     return Suspect(
         code="pairing",
         evidence=(*evidence, t.prior("pairing")),
-        next=COMPARE_ROWS,
+        next=Advice(
+            remark="compare seq_id of rewards, advantages and logprobs where the trainer builds its batch, for one step"
+        ),
     )
 
 

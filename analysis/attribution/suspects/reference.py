@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...advice import Advice
 from ...facts import thresholds as ft
 from ...facts.conditions import REFERENCE
 from ...statement import Measured
 from ...statistics.noise import robust_sd
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import WITHOUT_KL_TERM
 from ..settings import suspect_of
 from ..suspect import Evidence, Suspect
 from .changed import changed, holds, of_changed, policy_moves, settings
@@ -34,7 +34,9 @@ def reference(facts: Facts) -> Suspect:
             *holds(facts, -t.STRONG),
             t.prior("reference"),
         ),
-        next=WITHOUT_KL_TERM,
+        next=Advice(
+            remark="rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged"
+        ),
     )
 
 

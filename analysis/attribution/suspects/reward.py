@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...advice import Advice
 from ...facts.moves import POLICY
 from ...facts.relations import relation
 from ...statement import Measured
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import SCORE_AGAIN
 from ..suspect import Evidence, Suspect
 from .changed import of_changed, settings
 from .length import pays
@@ -31,7 +31,10 @@ def reward(facts: Facts) -> Suspect:
     return Suspect(
         code="reward",
         evidence=(*evidence, t.prior("reward")),
-        next=SCORE_AGAIN,
+        next=Advice(
+            remark="score the recorded responses of the steps around the drop again with the verifier, and compare with "
+            "sequences.reward"
+        ),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
+from ...advice import Advice
 from ...facts import thresholds as ft
 from ...facts.mismatch import FROM_START, FROM_UPDATES
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import replay_versions
 from ..suspect import Evidence, Suspect
 from .changed import settings
 from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
@@ -19,7 +21,10 @@ def staleness(facts: Facts) -> Suspect:
     return Suspect(
         code="staleness",
         evidence=(*evidence, *settings(facts, "staleness"), t.prior("staleness")),
-        next=replay_versions(facts),
+        next=Advice(
+            f"tim-trace replay {shlex.quote(facts.trace)} --steps {facts.fall.step if facts.fall else 'all'} --weights-version V-1",
+            "or rerun synchronously: one policy version per step",
+        ),
     )
 
 

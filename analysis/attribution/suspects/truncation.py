@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...advice import Advice
 from ...facts import thresholds as ft
 from ...facts.rollouts import Rollouts
 from ...statement import Measured
 from .. import thresholds as t
 from ..facts import Facts
-from ..next_steps import RAISE_LIMIT
 from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 
@@ -30,7 +30,9 @@ def truncation(facts: Facts) -> Suspect:
             *holds(facts, t.WEAK),
             t.prior("truncation"),
         ),
-        next=RAISE_LIMIT,
+        next=Advice(
+            remark="sample one step again from the same weights with a larger max_tokens, and compare the rewards"
+        ),
     )
 
 
