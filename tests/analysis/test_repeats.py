@@ -579,11 +579,10 @@ def test_a_reward_that_is_a_matter_of_length_is_not_called_a_wrong_one_for_hidin
     assert "reward_hides_fall" in codes(reward._hidden(facts(**given, rewards_by_length=None, mismatch=None)))
 
 
-def test_lengths_that_stay_do_not_speak_against_rewards_that_are_a_matter_of_them(monkeypatch):
+def test_lengths_that_stay_do_not_speak_against_rewards_that_are_a_matter_of_them():
     given = {
-        "changed_rewards": None, "pays_length_since": 0.0, "changes": {}, "pays_length": 0.0, "hides": False, "is_held_out": False,
+        "trace": "run", "changed_rewards": None, "pays_length_since": 0.0, "changes": {}, "pays_length": 0.0, "hides": False, "is_held_out": False,
         "settings_of": lambda suspect: [],
     }  # fmt: skip
     for found, points in ((None, -2.5), ((0.1, 0.95), 0.0)):
-        monkeypatch.setattr(length, "query_lengths", lambda facts: None)
         assert codes(length.length(facts(**given, rewards_by_length=found)).evidence)["length_steady"] == points

@@ -14,6 +14,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from ...dynamics.text import summary_sentences
 from ..chart import COLOURS, LineChart
 from ..mismatch_charts import grouped
 from ..report import Report
@@ -100,6 +101,7 @@ def _template() -> Any:
     environment.filters["shell"] = shlex.quote
     environment.filters["explained"] = explained
     environment.globals["term"] = term
+    environment.globals["summary_sentences"] = summary_sentences
     return environment.from_string(_own("report.html"))
 
 
