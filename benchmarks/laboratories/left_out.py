@@ -10,7 +10,7 @@ same. Of a sound run the second is no alarm.
 
 What a kind of evidence counts, as a factor of its points, and what a suspect begins with are set on the other folders by least
 logarithmic loss; factors are held near 1 where few of their falls have the evidence. `--factors` prints both of all folders together, as
-analysis/attribution/factors.py and thresholds.py have them.
+analysis/attribution/odds.py and thresholds.py have them.
 """
 
 from __future__ import annotations
