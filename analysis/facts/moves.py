@@ -24,7 +24,7 @@ _BASE = 15
 """Steps before a step that it is held against."""
 _FEWEST = 4
 _NEXT = 3
-"""Steps after it of which two have to lie off as well."""
+"""Steps after it; two of them must be off as well."""
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "update_to_weight": 0.05, "length": 0.01}
 """Series that are looked at as logarithms -> the least scatter."""
 POLICY = ("sampled", "trained", "entropy", "length")

@@ -16,7 +16,7 @@ _KEPT_STEPS = 8
 _FEWEST_KEPT = 3
 """The fewest of them."""
 _PROMPTS_AWAY = 8
-"""Prompts of a step by which the one that a response was graded by is looked for in a wrong place."""
+"""Largest distance, in prompts of a step, at which the prompt that graded a response is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,13 @@ class ScoredRows:
     step: int
     num_other: int
     share: float
-    """Of them, those with the mean logprob that the engine has of another row of the step; or of the row at one distance."""
+    """Share of them with the engine's mean logprob of another row of the step, or of the row at one distance."""
     by_chance: float
-    """The share with one that it has of a row of the step before; or, the median one, of the row at other distances."""
+    """The same for rows of the step before, or the median over other distances."""
 
     @property
     def explains(self) -> bool:
-        """Whether logprobs lie in other rows of their step; of a policy that is certain many rows are alike, and nearly all have to fit."""
+        """Whether logprobs match other rows of the step. With a low-entropy policy nearly all rows must match."""
         is_all = 1 - self.share <= t.NONE_LEFT * (1 - self.by_chance)
         return (self.share >= t.OTHER_ROWS and self.by_chance <= t.OTHER_ROWS * self.share) or is_all
 
@@ -82,12 +82,12 @@ def is_near(values: np.ndarray, known: np.ndarray, least: float) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReorderedRewards:
-    """Rewards that are no longer what the same responses earned, and whether their steps still have those in other rows."""
+    """Responses that no longer earn their earlier reward, and whether their step has that reward in another row."""
 
     num_other: int
     """Responses that came before and earn something else since."""
     num_lacking: int
-    """Of these, at least so many whose earlier reward no row of their step has."""
+    """Minimum number of these whose earlier reward is in no row of their step."""
     lacking_by_chance: float
     """How many would lack it, were the others' rewards drawn from all that were given since."""
 
@@ -101,7 +101,7 @@ class ReorderedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRewards:
-    """The rewards of the steps from a step on beside those of the steps before it, whatever row they lie in."""
+    """The rewards of the steps before and after a step, regardless of their rows."""
 
     step: int
     mean_before: float
@@ -122,7 +122,7 @@ class KeptRewards:
 
 
 def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
-    """Compare the rewards of up to eight steps from a step on with those of as many before; None with fewer than three of either."""
+    """Compare the rewards of up to eight steps before a step and from it on; None with fewer than three on either side."""
     before, since = (
         rollouts.until(step - 1).since(step - _KEPT_STEPS),
         rollouts.since(step).until(step + _KEPT_STEPS - 1),
@@ -164,10 +164,10 @@ def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherPromptsRewards:
-    """Rewards that are those which the same responses earned under another prompt of their step."""
+    """Responses with the reward that they earned under another prompt of their step."""
 
     shift: int
-    """Prompts of the step from a response's own to the one that it was graded by."""
+    """Distance, in prompts of the step, from a response's own prompt to the one that graded it."""
     num_responses: int
     """Responses that earned a reward under that prompt before."""
     equal: float

@@ -116,7 +116,7 @@ class Rollouts:
 
     @property
     def counted(self) -> np.ndarray:
-        """[N] uint64: a hash of the prompt, the response and how many of its tokens count; a mean logprob is over those."""
+        """[N] uint64: a hash of the prompt, the response and the number of tokens that count in a mean logprob."""
         return hash_pair(self.whole, self.num_masked)
 
     @property
@@ -197,7 +197,7 @@ class Rollouts:
         return self.ordered(slice(first, last))
 
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
-        """The sequences of some places, in the order of these; or those of [N] bool."""
+        """The sequences at some places, in that order; or those selected by [N] bool."""
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
     def at(self, steps: Sequence[int]) -> Rollouts:

@@ -29,7 +29,7 @@ _SAME_LOGPROB = 1e-5
 _NEAR = 1e-4
 """The same where the weights of one step are looked at, which agree by chance in hardly an opening."""
 _ASIDE = 3.0
-"""How far aside of a logprob, in what two equal ones differ by, others are there by chance."""
+"""Offset at which matches by chance are counted, in units of the tolerance of a match."""
 _MOST_HELD = 5_000_000
 """Logprobs that are held against earlier ones at most; of more, openings are left out evenly."""
 _FEWEST_OF_VERSION = 20
@@ -43,7 +43,7 @@ class StaleWeights:
     steps: int
     """The distance at which they agree best."""
     left: float
-    """Share of the mismatch of these openings that is left at that distance: 0 where the engine had those weights."""
+    """Share of the mismatch of these openings left at that distance: 0 if the engine had those weights."""
     num_pairs: int
     """Openings that came at both steps."""
     farthest: int
@@ -119,14 +119,14 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierWeights:
-    """The engine's logprobs of openings that the trainer scores otherwise, among those that the trainer had of them before."""
+    """Openings that engine and trainer score differently, with the engine's logprobs looked up among the trainer's earlier ones."""
 
     num_pairs: int
     """Such openings that came before."""
     num_equal: int
     """Those whose logprob is the trainer's of some step before."""
     by_chance: int
-    """Those of which that would be so if their logprob lay a little aside."""
+    """Matches expected by chance, estimated by shifting the logprobs slightly."""
     version: int
     """The step whose weights agree best, or the number of steps before; 0 where no 20 openings can tell."""
     is_distance: bool
@@ -146,7 +146,7 @@ class EarlierWeights:
 
     @property
     def is_one(self) -> bool:
-        """Whether the weights of one step, or those of one distance, are the engine's."""
+        """Whether the engine had the weights of one step, or those of one distance."""
         return self.agreement >= t.EARLIER_AGREES
 
     @property
