@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import silent as supposed
+from tim_trace.analysis.attribution import silent
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.facts import Facts
@@ -1233,9 +1233,9 @@ def test_what_was_changed_long_before_a_fall_counts_less_than_what_came_with_it(
 
 
 def steps_of(monkeypatch, *changes, ending_=None, **given):
-    monkeypatch.setattr(supposed, "read_recorded", lambda *args: changes)
-    monkeypatch.setattr(supposed, "ending_step", lambda rollouts: ending_)
-    return list(supposed.broken_steps(facts(database=None, pair=None, fall=None, **given)))
+    monkeypatch.setattr(silent, "read_recorded", lambda *args: changes)
+    monkeypatch.setattr(silent, "ending_step", lambda rollouts: ending_)
+    return list(silent.broken_steps(facts(database=None, pair=None, fall=None, **given)))
 
 
 @pytest.mark.parametrize(("change", "is_told"), [
@@ -1272,7 +1272,7 @@ def test_a_supposed_fall_has_its_onset_at_the_step():
         outcomes=SimpleNamespace(judged=outcome([0.0])), fall=None,
         mismatch=None, checked=None, database=None, pair=("train", "rollout"), settings={}, notes=(),
     )  # fmt: skip
-    found = supposed.supposed_at(read, 30)
+    found = silent.supposed_at(read, 30)
     assert (found.fall.step, found.fall.low, found.fall.high, found.fall.interval, found.fall.fallen) == (
         30,
         30,
