@@ -15,8 +15,8 @@ from ..trace.source import Pair
 from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, NotFinite, SeriesOnset
 from .control import ControlComparison, compare, shares_prompts
-from .facts import Facts, read_facts
 from .odds import ranked, weighed
+from .run_facts import Facts, read_facts
 from .silent import SilentChange, broken_steps, read_silent, supposed_at
 from .suspect import Suspect
 from .suspects import ALL

@@ -20,8 +20,8 @@ from ..statement import Measured, Statement
 from . import thresholds as t
 from .attribution import Difference
 from .divergence import BY_LENGTH, ENGINE, REWARDS, SAMPLING, SCORING, SUSPECTS_OF, UPDATE, Divergence, first_divergence
-from .facts import Facts
 from .odds import ranked
+from .run_facts import Facts
 from .settings import suspect_of
 from .suspect import Evidence, Suspect
 from .suspects.advantages import one_sided

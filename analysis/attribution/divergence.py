@@ -22,7 +22,7 @@ from ..facts.rollouts import Rollouts, centred, reward_differences
 from ..facts.two_runs import paired, shared_tokens
 from ..statement import Measured
 from . import thresholds as t
-from .facts import Facts
+from .run_facts import Facts
 
 PROMPTS, CUT, SAMPLING, TOOL, ENGINE, SCORING, SCORED_ROWS, REWARDS, PERMUTED, BY_LENGTH, OF_LAST_STEP, REFERENCE_MODEL = (
     "prompts_part", "responses_cut_off", "sampling_parts", "tool_parts", "engine_parts", "scoring_parts", "scored_rows_part",

@@ -17,8 +17,8 @@ from ..facts.relations import correlation, length_correlation
 from ..facts.repeats import repeated_responses, unequal_share
 from ..facts.rollouts import Rollouts, least_reward, successive
 from . import thresholds as t
-from .facts import Facts
 from .odds import ranked
+from .run_facts import Facts
 from .suspect import Evidence, Suspect
 from .suspects.changed import of_changed
 from .suspects.mismatch import mismatch

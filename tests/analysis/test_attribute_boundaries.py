@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tim_trace.analysis.attribution import control, silent, thresholds
-from tim_trace.analysis.attribution import facts as facts_module
+from tim_trace.analysis.attribution import run_facts as facts_module
 from tim_trace.analysis.attribution.attribution import Attribution
-from tim_trace.analysis.attribution.facts import Facts
 from tim_trace.analysis.attribution.odds import FACTORS, SET, ranked, weighed
+from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.settings import suspect_of
 from tim_trace.analysis.attribution.suspect import SUSPECTS, Evidence, Suspect
 from tim_trace.analysis.attribution.suspects.lag import declared_lag

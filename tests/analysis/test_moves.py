@@ -11,7 +11,7 @@ import pytest
 from tim_trace.analysis.attribution import silent
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.attribution import Attribution
-from tim_trace.analysis.attribution.facts import Facts
+from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.silent import SilentChange
 from tim_trace.analysis.attribution.suspect import Suspect
 from tim_trace.analysis.attribution.suspects import timing
@@ -800,10 +800,10 @@ def test_logprobs_differ_from_three_times_the_mismatch_before_on(apart, is_told)
 def test_a_mismatch_has_begun_from_a_tenth_of_it_on(monkeypatch, before, step):
     asked = []
     monkeypatch.setattr(
-        "tim_trace.analysis.attribution.facts.scored_rows", lambda rollouts, first, least: asked.append(first)
+        "tim_trace.analysis.attribution.run_facts.scored_rows", lambda rollouts, first, least: asked.append(first)
     )
     monkeypatch.setattr(
-        "tim_trace.analysis.attribution.facts.read_still_engine", lambda rollouts, first: asked.append(first)
+        "tim_trace.analysis.attribution.run_facts.read_still_engine", lambda rollouts, first: asked.append(first)
     )
     found = mismatched(0.05)
     found.series["mean_abs_d"] = np.where((STEPS >= 20) & (STEPS < 30), before, found.series["mean_abs_d"])
@@ -1161,7 +1161,7 @@ def test_where_nothing_differs_or_lengths_are_one_length_explains_nothing():
 
 
 def paid_since(monkeypatch, *, explained_=(0.0, 0.0), by_length=0.0, share=1.0, otherwise=0.0):
-    module = "tim_trace.analysis.attribution.facts"
+    module = "tim_trace.analysis.attribution.run_facts"
     asked = []
     monkeypatch.setattr(
         f"{module}.explained_by_length", lambda since, before: asked.append((since, before)) or explained_
@@ -1198,7 +1198,7 @@ def test_where_nothing_earns_something_else_no_length_is_paid():
 
 
 def earlier(monkeypatch, *changes, near=()):
-    monkeypatch.setattr("tim_trace.analysis.attribution.facts.read_recorded", lambda *given: changes)
+    monkeypatch.setattr("tim_trace.analysis.attribution.run_facts.read_recorded", lambda *given: changes)
     found = Facts.earlier.func(facts(near=near, database=None, pair=None))
     return [(change.series, change.step) for change in found]
 

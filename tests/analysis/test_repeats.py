@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tim_trace import Recorder
 from tim_trace.analysis.attribution import control
-from tim_trace.analysis.attribution.facts import Facts
+from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.suspect import Evidence
 from tim_trace.analysis.attribution.suspects import timing
 from tim_trace.analysis.attribution.text import evidence_sentence
@@ -173,8 +173,8 @@ def test_equal_openings_of_a_step_are_held_against_each_other():
 ])  # fmt: skip
 def test_noise_counts_from_a_third_on_that_was_not_there_before(monkeypatch, since, before, expected):
     of = iter([(since, 0.0), (before, 0.0)])
-    monkeypatch.setattr("tim_trace.analysis.attribution.facts.unequal_openings", lambda part: next(of))
-    monkeypatch.setattr("tim_trace.analysis.attribution.facts._mismatch_begins", lambda facts: 30)
+    monkeypatch.setattr("tim_trace.analysis.attribution.run_facts.unequal_openings", lambda part: next(of))
+    monkeypatch.setattr("tim_trace.analysis.attribution.run_facts._mismatch_begins", lambda facts: 30)
     assert Facts.disagreeing.func(facts(rollouts=rows())) == expected
 
 
@@ -182,8 +182,8 @@ def test_noise_counts_from_a_third_on_that_was_not_there_before(monkeypatch, sin
 def test_of_two_logprobs_of_one_opening_that_are_rounded_otherwise_no_noise_is_told(monkeypatch, size, expected):
     """A bf16 engine rounds by the shapes of its batches."""
     of = iter([(0.9, 0.0), (np.nan, np.nan)])
-    monkeypatch.setattr("tim_trace.analysis.attribution.facts.unequal_openings", lambda part: next(of))
-    monkeypatch.setattr("tim_trace.analysis.attribution.facts._mismatch_begins", lambda facts: 30)
+    monkeypatch.setattr("tim_trace.analysis.attribution.run_facts.unequal_openings", lambda part: next(of))
+    monkeypatch.setattr("tim_trace.analysis.attribution.run_facts._mismatch_begins", lambda facts: 30)
     assert Facts.disagreeing.func(facts(rollouts=rows(), mismatch=SimpleNamespace(size=size))) == expected
 
 
@@ -543,7 +543,7 @@ def by_length(monkeypatch, before=0.1, since=0.95, num_before=20, num_since=20, 
     steps = np.r_[np.arange(first - num_before, first), np.arange(first, first + num_since)]
     share = np.r_[np.full(num_before, before), np.full(num_since, since)]
     monkeypatch.setattr(
-        "tim_trace.analysis.attribution.facts.explained_by_length_by_step", lambda rollouts: (steps, share)
+        "tim_trace.analysis.attribution.run_facts.explained_by_length_by_step", lambda rollouts: (steps, share)
     )
     found = Facts.rewards_by_length.func(SimpleNamespace(fall=fall, rollouts=None))
     given = {"rewards_by_length": found, "changed_rewards": None, "pays_length_since": 0.0, "changes": {}, "pays_length": 0.0,
@@ -565,7 +565,7 @@ def test_rewards_are_held_against_lengths_until_fifteen_steps_after_the_fall(mon
     steps = np.r_[np.arange(6, 26), np.arange(late - 4, late + 6)]
     share = np.r_[np.full(20, 0.1), np.full(5, 0.95), np.full(5, 0.1)]
     monkeypatch.setattr(
-        "tim_trace.analysis.attribution.facts.explained_by_length_by_step", lambda rollouts: (steps, share)
+        "tim_trace.analysis.attribution.run_facts.explained_by_length_by_step", lambda rollouts: (steps, share)
     )
     assert Facts.rewards_by_length.func(SimpleNamespace(fall=FALL, rollouts=None)) == pytest.approx((0.1, 0.95))
 

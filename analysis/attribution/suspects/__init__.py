@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Suspect
 from .advantages import advantages
 from .data import data

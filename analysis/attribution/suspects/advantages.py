@@ -14,7 +14,7 @@ from ...facts.relations import relation
 from ...facts.rollouts import Rollouts
 from ...statement import Measured
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Evidence, Suspect
 from .changed import changed, holds, settings, worth
 from .entropy import in_advantages as by_surprise

@@ -10,7 +10,7 @@ from ...facts.recorded import RecordedChange
 from ...statement import Measured
 from ...statistics.noise import robust_sd
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..settings import is_learning_rate
 from ..suspect import Evidence
 

@@ -8,7 +8,7 @@ from ...advice import Advice
 from ...facts.conditions import PROMPTS
 from ...facts.recorded import RecordedChange
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Evidence, Suspect
 from .changed import changed, holds, settings, worth
 

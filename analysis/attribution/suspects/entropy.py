@@ -7,7 +7,7 @@ import numpy as np
 from ...advice import Advice
 from ...statement import Measured
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 from .reference import in_advantages as by_distance

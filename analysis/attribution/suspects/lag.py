@@ -8,7 +8,7 @@ import numpy as np
 
 from ...facts import thresholds as ft
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from .timing import AFTER, largest_rise, order
 
 

@@ -10,7 +10,7 @@ from ...advice import Advice
 from ...facts import thresholds as ft
 from ...facts.changes import ChangePoint
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Evidence, Suspect
 from .changed import holds, of_changed, settings
 from .timing import AFTER, order

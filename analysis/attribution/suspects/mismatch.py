@@ -13,7 +13,7 @@ from ...facts import thresholds as ft
 from ...facts.mismatch import FROM_START, FROM_UPDATES
 from ...statement import Measured
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..settings import is_of_sampling
 from ..suspect import Evidence, Suspect
 from .changed import holds, settings

@@ -8,7 +8,7 @@ from ...advice import Advice
 from ...facts import thresholds as ft
 from ...statement import Measured
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 from .timing import AFTER, FIRST, at_once, order, rises, update_moves

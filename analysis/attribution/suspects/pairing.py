@@ -9,7 +9,7 @@ from ...advice import Advice
 from ...facts.moves import POLICY
 from ...facts.relations import relation
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Evidence, Suspect
 from .advantages import moves_mean, of_other_sign
 from .entropy import in_advantages as by_surprise

@@ -10,7 +10,7 @@ from ...facts.conditions import REFERENCE
 from ...statement import Measured
 from ...statistics.noise import robust_sd
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..settings import suspect_of
 from ..suspect import Evidence, Suspect
 from .changed import changed, holds, of_changed, policy_moves, settings

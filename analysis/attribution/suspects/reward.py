@@ -12,7 +12,7 @@ from ...facts.moves import POLICY
 from ...facts.relations import relation
 from ...statement import Measured
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Evidence, Suspect
 from .changed import of_changed, settings
 from .length import pays

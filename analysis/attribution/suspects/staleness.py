@@ -8,7 +8,7 @@ from ...advice import Advice
 from ...facts import thresholds as ft
 from ...facts.mismatch import FROM_START, FROM_UPDATES
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Evidence, Suspect
 from .changed import settings
 from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag

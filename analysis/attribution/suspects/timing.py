@@ -14,7 +14,7 @@ from ...facts.moves import POLICY, Quantity
 from ...facts.relations import correlation
 from ...statement import Measured
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Evidence
 
 FIRST, WITH, AFTER = "first", "with", "after"

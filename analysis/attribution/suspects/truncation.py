@@ -9,7 +9,7 @@ from ...facts import thresholds as ft
 from ...facts.rollouts import Rollouts
 from ...statement import Measured
 from .. import thresholds as t
-from ..facts import Facts
+from ..run_facts import Facts
 from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 
