@@ -14,8 +14,7 @@ from ...schemas.errors import NothingToCompare, TimTraceError
 from ..check.check import gather, judge
 from ..check.result import CheckResult
 from ..facts import thresholds as ft
-from ..facts.changed_responses import ChangedResponses, changed_responses
-from ..facts.changes import ChangePoint
+from ..facts.changes import MIN_VALUES, ChangePoint, RunOutcomes, read_changes, read_outcomes
 from ..facts.conditions import REFERENCE, SETTING
 from ..facts.fall import Fall, Outcome, find_fall
 from ..facts.mismatch import RunMismatch, read_run_mismatch
@@ -33,6 +32,8 @@ from ..facts.other_rows import (
 from ..facts.read_series import read_series
 from ..facts.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
 from ..facts.relations import (
+    ChangedResponses,
+    changed_responses,
     correlation,
     explained_by_length,
     explained_by_length_by_step,
@@ -58,7 +59,6 @@ from ..facts.staleness import (
     read_stale_weights,
     read_still_engine,
 )
-from ..facts.timeline import MIN_VALUES, RunOutcomes, read_changes, read_outcomes
 from ..statement import Statement
 from ..trace.database import Database
 from ..trace.source import Pair

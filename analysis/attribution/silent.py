@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..facts import thresholds as ft
-from ..facts.changed_responses import step_interval
 from ..facts.conditions import ADVANTAGES, PROMPTS, SAMPLING, SETTING
 from ..facts.fall import COLLAPSE, Fall
 from ..facts.mismatch import read_run_mismatch
 from ..facts.recorded import CONTRACT, read_recorded
-from ..facts.relations import correlation, length_correlation
+from ..facts.relations import correlation, length_correlation, step_interval
 from ..facts.repeats import repeated_responses, unequal_share
 from ..facts.rollouts import Rollouts, least_reward, successive
 from . import thresholds as t

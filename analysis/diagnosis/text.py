@@ -13,8 +13,8 @@ from ..attribution.text import attribution_json, evidence_sentence, not_finite_c
 from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
 from ..facts.change_text import change_sentence, interval_text
+from ..facts.changes import MIN_VALUES
 from ..facts.recorded import RecordedChange
-from ..facts.timeline import MIN_VALUES
 from ..locate_text import sentence as located_sentence
 from ..rows import Rows, shown, to_text
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison

@@ -10,11 +10,10 @@ import numpy as np
 from ...schemas.errors import NothingToCompare, option
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
-from ..facts.changes import FEWEST, LEAST_SD, PLANNED, ChangePoint, FirstChange, onsets_of
+from ..facts.changes import FEWEST, LEAST_SD, PLANNED, ChangePoint, FirstChange, onsets_of, read_changes, read_outcomes
 from ..facts.fall import Fall
 from ..facts.read_series import read_series
 from ..facts.series import Series
-from ..facts.timeline import read_changes, read_outcomes
 from ..statement import Statement
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair

@@ -16,7 +16,7 @@ from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.quoting import quoted_pair
 from ..trace.source import Pair, Source
-from .changes import ChangePoint, change_points
+from .changes import ChangePoint, change_points, read_changes, read_outcomes
 from .conditions import (
     ADVANTAGES,
     LOGGED,
@@ -31,7 +31,6 @@ from .conditions import (
 from .fall import Fall, is_evaluation
 from .read_series import read_series
 from .series import ENTROPY, LENGTH, LINEAR, LOG, MISMATCH, OPTIMIZER, POLICY, REWARD, WEIGHTS, Series
-from .timeline import read_changes, read_outcomes
 
 SET = "set"
 """Kind of a change that somebody made: its step is exact."""

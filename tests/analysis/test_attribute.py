@@ -23,10 +23,9 @@ from tim_trace.analysis.attribution.text import (
 from tim_trace.analysis.diagnosis.text import story_of_run
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.text import summary_sentences
-from tim_trace.analysis.facts.changed_responses import changed_responses
 from tim_trace.analysis.facts.fall import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.facts.other_rows import reordered_rewards
-from tim_trace.analysis.facts.relations import relation
+from tim_trace.analysis.facts.relations import changed_responses, relation
 from tim_trace.analysis.facts.repeats import repeated_responses
 from tim_trace.analysis.facts.rollouts import Rollouts
 from tim_trace.analysis.facts.staleness import read_stale_weights

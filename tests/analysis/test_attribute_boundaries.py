@@ -31,21 +31,20 @@ from tim_trace.analysis.attribution.text import (
     evidence_sentence,
     verdict_sentence,
 )
+from tim_trace.analysis.facts import changes as timeline
 from tim_trace.analysis.facts import fall as fall_module
-from tim_trace.analysis.facts import staleness, timeline
-from tim_trace.analysis.facts.changed_responses import ChangedResponses, step_interval
-from tim_trace.analysis.facts.changes import ChangePoint
+from tim_trace.analysis.facts import staleness
+from tim_trace.analysis.facts.changes import ChangePoint, with_onset
 from tim_trace.analysis.facts.fall import Fall, Outcome, _settled_above, find_fall
 from tim_trace.analysis.facts.mismatch import RunMismatch, read_run_mismatch
 from tim_trace.analysis.facts.moves import NOTHING, Drop
 from tim_trace.analysis.facts.other_rows import OtherPromptsRewards, ReorderedRewards, rewards_of_other_prompts
 from tim_trace.analysis.facts.recorded import RecordedChange, around
-from tim_trace.analysis.facts.relations import Relation, length_correlation
+from tim_trace.analysis.facts.relations import ChangedResponses, Relation, length_correlation, step_interval
 from tim_trace.analysis.facts.repeats import RepeatedResponses, repeated_responses, sorted_share
 from tim_trace.analysis.facts.rollouts import Rollouts
 from tim_trace.analysis.facts.series import Series
 from tim_trace.analysis.facts.staleness import StaleWeights, read_stale_weights
-from tim_trace.analysis.facts.timeline import with_onset
 
 # The functions of the package hide its modules of the same names.
 advantages, changed, data, entropy, length, mismatch, optimizer, pairing, reference, reward, stale_suspect, truncation = (

@@ -16,13 +16,12 @@ from tim_trace.analysis.attribution.silent import SilentChange
 from tim_trace.analysis.attribution.suspect import Suspect
 from tim_trace.analysis.attribution.suspects import timing
 from tim_trace.analysis.attribution.text import attribution_json, attribution_text, verdict_sentence
-from tim_trace.analysis.facts.changed_responses import ChangedResponses
 from tim_trace.analysis.facts.fall import Fall, Outcome, _is_beyond_what_was, _means
 from tim_trace.analysis.facts.mismatch import RunMismatch
 from tim_trace.analysis.facts.moves import NOTHING, Moves, Quantity, read_moves
 from tim_trace.analysis.facts.other_rows import KeptRewards, ScoredRows, is_near, kept_rewards, scored_rows
 from tim_trace.analysis.facts.recorded import RecordedChange
-from tim_trace.analysis.facts.relations import explained_by_length, relation_by_step
+from tim_trace.analysis.facts.relations import ChangedResponses, explained_by_length, relation_by_step
 from tim_trace.analysis.facts.repeats import RepeatedResponses, repeated_responses
 from tim_trace.analysis.facts.rollouts import Rollouts
 from tim_trace.analysis.facts.series import Series

@@ -11,13 +11,12 @@ from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.suspect import Evidence
 from tim_trace.analysis.attribution.suspects import timing
 from tim_trace.analysis.attribution.text import evidence_sentence
-from tim_trace.analysis.facts.changed_responses import changed_responses
 from tim_trace.analysis.facts.conditions import read_conditions
 from tim_trace.analysis.facts.fall import Fall
 from tim_trace.analysis.facts.moves import NOTHING, Moves, Quantity
 from tim_trace.analysis.facts.other_rows import ScoredRows, scored_rows
 from tim_trace.analysis.facts.recorded import RecordedChange, read_recorded
-from tim_trace.analysis.facts.relations import explained_by_length_by_step
+from tim_trace.analysis.facts.relations import changed_responses, explained_by_length_by_step
 from tim_trace.analysis.facts.repeats import unequal_in_step, unequal_openings, unequal_share
 from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts
 from tim_trace.analysis.facts.staleness import EarlierWeights, read_earlier_weights

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...facts import thresholds as ft
-from ...facts.changed_responses import ChangedResponses
 from ...facts.recorded import RecordedChange
+from ...facts.relations import ChangedResponses
 from ...statement import Measured
 from ...statistics.noise import robust_sd
 from .. import thresholds as t
