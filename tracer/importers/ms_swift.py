@@ -11,7 +11,6 @@ from ...schemas.errors import ImportFailed
 from .dump import DumpFolder, Format, Reading
 from .dump_rows import DumpRows
 from .line_files import first_object, one_part_a_file, read_lines
-from .row_import import REWARD_PREFIX
 from .rowbatch import RowBatch
 
 _FILE = r"completions\.jsonl"
@@ -40,7 +39,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
                 prompt_ids=None,
                 response_ids=np.empty(0, np.int32),
                 advantage=fields.number("advantage"),
-                **{f"{REWARD_PREFIX}{key}": value for key, value in fields.numbers(_TEXTS).items()},
+                rewards=fields.numbers(_TEXTS),
             )
         if len(rows):
             yield rows.batch()

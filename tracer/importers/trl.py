@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 
 from .dump import DumpFolder, Format, Part, Reading
 from .dump_rows import DumpRows
-from .row_import import REWARD_PREFIX
 from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
 
 _FILE = r"completions_(\d+)\.parquet"
@@ -43,7 +42,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
                     prompt_ids=None,
                     response_ids=np.empty(0, np.int32),
                     advantage=fields.number("advantage"),
-                    **{f"{REWARD_PREFIX}{name}": value for name, value in fields.numbers(_TEXTS).items()},
+                    rewards=fields.numbers(_TEXTS),
                 )
             first += batch.num_rows
             if len(rows):

@@ -23,7 +23,6 @@ from .fields import Fields
 from .line_files import first_object, rows_of_lines
 from .pickles import BYTES, Budget, Known, NotPlain
 from .remote_file import opened
-from .row_import import REWARD_PREFIX
 from .rowbatch import RowBatch
 from .torch_files import read_bytes, tensors_in, unpickled
 
@@ -239,7 +238,7 @@ def _text_row(fields: Fields, name: str, step: int | None) -> dict[str, Any]:
         "prompt_ids": None,
         "response_ids": np.empty(0, np.int32),
         "reward": fields.number("reward"),
-        **{f"{REWARD_PREFIX}{key}": value for key, value in fields.numbers(_TEXT_FIELDS).items()},
+        "rewards": fields.numbers(_TEXT_FIELDS),
     }
 
 
