@@ -3,9 +3,9 @@
 import inspect
 
 import pyarrow.parquet as pq
-from tim_trace.schemas.passes import STANDARD
+from tim_trace.schemas.passes import LOGPROBS, STANDARD
 from tim_trace.schemas.tables import GIVEN, SAMPLING, TABLES, TOKEN_SCORES
-from tim_trace.tracer.importers.row_import import KNOWN, LOGPROBS
+from tim_trace.tracer.importers.row_import import KNOWN
 from tim_trace.tracer.recorder import Recorder
 
 FORGOTTEN = (

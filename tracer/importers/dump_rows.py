@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ...schemas.errors import ImportFailed
+from ...schemas.passes import LOGPROBS
 from .fields import Values
 from .rowbatch import RowBatch
 
@@ -26,7 +28,16 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """Add a row; cells that are None are not recorded. `routing` is what RowBatch has of it, and no column."""
+        """Add a row; cells that are None are not recorded, and one without `response_ids` has no token.
+
+        `routing` is what RowBatch has of it, and no column. Raises ImportFailed for values that are not as many as the tokens.
+        """
+        if (response := cells.get("response_ids")) is None:
+            cells |= {"prompt_ids": cells.get("prompt_ids"), "response_ids": np.empty(0, np.int32)}
+        for name, cell in cells.items() if response is not None else ():
+            if name.endswith(LOGPROBS) and cell is not None and len(cell) != len(response):
+                where = f"{self._file}, {self._unit} {number}"
+                raise ImportFailed(f"{where}: has {len(cell)} {name} for {len(response)} tokens")
         self._numbers.append(number)
         self._rows.append(cells)
 
@@ -38,7 +49,7 @@ class DumpRows:
             cells = [row.get(name) for row in self._rows]
             if name == "advantage":
                 cells = _advantages(cells, [row.get("response_mask") for row in self._rows])
-            if any(cell is not None for cell in cells) or name in ("prompt_ids",):
+            if any(cell is not None for cell in cells) or name == "prompt_ids":
                 columns[name] = _column(cells)
         routing = [row.get("routing") for row in self._rows]
         return RowBatch(

@@ -21,18 +21,19 @@ from ...schemas.errors import (
     option,
 )
 from ...schemas.manifest import Manifest
-from ...schemas.passes import ROLLOUT, TRAIN
+from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..cluster import connected
 from ..create import grown_trace, whole_trace
 from ..progress import Progress, no_progress
 from ..store import Store
 from ..weights.attach import attach_model, is_attached, load_folder
-from .dump import DumpFolder, Format, Part, Reading, content_of
+from .dump import DumpFolder, Part, Reading, content_of
+from .format import Format
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
 from .placeholders import ZeroLists
-from .row_import import LOGPROBS, Imported, RowImport
+from .row_import import Imported, RowImport
 from .rowbatch import listed_names
 from .selection import Selection, check_sample
 from .unit_import import Lines, Piece, Unit, add_units, cut_lines, folder_of_lines, kept_manifest, room_of
@@ -123,7 +124,7 @@ def _imported(
     columns = _mapped(chosen, given)
     options = _options(share, given, steps if chosen.lines else "")
     before = None if force else _Before.of(output, chosen, options)
-    parts, held_back = _ready(chosen.parts(folder), partial)
+    parts, held_back = _ready(chosen.parts_of(folder), partial)
     source = f"import {chosen.name} {folder.url}"
     selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
     if selection.steps is not None:
@@ -268,7 +269,7 @@ class _Job:
         if self._lines is not None:
             reading.first_line = dict.fromkeys(part.files, self._lines.first)
         num_rows = 0
-        for batch in self.format.read(reading):
+        for batch in self.format.batches(reading):
             num_rows += len(batch.numbers)
             names = {name: name for name in batch.columns}
             passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
@@ -430,5 +431,5 @@ def _chosen_steps(
     for part in parts:
         if part.step is None:
             reading = Reading(folder=folder, part=part, columns=columns, seen=set())
-            there |= {step for batch in format.read(reading) for step in batch.columns["step"]}
+            there |= {step for batch in format.batches(reading) for step in batch.columns["step"]}
     return frozenset(parse_steps(steps, sorted(there), of=folder.url))

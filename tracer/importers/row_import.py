@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from ...schemas.capture import Capture
 from ...schemas.errors import ImportFailed, InvalidRecord
-from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN
+from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import GIVEN, TOKEN_SCORES, Column
 from ..batch import Batch
 from ..ragged import Ragged
@@ -32,8 +32,6 @@ from .selection import EVERYTHING, Selection
 if TYPE_CHECKING:
     from ..weights.attach import Attached
 
-LOGPROBS = "_logprobs"
-"""What the name of a column ends with that gives a pass; before it stands the pass."""
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Column -> the standard pass that it gives."""
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")

@@ -13,13 +13,13 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor
-from .dump import DumpFolder, Format, Part, Reading
+from .dump import Reading
 from .dump_rows import advantage_column, list_column
+from .format import Format
 from .pickles import BYTES, Budget, Known, NotPlain
 from .rowbatch import RowBatch
 from .torch_files import read_bytes, unpickled
 
-_FILE = r"global_step_(\d+)_training_input\.pkl"
 _MODULES = (
     "skyrl.backends.skyrl_train.training_batch", "skyrl_train.training_batch", "skyrl.train.training_batch", "skyrl.training_batch",
 )  # fmt: skip
@@ -39,10 +39,6 @@ COLUMNS = {
     "reference_logprobs": ("base_action_log_probs",),
     "advantage": ("advantages",),
 }
-
-
-def _parts(folder: DumpFolder) -> list[Part]:
-    return [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_FILE)]
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
@@ -135,8 +131,7 @@ SKYRL = Format(
     columns=COLUMNS,
     alignment="masks and logprobs are [B, T] for the last T tokens of sequences; response_mask says which are the response; "
     "-9999 is no logprob",
-    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
-    parts=_parts,
+    pattern=r"global_step_(\d+)_training_input\.pkl",
     read=_read,
     lacks={
         "rollout": "no rollout_logprobs: SkyRL keeps them with generator.sampling_params.logprobs=0",

@@ -16,11 +16,11 @@ import pyarrow as pa
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
-from .dump import DumpFolder, Format, Part, Reading
+from .dump import DumpFolder, Part, Reading
 from .dump_rows import advantage_column, list_column
 from .experts import routed
 from .fields import Fields
-from .line_files import first_object, rows_of_lines
+from .format import Format, first_object, read_rows
 from .pickles import BYTES, Budget, Known, NotPlain
 from .remote_file import opened
 from .rowbatch import RowBatch
@@ -90,7 +90,7 @@ def _recognises(folder: DumpFolder) -> bool:
 def _read(reading: Reading) -> Iterator[RowBatch]:
     (path,) = reading.paths()
     if path.suffix == ".jsonl":
-        yield from rows_of_lines(reading, lambda fields, name: _text_row(fields, name, reading.part.step))
+        yield from read_rows(reading, _text_row)
         return
     ((_, content),) = reading.contents()
     budget = reading.budget()
@@ -230,16 +230,8 @@ def _aligned(fields: Fields, column: str, shape: tuple[int, int], where: str) ->
 _TEXT_FIELDS = ("input", "output", "gts", "score", "step", "request_id", "uid")
 
 
-def _text_row(fields: Fields, name: str, step: int | None) -> dict[str, Any]:
-    return {
-        "step": fields.integer("step") if "step" in fields else step,
-        "seq_id": name,
-        "group_id": fields.text("group_id"),
-        "prompt_ids": None,
-        "response_ids": np.empty(0, np.int32),
-        "reward": fields.number("reward"),
-        "rewards": fields.numbers(_TEXT_FIELDS),
-    }
+def _text_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
+    return [{**fields.cells("step", "group_id", "reward"), "rewards": fields.numbers(_TEXT_FIELDS)}]
 
 
 VERL = Format(
