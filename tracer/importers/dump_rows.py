@@ -5,6 +5,7 @@ Shapes: B rows, N tokens of all of them together.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow as pa
 
 from ...schemas.errors import ImportFailed
 from ...schemas.passes import LOGPROBS
+from ..ragged import Padding
 from .fields import Values
 from .rowbatch import RowBatch
 
@@ -32,12 +34,14 @@ class DumpRows:
 
         `routing` is what RowBatch has of it, and no column. Raises ImportFailed for values that are not as many as the tokens.
         """
-        if (response := cells.get("response_ids")) is None:
+        response = cells.get("response_ids")
+        if response is None:
             cells |= {"prompt_ids": cells.get("prompt_ids"), "response_ids": np.empty(0, np.int32)}
-        for name, cell in cells.items() if response is not None else ():
-            if name.endswith(LOGPROBS) and cell is not None and len(cell) != len(response):
-                where = f"{self._file}, {self._unit} {number}"
-                raise ImportFailed(f"{where}: has {len(cell)} {name} for {len(response)} tokens")
+        else:
+            for name, cell in cells.items():
+                if name.endswith(LOGPROBS) and cell is not None and len(cell) != len(response):
+                    where = f"{self._file}, {self._unit} {number}"
+                    raise ImportFailed(f"{where}: has {len(cell)} {name} for {len(response)} tokens")
         self._numbers.append(number)
         self._rows.append(cells)
 
@@ -80,6 +84,29 @@ def list_column(
         values_N = values_N.astype(np.float64)
     flat = pa.array(values_N, mask=None if known_N is None or known_N.all() else ~known_N)
     return pa.ListArray.from_arrays(offsets, flat, mask=None if missing_B is None else pa.array(missing_B))
+
+
+def padded_columns(
+    step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
+    per_token: Mapping[str, np.ndarray],
+) -> dict[str, Any]:  # fmt: skip
+    """Columns of a batch that is padded: of responses and values of their tokens [B, T], and prompts with a padding of their own."""
+    num_rows = len(responses)
+    flat = {name: responded.flatten(values) for name, values in per_token.items()}
+    if "response_mask" in flat:
+        flat["response_mask"] = flat["response_mask"].astype(bool)
+    columns: dict[str, Any] = {
+        "step": [step] * num_rows,
+        "seq_id": [str(row) for row in range(num_rows)],
+        "prompt_ids": [None] * num_rows
+        if prompts is None
+        else list_column(prompted.flatten(prompts), prompted.lengths),
+        "response_ids": list_column(responded.flatten(responses), responded.lengths),
+        **{name: list_column(values, responded.lengths) for name, values in flat.items()},
+    }
+    if "advantage" in flat:
+        columns["advantage"] = advantage_column(flat["advantage"], responded.lengths, flat.get("response_mask"))
+    return columns
 
 
 def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:

@@ -262,13 +262,14 @@ class RowImport:
             rows = scores.rows[some]
             own = scores.columns.take(rows)
             experts = [each for place in some if (each := chosen[place]) is not None]
+            beside: dict[str, Any] = {column: own.ragged(column) for column in OF_TOKENS if scores.is_owner}
             self._recorder.add_scores(
                 name,
                 scores.batch,
                 rows=rows,
                 logprobs=scores.logprobs.take(some),
                 routing=Routing(expert_ids=np.concatenate(experts)) if experts else None,
-                **{column: own.ragged(column) for column in OF_TOKENS if scores.is_owner},
+                **beside,
             )
 
 

@@ -14,7 +14,7 @@ from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor
 from .dump import Reading
-from .dump_rows import advantage_column, list_column
+from .dump_rows import padded_columns
 from .format import Format
 from .pickles import BYTES, Budget, Known, NotPlain
 from .rowbatch import RowBatch
@@ -79,18 +79,7 @@ def _rows(
     response = Padding.of(mask)
     first = whole - width + np.where(mask.any(axis=1), mask.argmax(axis=1), width)
     prompt = Padding.of(there & (np.arange(whole) < first[:, None]))
-    flat = {name: response.flatten(values) for name, values in per_token.items()}
-    if "response_mask" in flat:
-        flat["response_mask"] = flat["response_mask"].astype(bool)
-    columns: dict[str, Any] = {
-        "step": [step] * num_rows,
-        "seq_id": [str(row) for row in range(num_rows)],
-        "prompt_ids": list_column(prompt.flatten(sequences), prompt.lengths),
-        "response_ids": list_column(response.flatten(sequences[:, -width:]), response.lengths),
-        **{name: list_column(values, response.lengths) for name, values in flat.items()},
-    }
-    if "advantage" in flat:
-        columns["advantage"] = advantage_column(flat["advantage"], response.lengths, flat.get("response_mask"))
+    columns = padded_columns(step, sequences, prompt, sequences[:, -width:], response, per_token)
     return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1))
 
 

@@ -17,7 +17,7 @@ from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
 from .dump import DumpFolder, Part, Reading
-from .dump_rows import advantage_column, list_column
+from .dump_rows import padded_columns
 from .experts import routed
 from .fields import Fields
 from .format import Format, first_object, read_rows
@@ -149,25 +149,13 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
         )
     is_token = attention.astype(bool)
     responded, prompted = Padding.of(is_token[:, prompt_width:]), Padding.of(is_token[:, :prompt_width])
-    columns: dict[str, Any] = {"step": [step] * num_rows, "seq_id": [str(row) for row in range(num_rows)]}
+    per_token = {
+        name: values for name in _PER_TOKEN if (values := _aligned(fields, name, (num_rows, width), where)) is not None
+    }
+    columns = padded_columns(step, prompts, prompted, responses, responded, per_token)
     groups = settled(fields.get("group_id"))
     if groups is not None and len(groups) == num_rows:
         columns["group_id"] = [str(group) for group in groups]
-    columns["prompt_ids"] = (
-        [None] * num_rows if prompts is None else list_column(prompted.flatten(prompts), prompted.lengths)
-    )
-    columns["response_ids"] = list_column(responded.flatten(responses), responded.lengths)
-    per_token = {
-        name: responded.flatten(values)
-        for name in _PER_TOKEN
-        if (values := _aligned(fields, name, (num_rows, width), where)) is not None
-    }
-    if "response_mask" in per_token:
-        per_token["response_mask"] = per_token["response_mask"].astype(bool)
-    columns |= {name: list_column(values, responded.lengths) for name, values in per_token.items()}
-    if "advantage" in per_token:
-        mask = per_token.get("response_mask")
-        columns["advantage"] = advantage_column(per_token["advantage"], responded.lengths, mask)
     rewards = _rewards(fields, responded, where)
     if rewards is not None:
         columns["reward"] = pa.array(rewards)
