@@ -289,7 +289,7 @@ def _rewards(value: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 REWARDS = Kind(
-    wants="a record of numbers, one a reward function",
+    wants="a record of numbers, one per reward function",
     type=tables.REWARDS,
     convert=_convert_rewards,
     holds=_holds_rewards,

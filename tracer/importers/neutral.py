@@ -36,10 +36,10 @@ def import_parquet(
 ) -> Imported:
     """Make a trace of Parquet files, or of JSON, CSV or Arrow files with the same names.
 
-    One row a sequence: `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`, `train_logprobs`,
-    `current_logprobs` and `reference_logprobs`; optionally `seq_id`, `group_id`, `response_mask`, `entropy`, `reward`,
-    `advantage` (a number or a list), `temperature`, `top_p`, `top_k`, `policy_version` and `finish_reason`. Lists are
-    aligned with `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) beside them is read too. `path` is a
+    One row per sequence: `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`, `train_logprobs`,
+    `current_logprobs` and `reference_logprobs`; optionally every other column that Recorder.add_sequences takes, and
+    `entropy` and `top2_gap`. `advantage` is a number or a list, `rewards` a record of numbers. Lists are aligned with
+    `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) beside them is read too. `path` is a
     file, a folder (also one that `save_to_disk` of Hugging Face datasets wrote) or a pattern, on any file system that
     fsspec knows. `map` renames columns, theirs -> ours; what becomes "" is left out. `steps` (3:80, -10:) takes a part of
     the run, and `sample` a share of the sequences, chosen by a hash of their names.
