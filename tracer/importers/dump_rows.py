@@ -34,14 +34,16 @@ class DumpRows:
 
         `routing` is what RowBatch has of it, and no column. Raises ImportFailed for values that are not as many as the tokens.
         """
+        cells.setdefault("prompt_ids", None)
         response = cells.get("response_ids")
         if response is None:
-            cells |= {"prompt_ids": cells.get("prompt_ids"), "response_ids": np.empty(0, np.int32)}
+            cells["response_ids"] = np.empty(0, np.int32)
         else:
             for name, cell in cells.items():
                 if name.endswith(LOGPROBS) and cell is not None and len(cell) != len(response):
                     where = f"{self._file}, {self._unit} {number}"
-                    raise ImportFailed(f"{where}: has {len(cell)} {name} for {len(response)} tokens")
+                    named = name.removesuffix(LOGPROBS)
+                    raise ImportFailed(f"{where}: pass {named} has {len(cell)} logprobs for {len(response)} tokens")
         self._numbers.append(number)
         self._rows.append(cells)
 
