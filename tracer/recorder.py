@@ -32,7 +32,7 @@ from ..schemas.tables import GIVEN, PER_RESPONSE_TOKEN, REWARDS, TOKEN_SCORES, C
 from ..schemas.writer_state import CLOSED
 from . import environment
 from .attempts import is_of_this_start, is_this_process, next_attempt, states_of_rank
-from .batch import Batch
+from .batch import Batch, SequenceNames
 from .create import join_trace, new_trace
 from .dense import Distribution, Hidden, bits, check_num_rows
 from .liveness import PROCESS, liveness
@@ -58,7 +58,6 @@ from .rows import (
     with_holes,
 )
 from .scalars import listed, names, per_row, step_number
-from .sequence_names import SequenceNames
 from .staging import Staged, local_part, to_numpy
 from .store import Store
 from .worker import run_within

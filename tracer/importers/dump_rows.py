@@ -14,8 +14,11 @@ import pyarrow as pa
 from ...schemas.errors import ImportFailed
 from ...schemas.passes import LOGPROBS
 from ..ragged import Padding
+from ..routing import NOT_ROUTED
 from .fields import Values
 from .rowbatch import RowBatch
+
+_MOST_EXPERTS = np.iinfo(np.int16).max
 
 
 class DumpRows:
@@ -143,3 +146,19 @@ def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.nda
     found = np.zeros(len(lengths_B))
     found[has] = first
     return pa.array(found, mask=~has)
+
+
+def routed(found: np.ndarray, num_tokens: int, where: str) -> np.ndarray:
+    """[num_tokens, L, S] int16 of the choices of a sequence's first tokens, [N, L, S]; the others have none.
+
+    A token whose slots hold one expert all is padding: a router gives no expert twice. Raises ImportFailed.
+    """
+    if found.dtype.kind not in "iu" or (found.size and not NOT_ROUTED <= found.min() <= found.max() <= _MOST_EXPERTS):
+        raise ImportFailed(
+            f"{where}: its router choices are {found.dtype} beyond -1 to {_MOST_EXPERTS}, and so no experts"
+        )
+    ids = np.full((num_tokens, *found.shape[1:]), NOT_ROUTED, np.int16)
+    ids[: len(found)] = found
+    if found.shape[2] > 1:
+        ids[(ids == ids[:, :, :1]).all(axis=(1, 2))] = NOT_ROUTED
+    return ids

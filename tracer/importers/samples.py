@@ -12,8 +12,7 @@ import numpy as np
 
 from ...schemas.errors import ImportFailed
 from .dump import DumpFolder, Part, Reading
-from .dump_rows import DumpRows
-from .experts import routed
+from .dump_rows import DumpRows, routed
 from .fields import Fields, Values
 from .pickles import Budget
 from .rowbatch import RowBatch

@@ -17,8 +17,7 @@ from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
 from .dump import DumpFolder, Part, Reading
-from .dump_rows import padded_columns
-from .experts import routed
+from .dump_rows import padded_columns, routed
 from .fields import Fields
 from .format import Format, first_object, read_rows
 from .pickles import BYTES, Budget, Known, NotPlain
