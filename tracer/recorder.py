@@ -275,7 +275,7 @@ class Recorder:
 
         Raises InvalidRecord, and records nothing then; for device tensors at a later call, or at the end.
         """
-        passed = dict(locals())
+        passed = dict(locals())  # every keyword by its name, before any of them is replaced
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
         step = step_number(step)
         if not isinstance(split, str) or split not in SPLITS:
