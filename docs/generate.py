@@ -21,6 +21,8 @@ from tim_trace.schemas.located import LOCATED_TABLES
 from tim_trace.schemas.sums import KINDS
 from tim_trace.schemas.tables import TABLES
 from tim_trace.tracer.importers.formats import FORMATS
+from tim_trace.tracer.importers.row_import import KINDS as IMPORTED
+from tim_trace.tracer.importers.row_import import OF_TOKENS, PASSES, REQUIRED
 
 DOCS = Path(__file__).parent
 
@@ -60,6 +62,27 @@ def table(spec):
 
 def _type(type):
     return re.sub(r"<(element|item): ", "<", str(type)).replace(" ('entries')", "")
+
+
+NOTES = {
+    "seq_id": "without the column, the row's number in the import, from 0",
+    "response_mask": "true where a token counts in the loss; all tokens count without it",
+    "advantage": "one value, or one per response token",
+    "reward": "True and False count as 1 and 0",
+    "rewards": "a map, a struct or a JSON object: reward function -> value",
+    **dict.fromkeys(PASSES, "becomes a pass; at least one of the four is required"),
+    **dict.fromkeys(OF_TOKENS, "of `train`, or else of `current` or `rollout`"),
+}
+
+
+def importable():
+    """The columns of a file for `tim-trace import parquet`, as a Markdown table."""
+    lines = ["| column | each cell | |", "|---|---|---|"]
+    for name, kind in IMPORTED.items():
+        required = "required" if name in REQUIRED else ""
+        notes = filter(None, (required, "" if kind.nullable else "never NULL", NOTES.get(name, "")))
+        lines.append(f"| `{name}` | {kind.wants.replace(', or each a ', ', or a ')} | {'; '.join(notes)} |")
+    return "\n".join(lines)
 
 
 def thresholds(*files):
@@ -175,6 +198,7 @@ def pages():
                 for spec in TABLES.values()
             ),
             "sums": "\n\n".join(table(spec) for spec in KINDS.values()),
+            "importable": importable(),
             "located": "\n\n".join(table(spec) for spec in LOCATED_TABLES.values()),
         },
     }

@@ -9,6 +9,8 @@ from .errors import InvalidRecord
 
 ROLLOUT, TRAIN, CURRENT, REFERENCE = "rollout", "train", "current", "reference"
 STANDARD = (ROLLOUT, TRAIN, CURRENT, REFERENCE)
+LOGPROBS = "_logprobs"
+"""Suffix of a column of a file to import that holds a pass's logprobs: `train_logprobs`."""
 REPLAY_PREFIX = "replay/"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNORECASE)

@@ -11,6 +11,7 @@ from .layout import ENGINE_WEIGHTS, EVAL_SCORES, EVAL_SEQUENCES, METRICS, SCORES
 TOKENS = pa.list_(pa.int32())
 FLOATS = pa.list_(pa.float32())
 FLAGS = pa.list_(pa.bool_())
+REWARDS = pa.map_(pa.string(), pa.float64())
 
 PER_RESPONSE_TOKEN = "one element a response token"
 
@@ -30,6 +31,18 @@ class Column:
     null: str = "not recorded"
     """What NULL says; empty where the column is never NULL, and so in every file. A file may lack any other column, being
     of a release before that: it is read as NULL."""
+    keyword: str = ""
+    """Keyword of Recorder.add_sequences that gives the values, where that is not the column's name."""
+    is_made: bool = False
+    """Whether the recorder makes the values: no keyword gives them, and no file to import."""
+    is_sampling: bool = False
+    """Whether it is a setting of the sampler, which two runs are compared by."""
+    is_name: bool = False
+    """Whether the text is a name: an integer becomes its digits."""
+    takes_flags: bool = False
+    """Whether True and False count as 1 and 0: a reward is often a check that passed."""
+    repeats: bool = False
+    """Whether many rows have the same text, so that Parquet keeps each text once."""
 
     @property
     def field(self) -> pa.Field:
@@ -74,7 +87,12 @@ _STEP = Column(
     null="",
 )
 _SEQ_ID = Column(
-    name="seq_id", type=pa.string(), doc="name of the sequence; (step, seq_id, attempt) is unique in the trace", null=""
+    name="seq_id",
+    type=pa.string(),
+    doc="name of the sequence; (step, seq_id, attempt) is unique in the trace",
+    null="",
+    keyword="seq_ids",
+    is_name=True,
 )
 _ATTEMPT = Column(
     name="attempt",
@@ -82,8 +100,21 @@ _ATTEMPT = Column(
     doc="attempt at training that made the row, from 1: a run that resumes from a checkpoint makes some steps again. Views "
     "show a step's newest attempt",
     null="not recorded in training, or by a release that did not say",
+    is_made=True,
 )
-_WRITER = Column(name="writer", type=pa.string(), doc="the process that recorded the row: a file in writers/", null="")
+_WRITER = Column(
+    name="writer",
+    type=pa.string(),
+    doc="the process that recorded the row: a file in writers/",
+    null="",
+    is_made=True,
+    repeats=True,
+)
+
+
+def _setting(name: str, type: pa.DataType, doc: str, unit: str = "") -> Column:
+    return Column(name=name, type=type, doc=doc, unit=unit, is_sampling=True)
+
 
 SEQUENCES_TABLE = Table(
     name=SEQUENCES,
@@ -95,6 +126,9 @@ SEQUENCES_TABLE = Table(
             name="group_id",
             type=pa.string(),
             doc="sequences with the same group_id and step share a prompt and a baseline",
+            keyword="group_ids",
+            is_name=True,
+            repeats=True,
         ),
         Column(
             name="policy_version",
@@ -113,37 +147,52 @@ SEQUENCES_TABLE = Table(
             alignment=PER_RESPONSE_TOKEN,
             null="every response token counts",
         ),
-        Column(name="num_prompt_tokens", type=pa.int32(), doc="length of prompt_ids", unit="tokens"),
-        Column(name="num_response_tokens", type=pa.int32(), doc="length of response_ids", unit="tokens", null=""),
-        Column(name="reward", type=pa.float64(), doc="the weighted sum of the reward functions, before baselines"),
+        Column(name="num_prompt_tokens", type=pa.int32(), doc="length of prompt_ids", unit="tokens", is_made=True),
+        Column(
+            name="num_response_tokens",
+            type=pa.int32(),
+            doc="length of response_ids",
+            unit="tokens",
+            null="",
+            is_made=True,
+        ),
+        Column(
+            name="reward",
+            type=pa.float64(),
+            doc="the weighted sum of the reward functions, before baselines",
+            takes_flags=True,
+        ),
         Column(
             name="rewards",
-            type=pa.map_(pa.string(), pa.float64()),
+            type=REWARDS,
             doc="each reward function's own value; NaN where the function gave none",
             alignment="one entry a reward function",
         ),
-        Column(name="advantage", type=pa.float64(), doc="the advantage, where one value serves the whole response"),
+        Column(
+            name="advantage",
+            type=pa.float64(),
+            doc="the advantage, where one value serves the whole response",
+            takes_flags=True,
+        ),
         Column(
             name="advantages",
             type=FLOATS,
             doc="the advantage of each token, where it differs by token",
             alignment=PER_RESPONSE_TOKEN,
             null="the same for every token: see advantage",
+            keyword="advantage",
         ),
-        Column(name="temperature", type=pa.float64(), doc="sampling temperature; neutral: 1.0"),
-        Column(name="top_p", type=pa.float64(), doc="nucleus mass that sampling kept; neutral: 1.0"),
-        Column(name="top_k", type=pa.int32(), doc="most probable tokens that sampling kept; neutral: 0 (all)"),
-        Column(
-            name="min_p", type=pa.float64(), doc="lowest share of the top probability that sampling kept; neutral: 0.0"
-        ),
-        Column(
-            name="repetition_penalty", type=pa.float64(), doc="divisor of the logits of repeated tokens; neutral: 1.0"
-        ),
-        Column(name="max_tokens", type=pa.int32(), doc="most tokens that sampling could give", unit="tokens"),
+        _setting("temperature", pa.float64(), "sampling temperature; neutral: 1.0"),
+        _setting("top_p", pa.float64(), "nucleus mass that sampling kept; neutral: 1.0"),
+        _setting("top_k", pa.int32(), "most probable tokens that sampling kept; neutral: 0 (all)"),
+        _setting("min_p", pa.float64(), "lowest share of the top probability that sampling kept; neutral: 0.0"),
+        _setting("repetition_penalty", pa.float64(), "divisor of the logits of repeated tokens; neutral: 1.0"),
+        _setting("max_tokens", pa.int32(), "most tokens that sampling could give", "tokens"),
         Column(
             name="finish_reason",
             type=pa.string(),
             doc="why sampling ended: `stop` (an end token or stop string), `length` (max_tokens), or the engine's own word",
+            repeats=True,
         ),
         _ATTEMPT,
         _WRITER,
@@ -160,6 +209,7 @@ SCORES_TABLE = Table(
             doc="`rollout` (what the engine returned), `train` (the trainer's own at the sampling weights), "
             "`current` (inside the loss), `reference` (of the KL term), or `replay/<arm>`",
             null="",
+            repeats=True,
         ),
         Column(name="step", type=pa.int64(), doc="the step of the sequence that was scored", null=""),
         Column(name="seq_id", type=pa.string(), doc="the sequence that was scored", null=""),
@@ -175,7 +225,7 @@ SCORES_TABLE = Table(
             doc="optimizer updates that the scoring weights had seen",
             unit="updates",
         ),
-        Column(name="contract", type=pa.string(), doc="hash of the pass's contract: a file in passes/"),
+        Column(name="contract", type=pa.string(), doc="hash of the pass's contract: a file in passes/", repeats=True),
         Column(
             name="logprobs",
             type=FLOATS,
@@ -218,6 +268,7 @@ SCORES_TABLE = Table(
             type=pa.string(),
             doc="Zarr group below dense/ that holds this row's distributions",
             null="none were captured",
+            repeats=True,
         ),
         Column(
             name="dense_start",
@@ -250,7 +301,7 @@ METRICS_TABLE = Table(
     doc="One row a (step, name): what the trainer logged. Hyperparameters have names under `hyperparameter/` and step 0, or the step from which a new value holds.",
     columns=(
         Column(name="step", type=pa.int64(), doc="the step that the framework logged the value at", null=""),
-        Column(name="name", type=pa.string(), doc="the framework's own name", null=""),
+        Column(name="name", type=pa.string(), doc="the framework's own name", null="", repeats=True),
         Column(
             name="value", type=pa.float64(), doc="the value; NaN is a value", null="the value is not a number: see text"
         ),
@@ -273,12 +324,15 @@ ENGINE_WEIGHTS_TABLE = Table(
     columns=(
         Column(name="step", type=pa.int64(), doc="the step that the engine sampled for", null=""),
         Column(name="policy_version", type=pa.int64(), doc="optimizer updates of the trainer", unit="updates", null=""),
-        Column(name="tensor", type=pa.string(), doc="the name under which the engine is given it", null=""),
+        Column(
+            name="tensor", type=pa.string(), doc="the name under which the engine is given it", null="", repeats=True
+        ),
         Column(
             name="dtype",
             type=pa.string(),
             doc="dtype that the engine computes in, to which every side is rounded before its digest is taken",
             null="that of the tensor: the engine is in another process",
+            repeats=True,
         ),
         Column(
             name="trainer",
@@ -345,3 +399,10 @@ TABLES = {
         EVAL_SCORES_TABLE,
     )
 }
+
+GIVEN = {column.name: column for column in SEQUENCES_TABLE.columns if not column.is_made}
+"""Columns of a sequence that Recorder.add_sequences takes, and files to import."""
+SAMPLING = tuple(column.name for column in SEQUENCES_TABLE.columns if column.is_sampling)
+"""Settings of the sampler."""
+TOKEN_SCORES = tuple(column.name for column in SCORES_TABLE.columns if column.type == FLOATS)
+"""Columns with a value of each response token, which Recorder.add_scores takes."""

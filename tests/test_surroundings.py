@@ -18,7 +18,7 @@ from builders import TIM_TRACE, in_process, make_trace, run
 from shared import rest_slow
 from tim_trace.schemas.errors import ImportFailed, StorageError
 from tim_trace.tracer.importers import remote_file
-from tim_trace.tracer.importers.line_files import read_lines
+from tim_trace.tracer.importers.textfiles import read_lines
 from tim_trace.tracer.store import Store
 
 

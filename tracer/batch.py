@@ -1,7 +1,8 @@
-"""Sequences that were recorded together, and which passes have scored them."""
+"""Sequences that were recorded together, which passes have scored them, and their names."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,37 @@ class Batch:
     def take_back(self, pass_name: str, rows: np.ndarray) -> None:
         """Undo the last count of these rows: their scores were refused."""
         self._rounds[pass_name][rows] -= 1
+
+
+@dataclass(slots=True, kw_only=True)
+class SequenceNames:
+    """Names of the sequences of one split, by step."""
+
+    step: int | None = None
+    """The newest step; None before the first."""
+    known: dict[int, set[str]] = field(default_factory=dict)
+    count: int = 0
+    """Sequences so far."""
+
+    def refuse_repeated(self, step: int, names: list[str]) -> None:
+        """Raise InvalidRecord for a name that comes twice, before any of them counts as known."""
+        known, seen = self.known.get(step, set[str]()), set[str]()
+        if len(set(names)) == len(names) and known.isdisjoint(names):
+            return
+        for name in names:
+            if name in known or name in seen:
+                raise InvalidRecord(
+                    f"step {step}, sequence {name!r}: comes a second time; (step, seq_id) names one sequence"
+                )
+            seen.add(name)
+
+    def add(self, step: int, names: list[str], *, ordered: bool) -> set[str]:
+        """Note names of a step, and return all that are known of it; `ordered` steps do not come again later."""
+        if ordered and step != self.step:
+            self.known = {}
+        self.refuse_repeated(step, names)
+        known = self.known.setdefault(step, set())
+        known.update(names)
+        self.step = step
+        self.count += len(names)
+        return known

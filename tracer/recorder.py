@@ -28,10 +28,11 @@ from ..schemas.layout import EVAL_SPLIT, HYPERPARAMETER, METRICS, ROUTING, SPLIT
 from ..schemas.loss import Loss
 from ..schemas.manifest import Manifest
 from ..schemas.passes import ROLLOUT, check_pass, check_pass_name
+from ..schemas.tables import GIVEN, PER_RESPONSE_TOKEN, REWARDS, TOKEN_SCORES, Column
 from ..schemas.writer_state import CLOSED
 from . import environment
 from .attempts import is_of_this_start, is_this_process, next_attempt, states_of_rank
-from .batch import Batch
+from .batch import Batch, SequenceNames
 from .create import join_trace, new_trace
 from .dense import Distribution, Hidden, bits, check_num_rows
 from .liveness import PROCESS, liveness
@@ -44,7 +45,6 @@ from .ragged import Padding, Ragged, flatten, is_padded, num_rows, shown
 from .routing import Routing, check_routing
 from .rows import (
     ALIGN,
-    SCALARS,
     Forward,
     ScoreRows,
     SequenceRows,
@@ -58,7 +58,6 @@ from .rows import (
     with_holes,
 )
 from .scalars import listed, names, per_row, step_number
-from .sequence_names import SequenceNames
 from .staging import Staged, local_part, to_numpy
 from .store import Store
 from .worker import run_within
@@ -66,6 +65,9 @@ from .writer import QUEUE_BYTES, Part, TraceWriter
 
 ATTEMPT_SESSION = "recorder"
 """Session of attempts that `tim-trace record` did not start."""
+
+_STAGED = {name: column for name, column in GIVEN.items() if name not in ("step", "seq_id")}
+"""Columns whose values are checked once they are on the host."""
 
 _Arrays = dict[str, tuple[np.ndarray, str]]
 """Name -> values as NumPy holds them, and the dtype that their bits mean."""
@@ -273,11 +275,13 @@ class Recorder:
 
         Raises InvalidRecord, and records nothing then; for device tensors at a later call, or at the end.
         """
+        passed = dict(locals())  # every keyword by its name, before any of them is replaced
+        given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
         step = step_number(step)
         if not isinstance(split, str) or split not in SPLITS:
             raise InvalidRecord(f"step {step}, split: got {shown(split)}; give {' or '.join(map(repr, SPLITS))}")
-        response_ids = local_part(response_ids, f"step {step}, response_ids")
-        rows = num_rows(response_ids, f"step {step}, response_ids")
+        given["response_ids"] = local_part(response_ids, f"step {step}, response_ids")
+        rows = num_rows(given["response_ids"], f"step {step}, response_ids")
         if not rows:
             raise InvalidRecord(
                 f"step {step}, response_ids: holds no sequence; leave the call out where a step has none"
@@ -287,33 +291,19 @@ class Recorder:
                 f"step {step}, rewards: got {shown(rewards)}; give a dict of a reward function's name -> its values [B], "
                 "or their sum as reward="
             )
-        per_token_advantage = advantage is not None and is_per_token(advantage)
+        given["rewards"] = None if rewards is None else list(rewards.values())
+        given["advantage" if is_per_token(advantage) else "advantages"] = None
         staged = Staged(
             f"step {step}",
-            response_ids=response_ids,
-            prompt_ids=prompt_ids,
             response_attention_mask=response_attention_mask,
             prompt_attention_mask=prompt_attention_mask,
-            response_mask=response_mask,
-            advantages=advantage if per_token_advantage else None,
-            advantage=None if per_token_advantage else advantage,
-            reward=reward,
-            rewards=None if rewards is None else list(rewards.values()),
-            policy_version=policy_version,
-            group_id=group_ids,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            max_tokens=max_tokens,
-            finish_reason=finish_reason,
+            **given,
         )
         named = self._names[split]
         before = replace(named)
-        given = None if seq_ids is None else names(seq_ids, f"step {step}, seq_ids")
-        named.refuse_repeated(step, given or [])
-        seq_ids = self._sequence_names(split, step, given, rows)
+        own = None if seq_ids is None else names(seq_ids, f"step {step}, seq_ids")
+        named.refuse_repeated(step, own or [])
+        seq_ids = self._sequence_names(split, step, own, rows)
         known = named.add(step, seq_ids, ordered=self._ordered)
         batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt, split=split)
         reward_names = names(list(rewards or {}), f"step {step}, rewards")
@@ -369,6 +359,7 @@ class Recorder:
 
         Raises InvalidRecord, and records nothing then; for device tensors at a later call, or at the end.
         """
+        given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
         check_pass(pass_name, self._declared)
         if not isinstance(batch, Batch):
             raise InvalidRecord(f"batch: got {shown(batch)}; give the batch that add_sequences returned")
@@ -378,7 +369,8 @@ class Recorder:
         _check_types(
             what, forward=(forward, Forward), distribution=(distribution, Distribution), routing=(routing, Routing)
         )
-        chosen, logprobs = batch.rows(rows), local_part(logprobs, f"{what}, logprobs")
+        chosen = batch.rows(rows)
+        given["logprobs"] = logprobs = local_part(logprobs, f"{what}, logprobs")
         found = num_rows(logprobs, f"{what}, logprobs")
         if found != len(chosen):
             raise InvalidRecord(
@@ -396,9 +388,7 @@ class Recorder:
             )
         staged = Staged(
             what,
-            logprobs=logprobs,
-            entropy=entropy,
-            top2_gap=top2_gap,
+            **given,
             attention_mask=attention_mask,
             scored_mask=scored_mask,
             policy_version=policy_version,
@@ -532,37 +522,34 @@ class Recorder:
             batch.width_without_mask = int(lengths[0])
             remedy = _unmasked(batch)
 
-        def per_token(name: str, dtype: Any) -> Ragged | None:
-            if values[name] is None:
-                return None
-            return aligned(values[name], dtype, padding, lengths, batch.seq_ids, batch.step, name, remedy)
-
         prompt_ids = values["prompt_ids"]
         if prompt_ids is not None:
             prompt_ids = flatten(prompt_ids, np.int32, prompt_padding, f"{where}, prompt_ids")
             if len(prompt_ids) != rows:
                 raise InvalidRecord(f"{where}: {len(prompt_ids)} prompts for {rows} responses")
-        group_ids = values["group_id"]
-        if group_ids is not None:
-            group_ids = listed(names(group_ids, f"{where}, group_ids", optional=True), rows, f"{where}, group_ids")
-        scalars = {
-            name: per_row(values[name], rows, type, f"{where}, {name}", flags=name in ("reward", "advantage"))
-            for name, type in SCALARS.items()
-        }
+
+        def prepared(column: Column) -> Any:
+            name, value = column.name, values[column.name]
+            what = f"{where}, {column.keyword or name}"
+            if value is None:
+                return None
+            if column.alignment == PER_RESPONSE_TOKEN:
+                dtype = column.type.value_type.to_pandas_dtype()
+                return aligned(value, dtype, padding, lengths, batch.seq_ids, batch.step, name, remedy)
+            if column.type == REWARDS:
+                named = zip(reward_names, value, strict=True)
+                return {name: reward_array(value, rows, f"{what}[{name!r}]") for name, value in named} or None
+            if column.is_name:
+                return listed(names(value, what, optional=True), rows, what)
+            return per_row(value, rows, column.type, what, flags=column.takes_flags)
+
+        ids = {"prompt_ids": prompt_ids, "response_ids": response_ids}
         found = SequenceRows(
             step=batch.step,
             seq_ids=batch.seq_ids,
             attempt=batch.attempt,
             writer=self.writer.name,
-            response_ids=response_ids,
-            prompt_ids=prompt_ids,
-            response_mask=per_token("response_mask", bool),
-            advantages=per_token("advantages", np.float32),
-            rewards={
-                name: reward_array(value, rows, f"{where}, rewards[{name!r}]")
-                for name, value in zip(reward_names, values["rewards"] or [], strict=True)
-            },
-            scalars=scalars | {"group_id": group_ids},
+            columns={name: ids[name] if name in ids else prepared(column) for name, column in _STAGED.items()},
         )
         batch.resolve(lengths, padding, None if prompt_ids is None else prompt_ids.lengths)
         return found
@@ -589,13 +576,12 @@ class Recorder:
             return aligned(values[name], dtype, padding, lengths, seq_ids, step, what, remedy)
 
         scored = per_token("scored_mask", bool)
-        logprobs, entropy, top2_gap = (
-            with_holes(per_token(name), scored) for name in ("logprobs", "entropy", "top2_gap")
-        )
-        if logprobs is not None:
+        scores = {name: with_holes(per_token(name), scored) for name in TOKEN_SCORES}
+        if (logprobs := scores["logprobs"]) is not None:
             if self._checks_logprobs:
                 check_logprobs(logprobs, tolerance, seq_ids, step, pass_name)
             self._warn_rounded(pass_name, values["logprobs"])
+        what = f"step {step}, policy_version"
         return ScoreRows(
             pass_name=pass_name,
             step=step,
@@ -603,12 +589,8 @@ class Recorder:
             attempt=batch.attempt,
             writer=self.writer.name,
             contract=None,
-            policy_version=per_row(
-                values["policy_version"], len(chosen), SCALARS["policy_version"], f"step {step}, policy_version"
-            ),
-            logprobs=logprobs,
-            entropy=entropy,
-            top2_gap=top2_gap,
+            policy_version=per_row(values["policy_version"], len(chosen), _STAGED["policy_version"].type, what),
+            scores=scores,
         )
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
@@ -639,7 +621,7 @@ class Recorder:
             self.writer.state.num_eval_sequences += len(rows.seq_ids)
             return
         self.writer.state.num_sequences += len(rows.seq_ids)
-        self.writer.state.num_tokens += int(rows.response_ids.lengths.sum())
+        self.writer.state.num_tokens += int(rows.columns["response_ids"].lengths.sum())
 
     def _append_scores(
         self,

@@ -6,7 +6,7 @@ Shapes: B rows, T padded width, N tokens of all rows together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,32 +60,24 @@ class SequenceRows:
     step: int
     seq_ids: list[str]
     writer: str
-    response_ids: Ragged
+    columns: dict[str, Any]
+    """Column -> one value for all rows, [B] values, lists, or of the rewards each function's [B] values."""
     attempt: int | None = None
-    prompt_ids: Ragged | None = None
-    response_mask: Ragged | None = None
-    advantages: Ragged | None = None
-    rewards: Mapping[str, np.ndarray] | None = None
-    scalars: dict[str, Any] = field(default_factory=dict)
-    """Column -> one value for all rows, or [B]."""
 
     def to_batch(self) -> pa.RecordBatch:
-        rows = len(self.seq_ids)
-        columns: dict[str, Any] = {
+        lists = {side: self.columns.get(f"{side}_ids") for side in ("prompt", "response")}
+        made = {
             "step": self.step,
             "seq_id": text_array(self.seq_ids),
             "attempt": self.attempt,
             "writer": self.writer,
-            "num_response_tokens": number_array(self.response_ids.lengths, pa.int32()),
-            "rewards": _reward_maps(self.rewards, rows),
+            **{
+                f"num_{side}_tokens": number_array(ids.lengths, pa.int32())
+                for side, ids in lists.items()
+                if ids is not None
+            },
         }
-        for name in ("prompt_ids", "response_ids", "response_mask", "advantages"):
-            ragged: Ragged | None = getattr(self, name)
-            if ragged is not None:
-                columns[name] = ragged.to_arrow(_SEQUENCES.types[name])
-        if self.prompt_ids is not None:
-            columns["num_prompt_tokens"] = number_array(self.prompt_ids.lengths, pa.int32())
-        return _SEQUENCES.batch(columns | self.scalars, rows)
+        return _SEQUENCES.batch(self.columns | made, len(self.seq_ids))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,12 +89,11 @@ class ScoreRows:
     seq_ids: list[str]
     writer: str
     contract: str | None
+    scores: Mapping[str, Ragged | None]
+    """Column -> a value of each response token."""
     attempt: int | None = None
     iteration: Any = 0
     policy_version: Any = None
-    logprobs: Ragged | None = None
-    entropy: Ragged | None = None
-    top2_gap: Ragged | None = None
     forward: Forward | None = None
     dense: Sequence[tuple[str, int] | None] | None = None
     """[B] Zarr group and first row of each captured sequence."""
@@ -110,7 +101,6 @@ class ScoreRows:
     """[B] Zarr group and first row of each sequence's router choices."""
 
     def to_batch(self) -> pa.RecordBatch:
-        rows = len(self.seq_ids)
         columns: dict[str, Any] = {
             "pass": self.pass_name,
             "step": self.step,
@@ -120,11 +110,8 @@ class ScoreRows:
             "iteration": self.iteration,
             "policy_version": self.policy_version,
             "contract": self.contract,
+            **self.scores,
         }
-        for name in ("logprobs", "entropy", "top2_gap"):
-            ragged: Ragged | None = getattr(self, name)
-            if ragged is not None:
-                columns[name] = ragged.to_arrow(_SCORES.types[name])
         if self.forward is not None:
             columns |= {
                 "forward_id": self.forward.ids,
@@ -133,13 +120,11 @@ class ScoreRows:
                 "pad_left": self.forward.pad_left,
                 "pad_right": self.forward.pad_right,
             }
-        if self.dense is not None:
-            columns["dense"] = [None if entry is None else entry[0] for entry in self.dense]
-            columns["dense_start"] = [None if entry is None else entry[1] for entry in self.dense]
-        if self.routing is not None:
-            columns["routing"] = [group for group, _ in self.routing]
-            columns["routing_start"] = [start for _, start in self.routing]
-        return _SCORES.batch(columns, rows)
+        for name, places in (("dense", self.dense), ("routing", self.routing)):
+            if places is not None:
+                columns[name] = [None if place is None else place[0] for place in places]
+                columns[f"{name}_start"] = [None if place is None else place[1] for place in places]
+        return _SCORES.batch(columns, len(self.seq_ids))
 
 
 class _Builder:
@@ -158,6 +143,10 @@ class _Builder:
     def _column(self, name: str, value: Any, rows: int) -> pa.Array:
         if isinstance(value, pa.Array):
             return value
+        if isinstance(value, Ragged):
+            return value.to_arrow(self.types[name])
+        if isinstance(value, Mapping):
+            return _reward_maps(value, rows)
         if isinstance(value, (list, tuple)):
             return column_array(value, self.types[name])
         if is_tensor(value) or isinstance(value, np.ndarray):
@@ -177,16 +166,6 @@ _SEQUENCES = _Builder(SEQUENCES_TABLE.schema)
 _SCORES = _Builder(SCORES_TABLE.schema)
 
 
-SCALARS = {
-    name: _SEQUENCES.types[name]
-    for name in (
-        "policy_version", "reward", "advantage", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-        "max_tokens", "finish_reason",
-    )
-}  # fmt: skip
-"""Column of one value a sequence -> its type."""
-
-
 def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
     """[B] float64: what one reward function gave, NaN where it gave none. Raises InvalidRecord."""
     found = per_row(value, rows, pa.float64(), what, flags=True)
@@ -195,10 +174,8 @@ def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
     return np.full(rows, np.nan if found is None else found)
 
 
-def _reward_maps(rewards: Mapping[str, np.ndarray] | None, rows: int) -> pa.Array | None:
+def _reward_maps(rewards: Mapping[str, np.ndarray], rows: int) -> pa.Array:
     """One map a row from one array a reward function."""
-    if not rewards:
-        return None
     names = list(rewards)
     keys = text_array(names * rows)
     values = number_array(np.stack([rewards[name] for name in names], axis=1).reshape(-1), pa.float64())

@@ -40,8 +40,10 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
 
     Raises InvalidRecord for a value that the column does not hold, and for another number of them than `rows`.
     """
-    if value is None or _is_column(value, rows, type):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, pa.Array) and value.type == type and len(value) == rows and not pa.types.is_string(type):
+        return value.take(pa.array(range(rows), pa.int64())) if value.offset else value
     if isinstance(value, (str, bytes, Real)) or (_is_array(value) and value.shape == ()):
         return _one(value, type, what, flags)
     values = listed(value, rows, what)
@@ -53,17 +55,14 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
 
 
 def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
-    """Whether each value is None, a float of a column of floats, or ASCII of one of text: none is looked at by itself then."""
+    """Whether no value has to be looked at by itself: each is None, or a float, ASCII or int64 of a column that holds it."""
     kinds = set(map(type, values)) - {NoneType}
     if pa.types.is_string(column):
         return kinds <= {str} and "".join(filter(None, values)).isascii()
+    if pa.types.is_integer(column):
+        bound = 2 ** (column.bit_width - 1)
+        return kinds <= {int} and all(-bound <= value < bound for value in values if value is not None)
     return pa.types.is_floating(column) and kinds <= {float}
-
-
-def _is_column(value: Any, rows: int, type: pa.DataType) -> bool:
-    """Whether numbers are the column already."""
-    is_array = isinstance(value, pa.Array) and value.type == type and not pa.types.is_string(type)
-    return is_array and value.offset == 0 and len(value) == rows
 
 
 def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import EVAL_SCORES, SCORES, Segment
+from ..schemas.tables import FLOATS, TOKENS
 from ..schemas.tables import TABLES as TABLE_SPECS
 from . import dense
 from .journal import DENSE_TABLE, JOURNALED, read_journal
@@ -26,8 +27,6 @@ ROW_GROUP_TOKENS = 1 << 20
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
-SPLIT_FLOATS = ("logprobs", "entropy", "top2_gap", "advantages")
-_REPEATED_TEXT = ("pass", "contract", "writer", "finish_reason", "group_id", "dense", "name", "tensor", "dtype")
 
 
 def seal(folder: Path, segment: Segment) -> dict[str, SealedFile]:
@@ -92,14 +91,15 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
     return replace(written, steps=(min(int(one.min()) for one in steps), max(int(one.max()) for one in steps)))
 
 
-def parquet_options(table: str, *, split: Sequence[str] = SPLIT_FLOATS) -> dict[str, Any]:
-    """Encodings of a table of the trace, for pyarrow's ParquetWriter; lists of `split` are split into their bytes."""
-    names = set(TABLE_SPECS[table].schema.names)
-    encodings = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in split if name in names}
+def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
+    """Encodings of a table of the trace, for pyarrow's ParquetWriter: floats, and token ids on request, are split into bytes."""
+    columns = TABLE_SPECS[table].columns
+    split = (FLOATS, TOKENS) if splits_ids else (FLOATS,)
+    encodings = {f"{column.name}.list.element": "BYTE_STREAM_SPLIT" for column in columns if column.type in split}
     return {
         "compression": COMPRESSION,
         "compression_level": COMPRESSION_LEVEL,
-        "use_dictionary": [name for name in _REPEATED_TEXT if name in names],
+        "use_dictionary": [column.name for column in columns if column.repeats],
         "column_encoding": encodings or None,
         "write_batch_size": 1 << 16,
     }

@@ -13,15 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...schemas.tables import SAMPLING
 from ..trace.database import Database
 from ..trace.ragged import counted, fitted, flat
 from ..trace.sampling import neighbouring_pairs, tokens_by_step
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
 from .thresholds import MAX_READ_TOKENS, MAX_SAMPLED_STEPS, MAX_SAMPLED_TOKENS, MAX_WORST_STEPS, MIN_SAMPLED_STEPS
-
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-"""Columns of a sequence's sampling settings."""
 
 
 @dataclass(kw_only=True)
@@ -144,7 +142,7 @@ _ROWS = [
     *(
         f"s.{name}"
         for name in (
-            "step", "seq_id", "group_id", "prompt_ids", "response_ids", "num_response_tokens", "policy_version", *SETTINGS,
+            "step", "seq_id", "group_id", "prompt_ids", "response_ids", "num_response_tokens", "policy_version", *SAMPLING,
         )
     ),
     *(
@@ -197,7 +195,7 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
         group_ids=table["group_id"].to_pylist(),
         prompts=table["prompt_ids"].to_pylist(),
         versions=_versions(table["policy_version"]),
-        settings={name: _numbers(table[name]) for name in SETTINGS},
+        settings={name: _numbers(table[name]) for name in SAMPLING},
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...schemas.layout import HYPERPARAMETER
 from ...schemas.passes import REPLAY_PREFIX
+from ...schemas.tables import SAMPLING
 from ..statement import Measured
 from ..trace.contracts import field_text, flat_contract
 from ..trace.database import Database
@@ -16,8 +17,6 @@ from .comparison import RunDifference
 _SETTINGS = """
 SELECT name, step, value, text FROM metrics WHERE starts_with(name, $prefix) ORDER BY step, logged_at
 """
-
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 _SAMPLING = f"""
 SELECT step, {", ".join(f"list_sort(list(DISTINCT {name})) AS {name}" for name in SAMPLING)}

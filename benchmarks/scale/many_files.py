@@ -63,12 +63,17 @@ def _step(rng, step, writer):
     ids = Ragged(rng.integers(0, 150_000, tokens, dtype=np.int32), lengths)
     yield (
         SEQUENCES,
-        SequenceRows(**known, response_ids=ids, prompt_ids=ids, scalars={"reward": rng.random(len(names))}).to_batch(),
+        SequenceRows(
+            **known, columns={"response_ids": ids, "prompt_ids": ids, "reward": rng.random(len(names))}
+        ).to_batch(),
     )
     rollout = -rng.exponential(0.5, tokens).astype(np.float32)
     trained = np.minimum(rollout + rng.normal(0, 0.02, tokens).astype(np.float32), 0)
     for name, values in (("rollout", rollout), ("train", trained)):
-        yield SCORES, ScoreRows(**known, pass_name=name, contract=None, logprobs=Ragged(values, lengths)).to_batch()
+        yield (
+            SCORES,
+            ScoreRows(**known, pass_name=name, contract=None, scores={"logprobs": Ragged(values, lengths)}).to_batch(),
+        )
 
 
 def asked(trace, question):

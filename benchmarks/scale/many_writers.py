@@ -94,9 +94,9 @@ def _append_steps(writer, rng, steps, number, sequences, mean_tokens):
     known = {"step": step, "seq_ids": names, "attempt": 1, "writer": writer.name}
     rows = SequenceRows(
         **known,
-        response_ids=Ragged(rng.integers(0, VOCABULARY, tokens, dtype=np.int32), lengths),
-        prompt_ids=Ragged(rng.integers(0, VOCABULARY, 12 * len(step), dtype=np.int32), np.full(len(step), 12)),
-        scalars={
+        columns={
+            "response_ids": Ragged(rng.integers(0, VOCABULARY, tokens, dtype=np.int32), lengths),
+            "prompt_ids": Ragged(rng.integers(0, VOCABULARY, 12 * len(step), dtype=np.int32), np.full(len(step), 12)),
             "group_id": [f"{of}-{number}" for of in step],
             "reward": rng.random(len(step)),
             "advantage": rng.normal(0, 1, len(step)),
@@ -107,7 +107,7 @@ def _append_steps(writer, rng, steps, number, sequences, mean_tokens):
     writer.state.num_sequences += len(step)
     writer.state.num_tokens += tokens
     for name, values in (("rollout", rollout), ("train", trained), ("current", trained)):
-        scores = ScoreRows(**known, pass_name=name, contract=None, logprobs=Ragged(values, lengths))
+        scores = ScoreRows(**known, pass_name=name, contract=None, scores={"logprobs": Ragged(values, lengths)})
         writer.append(SCORES, scores.to_batch())
 
 

@@ -43,9 +43,10 @@ from tim_trace.analysis.check.finding import FAULTS, HEALTHY, WEIGHT_CAUSES, Fin
 from tim_trace.analysis.check.notes import notes
 from tim_trace.analysis.check.pair_data import PairData
 from tim_trace.analysis.check.result import CheckResult
-from tim_trace.analysis.check.sample import SETTINGS, PassSample, Sample
+from tim_trace.analysis.check.sample import PassSample, Sample
 from tim_trace.analysis.check.sums import PairSums
 from tim_trace.analysis.check.text import checked_json, checked_text, evidence_text
+from tim_trace.schemas.tables import SAMPLING
 
 
 def pair_data(a, b, lengths=None, *, tokens=None, steps=None, settings=None, entropy=None, prompts=None, **more):
@@ -66,7 +67,7 @@ def pair_data(a, b, lengths=None, *, tokens=None, steps=None, settings=None, ent
         starts=np.concatenate([[0], np.cumsum(lengths)]), steps=np.ones(num, int) if steps is None else np.asarray(steps),
         seq_ids=[f"s{row}" for row in range(num)], group_ids=["g"] * num, prompts=prompts or [None] * num,
         versions=np.ma.masked_all(num, np.int64),
-        settings={name: np.full(num, np.nan) for name in SETTINGS} | (settings or {}),
+        settings={name: np.full(num, np.nan) for name in SAMPLING} | (settings or {}),
     )  # fmt: skip
     d2 = sample.d[np.isfinite(sample.d)] ** 2
     not_finite = [~np.isfinite(values) & ~np.isnan(values) for values in (a, b)]

@@ -281,8 +281,8 @@ def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
     [
         (["scores=reward"], r"map: .*dump\.jsonl has no column 'scores'; it has step, seq_id, prompt_ids, .*, score"),
         (
-            ["score=rewards"],
-            "map: 'score' cannot become 'rewards'; a trace takes step, prompt_ids, response_ids, .*finish_reason",
+            ["score=prize"],
+            "map: 'score' cannot become 'prize'; a trace takes step, seq_id, .*response_ids, .*finish_reason",
         ),
         (["score=reward"], r"the columns reward and score both become 'reward'; map one to nothing, as reward="),
         (["score=top_p", "uid=top_p"], "the columns score and uid both become 'top_p'; map one to nothing, as score="),

@@ -72,7 +72,7 @@ def test_an_npz_of_objects_or_of_another_length_is_refused(tmp_path):
         import_dump("npz", tmp_path / "a", output=tmp_path / "run")
     write_views(tmp_path / "b", samples)
     np.savez(tmp_path / "b" / "short.npz", logp=np.zeros(1, np.float32), offsets=np.array([0, 1]), ids=np.array([0]))
-    with pytest.raises(ImportFailed, match="view replay/short has 1 values"):
+    with pytest.raises(ImportFailed, match="pass replay/short has 1 logprobs for"):
         import_dump("npz", tmp_path / "b", output=tmp_path / "run")
     np.savez(tmp_path / "b" / "short.npz", logp=np.zeros(1, np.float32), offsets=np.array([0, 9]), ids=np.array([0]))
     with pytest.raises(ImportFailed, match="offsets"):

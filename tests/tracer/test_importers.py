@@ -1,3 +1,4 @@
+import csv
 import gzip
 import json
 
@@ -76,6 +77,67 @@ def test_every_column_comes_in(tmp_path, name):
     assert entropies == [("train", ROW["entropy"])]
     query = "SELECT DISTINCT \"pass\" = 'rollout', policy_version FROM scores ORDER BY ALL"
     assert connection.execute(query).fetchall() == [(False, None), (True, 2)]
+
+
+FURTHER = {
+    "min_p": 0.125, "repetition_penalty": 1.5, "max_tokens": 64, "rewards": {"format": True, "correct": 0.5},
+    "advantages": [0.5, 0.25, 0.125], "top2_gap": [0.5, 0.25, 1.0],
+}  # fmt: skip
+
+
+def write_csv(path, rows):
+    lines = [list(rows[0]), *([json.dumps(cell) for cell in row.values()] for row in rows)]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("a.parquet", write_parquet), ("a.jsonl", write_json), ("a.csv", write_csv)]
+)
+def test_settings_rewards_and_gaps_that_the_recorder_takes_come_in(tmp_path, name, write):
+    keys = ("step", "prompt_ids", "response_ids", "train_logprobs")
+    write(tmp_path / name, [{key: ROW[key] for key in keys} | FURTHER])
+    imported = import_parquet(tmp_path / name, output=tmp_path / "run")
+    assert imported.ignored_columns == ()
+    query = "SELECT min_p, repetition_penalty, max_tokens, rewards, advantages FROM sequences"
+    (found,) = connect(tmp_path / "run").execute(query).fetchall()
+    assert found == (0.125, 1.5, 64, {"format": 1.0, "correct": 0.5}, [0.5, 0.25, 0.125])
+    assert connect(tmp_path / "run").execute("SELECT top2_gap FROM scores").fetchall() == [([0.5, 0.25, 1.0],)]
+
+
+def test_rewards_and_advantages_may_be_missing_in_some_rows(tmp_path):
+    rows = [ROW | {"seq_id": str(row)} for row in range(4)]
+    rows[0] |= {"rewards": {"format": 1.0}}
+    rows[1] |= {"rewards": {"format": None, "correct": 0.0}, "advantages": [0.5, 0.5, 0.5]}
+    rows[2] |= {"advantages": [1.0, 0.5, 0.25]}
+    write_json(tmp_path / "a.jsonl", rows)
+    import_parquet(tmp_path / "a.jsonl", output=tmp_path / "run")
+    query = "SELECT CAST(rewards AS VARCHAR), advantage, advantages FROM sequences ORDER BY seq_id"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [
+        ("{format=1.0}", -0.5, None),
+        ("{correct=0.0}", None, [0.5, 0.5, 0.5]),
+        (None, None, [1.0, 0.5, 0.25]),
+        (None, -0.5, None),
+    ]
+
+
+@pytest.mark.parametrize("value", ["a", [1.0], {"a": "b"}, {"a": [1]}, 2.5])
+def test_rewards_that_are_no_record_of_numbers_are_refused(tmp_path, value):
+    write_json(tmp_path / "a.jsonl", [ROW, ROW | {"seq_id": "b", "rewards": value}])
+    with pytest.raises(
+        ImportFailed, match=r"a.jsonl: column 'rewards' holds .*, where each row needs a record of numbers.* \(line 2"
+    ):
+        import_parquet(tmp_path / "a.jsonl", output=tmp_path / "run")
+
+
+def test_a_number_that_is_missing_in_a_large_arrow_file_is_null(tmp_path):
+    rows = [ROW | {"seq_id": str(row), "reward": None, "top_k": None} for row in range(600)]
+    table = pa.Table.from_pylist([*rows[:-1], ROW | {"seq_id": "last"}])
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    import_parquet(tmp_path / "a.arrow", output=tmp_path / "run")
+    query = "SELECT count(reward), count(top_k) FROM sequences"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [(1, 1)]
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def recorded(folder, passes, *, closes=True, num_tokens=3):
                 continue
             rows = ScoreRows(
                 pass_name=name, step=step, seq_ids=["a", "b"], writer=recorder.writer.name, contract=None,
-                entropy=Ragged(np.ones(2 * num_tokens, np.float32), np.full(2, num_tokens)),
+                scores={"entropy": Ragged(np.ones(2 * num_tokens, np.float32), np.full(2, num_tokens))},
             )  # fmt: skip
             recorder.writer.submit(partial(recorder.writer.append, "scores", rows.to_batch()), 0)
     if closes:

@@ -28,7 +28,7 @@ from ..liveness import liveness, this_process
 from ..lock import alone
 from ..parquet_file import write_checked
 from ..progress import Progress
-from ..seal import SPLIT_FLOATS, parquet_options
+from ..seal import parquet_options
 from ..snapshot import Snapshot, TableFile, take_snapshot
 from ..store import Store
 from ..upload import Upload
@@ -37,8 +37,6 @@ from .buckets import sorted_groups, step_tokens
 from .parts import Part, read_parts, sweeps
 from .shared_chunks import share_chunks
 
-_SPLIT = (*SPLIT_FLOATS, "prompt_ids", "response_ids")
-"""Lists whose elements are split into their bytes: token ids take less so, too."""
 FILE_BYTES = 512_000_000
 """About what a merged file takes where nothing else is asked for."""
 _SMALL = 0.25
@@ -153,7 +151,7 @@ def _write_table(
         with trace_file(building, relative) as temporary:
             written = write_checked(
                 temporary, relative, TABLE_SPECS[table].schema, groups.until(temporary, file_bytes, steps),
-                block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, split=_SPLIT),
+                block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, splits_ids=True),
             )  # fmt: skip
             if table in (SCORES, EVAL_SCORES):
                 written = share_chunks(temporary, written, SMALL_BLOCK_BYTES)

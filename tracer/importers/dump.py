@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from ..store import file_system, first_line
 from .fields import Fields
 from .pickles import Budget
 from .remote_file import DumpFile, RemoteFile, opened, whole_content
-from .rowbatch import RowBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,28 +199,3 @@ class Reading:
     def budget(self) -> Budget:
         """What reading this part may take in memory."""
         return Budget(", ".join(self.part.files[:2]), self.folder.num_bytes(self.part.files))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
-    """How the dumps of one framework are read."""
-
-    name: str
-    writes: str
-    """Which option of the framework writes these files."""
-    files: str
-    """How the files are called."""
-    columns: Mapping[str, tuple[str, ...]]
-    """Column of the trace -> names of the fields that it may be read from, the first that is there."""
-    alignment: str
-    """Which token a value belongs to, and what is no value."""
-    recognises: Callable[[DumpFolder], bool]
-    """Whether a folder holds such files."""
-    parts: Callable[[DumpFolder], list[Part]]
-    """The files of a folder, by step. Raises ImportFailed."""
-    read: Callable[[Reading], Iterator[RowBatch]]
-    """The rows of one part, under the names of the trace's columns. Raises ImportFailed."""
-    lacks: Mapping[str, str] = field(default_factory=dict)
-    """Pass -> why it has no scores where no file holds them, and what would give them."""
-    lines: bool = False
-    """Whether a file has the rows of several steps and grows by lines."""

@@ -5,13 +5,20 @@ Shapes: B rows, N tokens of all of them together.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from ...schemas.errors import ImportFailed
+from ...schemas.passes import LOGPROBS
+from ..ragged import Padding
+from ..routing import NOT_ROUTED
 from .fields import Values
 from .rowbatch import RowBatch
+
+_MOST_EXPERTS = np.iinfo(np.int16).max
 
 
 class DumpRows:
@@ -26,7 +33,20 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """Add a row; cells that are None are not recorded. `routing` is what RowBatch has of it, and no column."""
+        """Add a row; cells that are None are not recorded, and one without `response_ids` has no token.
+
+        `routing` is what RowBatch has of it, and no column. Raises ImportFailed for values that are not as many as the tokens.
+        """
+        cells.setdefault("prompt_ids", None)
+        response = cells.get("response_ids")
+        if response is None:
+            cells["response_ids"] = np.empty(0, np.int32)
+        else:
+            for name, cell in cells.items():
+                if name.endswith(LOGPROBS) and cell is not None and len(cell) != len(response):
+                    where = f"{self._file}, {self._unit} {number}"
+                    named = name.removesuffix(LOGPROBS)
+                    raise ImportFailed(f"{where}: pass {named} has {len(cell)} logprobs for {len(response)} tokens")
         self._numbers.append(number)
         self._rows.append(cells)
 
@@ -38,7 +58,7 @@ class DumpRows:
             cells = [row.get(name) for row in self._rows]
             if name == "advantage":
                 cells = _advantages(cells, [row.get("response_mask") for row in self._rows])
-            if any(cell is not None for cell in cells) or name in ("prompt_ids",):
+            if any(cell is not None for cell in cells) or name == "prompt_ids":
                 columns[name] = _column(cells)
         routing = [row.get("routing") for row in self._rows]
         return RowBatch(
@@ -69,6 +89,29 @@ def list_column(
         values_N = values_N.astype(np.float64)
     flat = pa.array(values_N, mask=None if known_N is None or known_N.all() else ~known_N)
     return pa.ListArray.from_arrays(offsets, flat, mask=None if missing_B is None else pa.array(missing_B))
+
+
+def padded_columns(
+    step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
+    per_token: Mapping[str, np.ndarray],
+) -> dict[str, Any]:  # fmt: skip
+    """Columns of a batch that is padded: of responses and values of their tokens [B, T], and prompts with a padding of their own."""
+    num_rows = len(responses)
+    flat = {name: responded.flatten(values) for name, values in per_token.items()}
+    if "response_mask" in flat:
+        flat["response_mask"] = flat["response_mask"].astype(bool)
+    columns: dict[str, Any] = {
+        "step": [step] * num_rows,
+        "seq_id": [str(row) for row in range(num_rows)],
+        "prompt_ids": [None] * num_rows
+        if prompts is None
+        else list_column(prompted.flatten(prompts), prompted.lengths),
+        "response_ids": list_column(responded.flatten(responses), responded.lengths),
+        **{name: list_column(values, responded.lengths) for name, values in flat.items()},
+    }
+    if "advantage" in flat:
+        columns["advantage"] = advantage_column(flat["advantage"], responded.lengths, flat.get("response_mask"))
+    return columns
 
 
 def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
@@ -103,3 +146,19 @@ def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.nda
     found = np.zeros(len(lengths_B))
     found[has] = first
     return pa.array(found, mask=~has)
+
+
+def routed(found: np.ndarray, num_tokens: int, where: str) -> np.ndarray:
+    """[num_tokens, L, S] int16 of the choices of a sequence's first tokens, [N, L, S]; the others have none.
+
+    A token whose slots hold one expert all is padding: a router gives no expert twice. Raises ImportFailed.
+    """
+    if found.dtype.kind not in "iu" or (found.size and not NOT_ROUTED <= found.min() <= found.max() <= _MOST_EXPERTS):
+        raise ImportFailed(
+            f"{where}: its router choices are {found.dtype} beyond -1 to {_MOST_EXPERTS}, and so no experts"
+        )
+    ids = np.full((num_tokens, *found.shape[1:]), NOT_ROUTED, np.int16)
+    ids[: len(found)] = found
+    if found.shape[2] > 1:
+        ids[(ids == ids[:, :, :1]).all(axis=(1, 2))] = NOT_ROUTED
+    return ids

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
+from ...schemas import tables
 from ...schemas.errors import ImportFailed
+from ...schemas.passes import LOGPROBS
 from .arrays import Held
 from .pickles import Budget
 
@@ -88,6 +91,10 @@ class Fields:
         if value is None:
             raise ImportFailed(f"{self.where}: has no field {name!r}, which {column} is read from")
         return value
+
+    def cells(self, *columns: str) -> dict[str, Any]:
+        """The cells of these columns, or of every column of the trace that a field may give, each as its type is read."""
+        return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
         """An array of numbers with so many dimensions. Raises ImportFailed for anything else."""
@@ -211,6 +218,24 @@ class Fields:
         return found, known
 
 
+_READERS: dict[pa.DataType, Callable[[Fields, str], Any]] = {
+    tables.TOKENS: Fields.ids,
+    tables.FLAGS: Fields.flags,
+    tables.FLOATS: Fields.values,
+    pa.string(): Fields.text,
+    pa.float64(): Fields.number,
+    pa.int64(): Fields.integer,
+    pa.int32(): Fields.integer,
+}
+
+
+def _reader(column: str) -> Callable[[Fields, str], Any] | None:
+    """How a field that gives a column is read; None for what is no column of the trace."""
+    if column in tables.GIVEN:
+        return _READERS[tables.GIVEN[column].type]
+    return Fields.values if column.endswith(LOGPROBS) or column in tables.TOKEN_SCORES else None
+
+
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
     """Integers, or floats among which may be integers, as an array, faster than NumPy makes it; None for any other list.
 
@@ -232,11 +257,6 @@ _KNOWN.flags.writeable = False
 def _all_known(length: int) -> np.ndarray:
     """[T] True, not to be written to."""
     return _KNOWN[:length] if length <= len(_KNOWN) else np.ones(length, bool)
-
-
-def one_element(value: Any) -> Any:
-    """What a list of one element holds; any other value as it is."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _one(value: Any) -> Any:

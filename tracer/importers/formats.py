@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...schemas.errors import ImportFailed
 from .areal import AREAL
 from .dump import DumpFolder
+from .format import Format
 from .miles import MILES
 from .ms_swift import MS_SWIFT
 from .nemo_rl import NEMO_RL
@@ -19,7 +20,7 @@ from .trl import TRL
 from .verl import VERL
 from .vllm import VLLM
 
-FORMATS = {
+FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
         VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, NPZ, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
@@ -29,7 +30,7 @@ FORMATS = {
 
 def recognised(folder: DumpFolder) -> str | None:
     """The format of a folder; None where it is none of these. Raises ImportFailed where it may be several."""
-    found = [name for name, format in FORMATS.items() if format.recognises(folder)]
+    found = [name for name, format in FORMATS.items() if format.is_in(folder)]
     if len(found) > 1:
         raise ImportFailed(
             f"{folder.url}: holds files of {' and of '.join(found)}; name the format, as: tim-trace import {found[0]} PATH"

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from ... import __version__
 from ...schemas.checksums import SealedFile
-from ...schemas.clock import now
 from ...schemas.errors import (
     DamagedTrace,
     ImportFailed,
     InvalidOption,
-    TimTraceError,
     TraceExists,
     TraceNotFound,
     option,
 )
-from ...schemas.manifest import Manifest
-from ...schemas.passes import ROLLOUT, TRAIN
+from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
-from ..cluster import connected
-from ..create import grown_trace, whole_trace
 from ..progress import Progress, no_progress
 from ..store import Store
 from ..weights.attach import attach_model, is_attached, load_folder
-from .dump import DumpFolder, Format, Part, Reading, content_of
+from .dump import DumpFolder, Part, Reading, content_of
+from .file_lines import Lines, cut_lines, folder_of_lines
+from .format import Format
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
-from .placeholders import ZeroLists
-from .row_import import LOGPROBS, Imported, RowImport
+from .row_import import Imported, RowImport
 from .rowbatch import listed_names
 from .selection import Selection, check_sample
-from .unit_import import Lines, Piece, Unit, add_units, cut_lines, folder_of_lines, kept_manifest, room_of
+from .unit_import import Job, Piece, import_parts
 
 AUTO, PARQUET = "auto", "parquet"
 
@@ -123,7 +117,7 @@ def _imported(
     columns = _mapped(chosen, given)
     options = _options(share, given, steps if chosen.lines else "")
     before = None if force else _Before.of(output, chosen, options)
-    parts, held_back = _ready(chosen.parts(folder), partial)
+    parts, held_back = _ready(chosen.parts_of(folder), partial)
     source = f"import {chosen.name} {folder.url}"
     selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
     if selection.steps is not None:
@@ -136,8 +130,12 @@ def _imported(
             raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or _holds_none(chosen, folder)}")
         result = Imported(folder=Path(), format=chosen.name)
     else:
-        with connected(ray):
-            result = _written(job, parts, output, source, force=force, ray=ray, progress=progress)
+        rows = import_parts(
+            job, parts, output, source, ordered=_are_ordered(chosen, parts), grows=before is not None, force=force, ray=ray,
+            progress=progress,
+        )  # fmt: skip
+        result = rows.result
+        result.num_files = len(job.sources)
     result.folder = Path(os.path.abspath(os.path.expanduser(output)))
     result.held_back = tuple(held_back)
     result.num_known_files = 0 if before is None else before.num_known
@@ -151,34 +149,6 @@ def _holds_none(format: Format, folder: DumpFolder) -> str:
     return f"holds no {format.files}; {remedy}"
 
 
-def _written(
-    job: _Job, parts: list[Part], output: str | os.PathLike[str], source: str, *, force: bool, ray: str | None,
-    progress: Progress,
-) -> Imported:  # fmt: skip
-    manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
-    ordered = _are_ordered(job.format, parts)
-    room = None if ray is None else room_of(output)
-    if room is not None and job.before is None:
-        manifest = kept_manifest(room, source) or manifest
-    place = whole_trace(output, manifest, force=force) if job.before is None else grown_trace(output)
-    try:
-        with (
-            place as folder,
-            job.open_rows(folder, ordered=ordered) as rows,
-        ):
-            if ray is None or room is None:
-                num_read = job.add_all(parts, rows, progress)
-            else:
-                num_read = add_units(job, parts, rows, folder, room, ordered=ordered, address=ray, progress=progress)
-            job.finish(num_read, rows)
-    except TimTraceError:
-        raise
-    except OSError as error:
-        raise ImportFailed(f"{output}: could not be imported to ({error})") from error
-    rows.result.num_files = len(job.sources)
-    return rows.result
-
-
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
     """Whether no step comes a second time, so that the names of its sequences may be forgotten behind it."""
     steps = [part.step for part in parts if part.step is not None]
@@ -186,8 +156,8 @@ def _are_ordered(format: Format, parts: list[Part]) -> bool:
     return "step" not in format.columns and len(steps) == len(parts) and increase
 
 
-class _Job:
-    """What is imported how, and which files were read."""
+class _Job(Job):
+    """An import of the files of one format."""
 
     def __init__(
         self,
@@ -200,59 +170,32 @@ class _Job:
         options: dict[str, str],
         given: Mapping[str, str],
     ):
+        super().__init__(format.name, folder, selection)
         self.options, self._given = options, given
-        self.format, self.folder, self.columns, self.selection = format, folder, columns, selection
+        self.format, self.columns = format, columns
         self.partial, self.before = partial, before
-        self.seen: set[str] = set()
-        self.sources: dict[str, SealedFile] = {}
         self._lines: Lines | None = None
 
+    @property
+    def name(self) -> str:
+        return f"{self.format.name} {self.folder.url} {self.partial} {self.options}"
+
     def fresh(self) -> _Job:
-        """The same before anything was read."""
         return _Job(
             self.format, self.folder, self.columns, self.selection, self.partial, self.before, self.options, self._given
         )
 
     def pieces(self, name: str, most: int) -> Iterator[Piece]:
-        """The new lines of a file of lines."""
         if name.endswith(".jsonl"):
             yield from cut_lines(self.folder, name, self.first_line(name), most)
 
     def take_piece(self, name: str, piece: Piece) -> None:
-        """From now on read these lines of a file alone."""
         assert isinstance(piece, Lines)
         self.folder, self._lines = folder_of_lines(self.folder, name, piece), piece
 
-    def num_before(self, unit: Unit) -> int:
-        """No sequence is called by the number of its row."""
-        return 0
-
-    def open_rows(
-        self, folder: Path, *, ordered: bool, zero_lists: ZeroLists | None = None, num_before: int = 0
-    ) -> RowImport:
-        """Where rows are recorded to."""
-        return RowImport(
-            folder, self.format.name, self.folder.url, selection=self.selection, ordered=ordered,
-            zero_lists=zero_lists, num_before=num_before,
-        )  # fmt: skip
-
-    def add_all(self, parts: list[Part], rows: RowImport, progress: Progress) -> int:
-        """Read parts one after the other and record them. The number of rows that were read. Raises ImportFailed."""
-        num_read = 0
-        with progress("importing", sum(self.folder.num_bytes(part.files) for part in parts)) as advance:
-            for part in parts:
-                num_read += self.add(part, rows)
-                advance(self.folder.num_bytes(part.files))
-        return num_read
-
     def finish(self, num_read: int, rows: RowImport) -> None:
-        """Say of an import what can be said once everything was read. Raises ImportFailed."""
-        if not num_read and self.before is None:
-            raise ImportFailed(f"{self.folder.url}: its files hold no rows; each is one sequence")
-        if not rows.result.num_sequences and self.before is None:
-            raise ImportFailed(
-                f"{self.folder.url}: none of its {num_read} sequences was chosen; take a larger --sample"
-            )
+        if self.before is None:
+            super().finish(num_read, rows)
         unread = [name for name, ours in self._given.items() if ours and name not in self.seen]
         if unread:
             raise ImportFailed(f"no file has the field {listed_names(unread)}", option="map")
@@ -262,13 +205,12 @@ class _Job:
         rows.state.sources = self.sources
         rows.state.import_options = self.options
 
-    def add(self, part: Part, rows: RowImport) -> int:
-        """Read one part, or the lines that were taken of its one file, and record it. The number of rows that were read."""
+    def add(self, part: Part, rows: RowImport, advance: Callable[[int], None]) -> int:
         reading = self._reading(part)
         if self._lines is not None:
             reading.first_line = dict.fromkeys(part.files, self._lines.first)
         num_rows = 0
-        for batch in self.format.read(reading):
+        for batch in self.format.batches(reading):
             num_rows += len(batch.numbers)
             names = {name: name for name in batch.columns}
             passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
@@ -278,25 +220,12 @@ class _Job:
         for name in part.files:
             lines = reading.last_line.get(name) if self.format.lines else None
             self.sources[name] = reading.sources.get(name) or content_of(self.folder.path(name), lines=lines)
+        advance(self.folder.num_bytes(part.files))
         return num_rows
 
     def first_line(self, name: str) -> int:
         """Number of the first line of a file that is new, from 1."""
         return 1 if self.before is None else self.before.first_line(name)
-
-    def content(self, name: str, lines: int | None) -> SealedFile:
-        """What a file holds, or its first lines."""
-        return content_of(self.folder.path(name), lines=lines)
-
-    def still_holds(self, name: str, content: SealedFile) -> bool:
-        """Whether a file holds what it held, as far as it was read."""
-        grows = content.num_rows is not None
-        return content_of(self.folder.path(name), num_bytes=content.num_bytes if grows else None).hash == content.hash
-
-    @property
-    def name(self) -> str:
-        """Of what is imported how."""
-        return f"{self.format.name} {self.folder.url} {self.partial} {self.options}"
 
     def _reading(self, part: Part) -> Reading:
         first = {name: self.first_line(name) for name in part.files}
@@ -430,5 +359,5 @@ def _chosen_steps(
     for part in parts:
         if part.step is None:
             reading = Reading(folder=folder, part=part, columns=columns, seen=set())
-            there |= {step for batch in format.read(reading) for step in batch.columns["step"]}
+            there |= {step for batch in format.batches(reading) for step in batch.columns["step"]}
     return frozenset(parse_steps(steps, sorted(there), of=folder.url))

@@ -18,6 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...schemas import tables
+from ...schemas.tables import Column
+
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
@@ -262,6 +265,59 @@ TOKENS = list_of(
 STEP = required(integer("a whole number from 0 on", pa.int64(), 0, INT64_MAX))
 VERSION = integer("a whole number", pa.int64(), -INT64_MAX - 1, INT64_MAX)
 COUNT = integer(f"a whole number of at most {INT32_MAX}", pa.int32(), -INT32_MAX - 1, INT32_MAX)
+
+
+def _convert_rewards(array: pa.Array) -> pa.Array:
+    is_map = pa.types.is_map(array.type)
+    if not is_map and not pa.types.is_struct(array.type):
+        raise WrongValues
+    rows = [dict(row) if is_map and row is not None else row for row in array.to_pylist()]
+    if first_wrong(rows, REWARDS) is not None:
+        raise WrongValues
+    return pa.array([None if row is None else _rewards(row) for row in rows], tables.REWARDS)
+
+
+def _holds_rewards(value: Any) -> bool:
+    """Whether a record gives each name a number; NULL is a number that is missing."""
+    return isinstance(value, dict) and all(
+        _is_text(name) and (number is None or SCORE.holds(number)) for name, number in value.items()
+    )
+
+
+def _rewards(value: dict[str, Any]) -> list[tuple[str, float]]:
+    return [(name, float(number)) for name, number in value.items() if number is not None]
+
+
+REWARDS = Kind(
+    wants="a record of numbers, one per reward function",
+    type=tables.REWARDS,
+    convert=_convert_rewards,
+    holds=_holds_rewards,
+    of=_rewards,
+)
+
+_OF_TYPE = {
+    pa.float64(): NUMBER,
+    pa.int32(): COUNT,
+    pa.int64(): VERSION,
+    pa.string(): TEXT,
+    tables.TOKENS: TOKENS,
+    tables.FLOATS: VALUES,
+    tables.FLAGS: FLAGS,
+    tables.REWARDS: REWARDS,
+}
+
+
+def kind_of(column: Column) -> Kind:
+    """What each cell of a column of the trace must hold."""
+    kind = _OF_TYPE[column.type]
+    if column.name == "step":
+        kind = STEP
+    elif column.is_name:
+        kind = NAME
+    elif column.takes_flags:
+        kind = SCORE
+    return kind if column.null else required(kind)
 
 
 _NUMBER = re.compile(r"[+-]?(\d*\.?\d+|\d+\.|inf(inity)?|nan)(e[+-]?\d+)?", re.IGNORECASE)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import Format, Reading
+from .dump import Reading
 from .fields import Fields, Values
+from .format import Format
 from .pickles import Budget
 from .rowbatch import RowBatch
 from .samples import (

@@ -5,17 +5,11 @@ Shapes: S padded width of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder, Format, Part, Reading
-from .dump_rows import DumpRows
-from .fields import Fields, Values, one_element
-from .line_files import read_lines
-from .rowbatch import RowBatch
-
-_FILE = r"train_data_step(\d+)\.jsonl"
+from .fields import Fields, Values
+from .format import Format, read_rows
 
 COLUMNS = {
     "tokens": ("token_ids",),
@@ -30,23 +24,14 @@ COLUMNS = {
 }
 
 
-def _parts(folder: DumpFolder) -> list[Part]:
-    return [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_FILE)]
+def _rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
+    plain = {name: _one_element(value) for name, value in fields.record.items()}
+    cells = _cells(fields.of(plain, fields.where))
+    return [{"seq_id": str(fields.record.get("idx", number - 1)), **cells}]
 
 
-def _read(reading: Reading) -> Iterator[RowBatch]:
-    budget = reading.budget()
-    (path,) = reading.paths()
-    rows = DumpRows(str(path), "line")
-    for number, record in read_lines(path):
-        plain: Mapping[str, Any] = {name: one_element(value) for name, value in record.items()}
-        fields = reading.fields(plain, f"{path}, line {number}", budget)
-        rows.add(number, step=reading.part.step, seq_id=str(record.get("idx", number - 1)), **_cells(fields))
-        if len(rows) >= 64:
-            yield rows.batch()
-            rows = DumpRows(str(path), "line")
-    if len(rows):
-        yield rows.batch()
+def _one_element(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _cells(fields: Fields) -> dict[str, Any]:
@@ -93,9 +78,8 @@ NEMO_RL = Format(
     columns=COLUMNS,
     alignment="index i belongs to token_ids[i], index 0 to nothing; prompt and tool tokens hold 0; prev_logprobs of nothing but "
     "0 were not computed (force_on_policy_ratio)",
-    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
-    parts=_parts,
-    read=_read,
+    pattern=r"train_data_step(\d+)\.jsonl",
+    read=lambda reading: read_rows(reading, _rows, at_once=64),
     lacks={
         "train": "prev_logprobs holds nothing but 0: NeMo-RL computes none with force_on_policy_ratio=true; turn it off"
     },

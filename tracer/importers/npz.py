@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder, Format, Part, Reading
-from .dump_rows import DumpRows
-from .line_files import read_lines
+from ...schemas.passes import LOGPROBS
+from .dump import DumpFolder, Part, Reading
+from .fields import Fields
+from .format import Format, read_rows
 from .pickles import Budget
 from .remote_file import DumpFile
-from .row_import import LOGPROBS
-from .rowbatch import ROWS_AT_ONCE, RowBatch
+from .rowbatch import RowBatch
 from .torch_files import BAD_ZIP
 
 _VIEW, _SAMPLES = r"([^/]+)\.npz", r"samples[^/]*\.jsonl"
@@ -114,31 +114,16 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     passes = {pass_of(path.name): _View(path, budget) for path in views}
     if len(passes) < len(views):
         raise ImportFailed(f"{samples.parent}: two views have the same name")
-    rows = DumpRows(str(samples), "line")
-    for number, record in read_lines(samples):
-        fields = reading.fields(record, f"{samples}, line {number}", budget)
-        row, tokens = fields.integer("seq_id"), fields.ids("response_ids")
-        if row is None or tokens is None:
+
+    def rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
+        row = fields.integer("seq_id")
+        if row is None or "response_ids" not in fields:
             raise ImportFailed(f"{fields.where}: has no id with completion_ids")
-        cells: dict[str, Any] = {
-            "prompt_ids": fields.ids("prompt_ids"),
-            "response_ids": tokens,
-            "rollout_logprobs": fields.values("rollout_logprobs"),
-            "reward": fields.number("reward"),
-            "group_id": fields.text("group_id"),
-            "finish_reason": fields.text("finish_reason"),
-        }
-        for name, view in passes.items():
-            values = view.of(row)
-            if values is not None and len(values) != len(tokens):
-                raise ImportFailed(f"{fields.where}: view {name} has {len(values)} values for {len(tokens)} tokens")
-            cells[f"{name}{LOGPROBS}"] = values
-        rows.add(number, step=_STEP, seq_id=str(row), **cells)
-        if len(rows) == ROWS_AT_ONCE:
-            yield rows.batch()
-            rows = DumpRows(str(samples), "line")
-    if len(rows):
-        yield rows.batch()
+        own = fields.cells("prompt_ids", "response_ids", "rollout_logprobs", "reward", "group_id", "finish_reason")
+        views = {f"{name}{LOGPROBS}": view.of(row) for name, view in passes.items()}
+        return [{"seq_id": str(row), **own, **views}]
+
+    yield from read_rows(reading, rows, files=reading.part.files[:1])
 
 
 NPZ = Format(
@@ -148,7 +133,7 @@ NPZ = Format(
     columns=COLUMNS,
     alignment="logp[offsets[r]:offsets[r + 1]] belongs to the completion of the row ids[r] of samples.jsonl; the view bf16.npz "
     "becomes the pass replay/bf16",
-    recognises=lambda folder: any(True for _ in folder.matching(_VIEW)),
+    pattern=_VIEW,
     parts=_parts,
     read=_read,
     lacks={

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder, Format, Part, Reading
-from .dump_rows import DumpRows
+from .dump import DumpFolder, Part
 from .fields import Fields, Values
-from .line_files import read_lines
-from .rowbatch import RowBatch
+from .format import Format, read_rows
 
 _FILE = r"step_(\d+)/rank_(\d+)\.jsonl"
 _MARKER = "STABLE"
@@ -50,33 +48,13 @@ def _parts(folder: DumpFolder) -> list[Part]:
     return parts
 
 
-def _read(reading: Reading) -> Iterator[RowBatch]:
-    budget = reading.budget()
-    for name, path in zip(reading.part.files, reading.paths(), strict=True):
-        rows = DumpRows(str(path), "line")
-        for number, record in read_lines(path):
-            where = f"{path}, line {number}"
-            if record.get("schema_version", _VERSION) != _VERSION:
-                raise ImportFailed(
-                    f"{where}: is of schema_version {record['schema_version']!r}; version {_VERSION} is read"
-                )
-            fields = reading.fields(record, where, budget)
-            for piece, cells in enumerate(_sequences(fields)):
-                rows.add(
-                    number, step=reading.part.step, seq_id=f"{name}:{number}" + (f".{piece}" if piece else ""), **cells
-                )
-            if len(rows) >= 64:
-                yield rows.batch()
-                rows = DumpRows(str(path), "line")
-        if len(rows):
-            yield rows.batch()
-
-
 _PER_TOKEN = ("rollout_logprobs", "train_logprobs", "entropy", "advantage")
 
 
-def _sequences(fields: Fields) -> Iterator[dict[str, Any]]:
+def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
     """The sequences of a line: a new one begins where positions begin again. Without a token in the loss there is none."""
+    if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
+        raise ImportFailed(f"{fields.where}: is of schema_version {version!r}; version {_VERSION} is read")
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
     if tokens is None or mask is None:
         raise ImportFailed(f"{fields.where}: has no token_ids with a loss_mask")
@@ -122,7 +100,7 @@ PRIME_RL = Format(
     columns=COLUMNS,
     alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob, and null is none; the response "
     "begins at the first token that counts in the loss",
-    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
+    pattern=_FILE,
     parts=_parts,
-    read=_read,
+    read=lambda reading: read_rows(reading, _rows, at_once=64),
 )

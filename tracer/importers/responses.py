@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder, Part, Reading
-from .dump_rows import DumpRows
+from .dump import DumpFolder
 from .fields import Fields
-from .line_files import first_object, read_lines
+from .format import Format, first_object, read_rows
 from .remote_file import TIMES_AS_JSON, DumpFile, whole_content
-from .rowbatch import ROWS_AT_ONCE, RowBatch
-from .textfiles import parsed
+from .textfiles import parsed, read_lines
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
@@ -21,12 +19,7 @@ STEP = 0
 SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top_k",), "step": ("step",)}
 
 
-def response_parts(folder: DumpFolder) -> list[Part]:
-    """Each file of responses."""
-    return [Part(files=(name,)) for name, _ in folder.matching(_FILE)]
-
-
-def holds(folder: DumpFolder, key: str) -> bool:
+def _holds(folder: DumpFolder, key: str) -> bool:
     """Whether the first response of a folder has a key."""
     name = next((name for name, _ in folder.matching(_FILE)), None)
     if name is None:
@@ -61,29 +54,25 @@ def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[s
     return response, request if isinstance(request, Mapping) else record
 
 
-def read_responses(
-    reading: Reading, rows_of: Callable[[Fields, Mapping[str, Any]], Iterator[dict[str, Any]]]
-) -> Iterator[RowBatch]:
-    """Rows of the saved objects: `rows_of` gives those of one response."""
-    ((name, path),) = zip(reading.part.files, reading.paths(), strict=True)
-    rows, budget = DumpRows(str(path), "response"), reading.budget()
-    for number, record in objects(path, reading.first_line.get(name, 1)):
-        if path.suffix != ".json":
-            reading.last_line[name] = number
-        response, request = response_of(record)
-        where = f"{path}, response {number}"
-        settings = reading.fields(request, where, budget)
-        common = {
-            "step": STEP if (step := settings.integer("step")) is None else step,
-            **{key: settings.number(key) for key in ("temperature", "top_p")},
-            "top_k": settings.integer("top_k"),
-        }
-        for place, cells in enumerate(rows_of(reading.fields(response, where, budget), response)):
-            rows.add(
-                number, **{**common, "seq_id": f"{name}:{number}.{place}", "group_id": f"{name}:{number}", **cells}
-            )
-        if len(rows) >= ROWS_AT_ONCE:
-            yield rows.batch()
-            rows = DumpRows(str(path), "response")
-    if len(rows):
-        yield rows.batch()
+def response_format(
+    key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
+    **told: Any,
+) -> Format:  # fmt: skip
+    """The format of a server whose responses have a key: `rows_of` gives the rows of one response."""
+
+    def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
+        response, request = response_of(fields.record)
+        settings = fields.of(request, fields.where).cells(*SETTINGS)
+        settings["step"] = STEP if settings["step"] is None else settings["step"]
+        for place, cells in enumerate(rows_of(fields.of(response, fields.where), response)):
+            yield {**settings, "seq_id": f"{name}.{place}", "group_id": name, **cells}
+
+    return Format(
+        files="*.jsonl or *.json",
+        columns={**columns, **SETTINGS},
+        pattern=_FILE,
+        recognises=lambda folder: _holds(folder, key),
+        read=lambda reading: read_rows(reading, rows, records=objects, unit="response"),
+        lines=True,
+        **told,
+    )

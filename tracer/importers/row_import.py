@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from ...schemas.capture import Capture
 from ...schemas.errors import ImportFailed, InvalidRecord
-from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, STANDARD, TRAIN
+from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN
+from ...schemas.tables import GIVEN, TOKEN_SCORES, Column
 from ..batch import Batch
 from ..ragged import Ragged
 from ..recorder import Recorder
@@ -23,7 +24,7 @@ from ..routing import Routing
 from ..rows import aligned
 from .columns import Columns, read_metrics
 from .import_writer import ImportWriter
-from .kinds import COUNT, FLAGS, NAME, NUMBER, SCORE, STEP, TEXT, TOKENS, VALUES, VERSION, Kind, either, required
+from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 from .rowbatch import RowBatch
 from .selection import EVERYTHING, Selection
@@ -31,36 +32,20 @@ from .selection import EVERYTHING, Selection
 if TYPE_CHECKING:
     from ..weights.attach import Attached
 
-LOGPROBS = "_logprobs"
-"""What the name of a column ends with that gives a pass; before it stands the pass."""
-REWARD_PREFIX = "reward/"
-"""What the name of a column begins with that gives a reward function's values; the rest is the function's name."""
-PASSES = {f"{name}{LOGPROBS}": name for name in (ROLLOUT, TRAIN, CURRENT, REFERENCE)}
+PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Column -> the standard pass that it gives."""
+OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
+"""Columns of one pass's scores beside its logprobs: those of the trainer, where it has some."""
 
 KINDS: dict[str, Kind] = {
-    "step": STEP,
-    "prompt_ids": TOKENS,
-    "response_ids": required(TOKENS),
-    **dict.fromkeys(PASSES, VALUES),
-    "seq_id": required(NAME),
-    "group_id": NAME,
-    "response_mask": FLAGS,
-    "entropy": VALUES,
+    **{name: kind_of(column) for name, column in GIVEN.items()},
     "advantage": either(SCORE, VALUES),
-    "reward": SCORE,
-    "temperature": NUMBER,
-    "top_p": NUMBER,
-    "top_k": COUNT,
-    "policy_version": VERSION,
-    "finish_reason": TEXT,
+    **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
 }
 """Column -> what each of its cells must hold."""
 
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
-NUMBERS = ("reward", "temperature", "top_p", "top_k")
-PER_ROW = ("policy_version", "finish_reason")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +104,7 @@ class RowImport:
         """Passes about whose zeros was decided at the end."""
         self._open: dict[str, list[_Scores]] = {}
         self._num_read = num_before
-        self._unowned_entropy = False
+        self._unowned: tuple[str, ...] = ()
         self.scored: set[str] = set()
         """Passes that have a logprob of some token."""
         self.lacks: Mapping[str, str] = {}
@@ -158,7 +143,7 @@ class RowImport:
         """
         self._where = rows.file
         self._writer.check(rows.file)
-        columns = Columns.of(rows, names, {ours: kind_of(ours) for ours in names.values()})
+        columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})
         lacking = next((name for name in REQUIRED if columns[name] is None), None)
         if lacking:
             raise ImportFailed(f"{rows.file}: {rows.place(0)} has no {lacking}; each row needs {KINDS[lacking].wants}")
@@ -202,8 +187,7 @@ class RowImport:
         self.left_open = tuple(self._open)
         for name in self.left_open:
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
-        if self._unowned_entropy:
-            self.result.ignored_columns = ("entropy",)
+        self.result.ignored_columns = self._unowned
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
         """Record sequences of one step that have the same columns."""
@@ -211,20 +195,11 @@ class RowImport:
         assert steps is not None
         if response_ids is None:
             response_ids = Ragged(np.empty(0, np.int32), np.zeros(columns.num_rows, np.int64))
-        per_row: dict[str, Any] = {name: columns[name] for name in NUMBERS} | {
-            name: columns.list(name) for name in PER_ROW
-        }
-        batch = self._recorder.add_sequences(
-            step=steps[0],
-            seq_ids=seq_ids,
-            group_ids=columns.list("group_id"),
-            prompt_ids=columns.ragged("prompt_ids"),
-            response_ids=response_ids,
-            response_mask=columns.ragged("response_mask"),
-            advantage=columns.ragged("advantage") if columns.is_list("advantage") else columns["advantage"],
-            rewards=_rewards(columns) or None,
-            **per_row,
-        )
+        given = {column.keyword or name: _given(columns, column) for name, column in GIVEN.items()}
+        given |= {"step": steps[0], "seq_ids": seq_ids, "response_ids": response_ids, "rewards": _rewards(columns)}
+        if not columns.has("advantages").any():
+            given["advantage"] = columns.ragged("advantage") if columns.is_list("advantage") else columns["advantage"]
+        batch = self._recorder.add_sequences(**given)
         self.result.num_tokens += len(response_ids.values)
         lengths = response_ids.lengths
         passes = {
@@ -242,11 +217,12 @@ class RowImport:
                 if len(some):
                     scores = _Scores(batch, columns, part.rows[some], part.logprobs.take(some), name == owner)
                     self._add(name, scores, verdict)
-        if columns["entropy"] is not None and owner is None:
-            self._unowned_entropy = True
-        elif owner is not None:
+        if owner is None:
+            self._unowned = tuple(name for name in OF_TOKENS if name in self._unowned or columns[name] is not None)
+        else:
             column = next(column for column, name in named.items() if name == owner)
-            lone = np.flatnonzero(columns.has("entropy") & ~columns.has(column))
+            has_some = np.logical_or.reduce([columns.has(name) for name in OF_TOKENS])
+            lone = np.flatnonzero(has_some & ~columns.has(column))
             if len(lone):
                 self._record(owner, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), True))
 
@@ -279,22 +255,22 @@ class RowImport:
     def _record(self, name: str, scores: _Scores) -> None:
         if scores.logprobs.num_known:
             self.scored.add(name)
-        has_entropy = scores.columns.has("entropy")[scores.rows] & scores.owns_entropy
         chosen = [scores.columns.routing[row] if name == ROLLOUT else None for row in scores.rows]
-        has_routing = np.array([each is not None for each in chosen])
-        for with_entropy, with_routing in product((True, False), repeat=2):
-            some = np.flatnonzero((has_entropy == with_entropy) & (has_routing == with_routing))
-            if len(some):
-                rows = scores.rows[some]
-                experts = [each for place in some if (each := chosen[place]) is not None]
-                self._recorder.add_scores(
-                    name,
-                    scores.batch,
-                    rows=rows,
-                    logprobs=scores.logprobs.take(some),
-                    entropy=scores.columns.take(rows).ragged("entropy") if with_entropy else None,
-                    routing=Routing(expert_ids=np.concatenate(experts)) if experts else None,
-                )
+        has_routing = np.array([each is not None for each in chosen], bool)
+        has = [scores.columns.has(column)[scores.rows] & scores.is_owner for column in OF_TOKENS]
+        for some in _groups(has_routing, *has):
+            rows = scores.rows[some]
+            own = scores.columns.take(rows)
+            experts = [each for place in some if (each := chosen[place]) is not None]
+            beside: dict[str, Any] = {column: own.ragged(column) for column in OF_TOKENS if scores.is_owner}
+            self._recorder.add_scores(
+                name,
+                scores.batch,
+                rows=rows,
+                logprobs=scores.logprobs.take(some),
+                routing=Routing(expert_ids=np.concatenate(experts)) if experts else None,
+                **beside,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,34 +282,35 @@ class _Scores:
     rows: np.ndarray
     """[R] which rows of the batch."""
     logprobs: Ragged
-    owns_entropy: bool
-    """Whether the rows' entropies are of this pass."""
+    is_owner: bool
+    """Whether the columns beside the logprobs are of this pass."""
 
 
-def kind_of(column: str) -> Kind:
-    """What each cell of a column of ours must hold."""
-    if column in KINDS:
-        return KINDS[column]
-    return SCORE if column.startswith(REWARD_PREFIX) else VALUES
+def _given(columns: Columns, column: Column) -> Any:
+    """The values of a column as Recorder.add_sequences takes them."""
+    if pa.types.is_list(column.type):
+        return columns.ragged(column.name)
+    return columns[column.name] if column.type == pa.float64() else columns.list(column.name)
 
 
-def _rewards(columns: Columns) -> dict[str, list[float]]:
+def _rewards(columns: Columns) -> dict[str, list[float]] | None:
     """Each reward function's values; NaN where it gave none."""
-    found = {name: columns.list(name) or [] for name in columns.names if name.startswith(REWARD_PREFIX)}
-    return {
-        name.removeprefix(REWARD_PREFIX): [float("nan") if value is None else value for value in values]
-        for name, values in found.items()
-    }
+    rows = [dict(row or ()) for row in columns.list("rewards") or ()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name, float("nan")) for row in rows] for name in names} or None
 
 
 def _alike(columns: Columns) -> list[np.ndarray]:
-    """Rows that are recorded together: of one step, and with or without a prompt, a mask and a list of advantages."""
-    steps = columns.list("step")
-    assert steps is not None
-    has = [columns.has(name) for name in ("prompt_ids", "response_mask", "advantage") if columns.is_list(name)]
-    if steps and steps.count(steps[0]) == len(steps) and all(flags.all() or not flags.any() for flags in has):
-        return [np.arange(len(steps))]
+    """Rows that are recorded together: of one step, and with or without each of the lists and the rewards."""
+    has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
+    return _groups(np.array(columns.list("step"), np.int64), *has)
+
+
+def _groups(*keys: np.ndarray) -> list[np.ndarray]:
+    """Rows whose keys, [R] each, are equal."""
+    if len(keys[0]) and all((key == key[0]).all() for key in keys):
+        return [np.arange(len(keys[0]))]
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for row, key in enumerate(zip(steps, *(flags.tolist() for flags in has), strict=True)):
-        groups.setdefault(key, []).append(row)
+    for row, each in enumerate(zip(*(key.tolist() for key in keys), strict=True)):
+        groups.setdefault(each, []).append(row)
     return [np.array(rows) for rows in groups.values()]

@@ -12,8 +12,7 @@ import numpy as np
 
 from ...schemas.errors import ImportFailed
 from .dump import DumpFolder, Part, Reading
-from .dump_rows import DumpRows
-from .experts import routed
+from .dump_rows import DumpRows, routed
 from .fields import Fields, Values
 from .pickles import Budget
 from .rowbatch import RowBatch
@@ -121,7 +120,7 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
         "policy_version": _version(fields),
         "finish_reason": FINISHED.get(status := fields.text("finish_reason") or "", status or None),
         "reward": None if isinstance(fields.get("reward"), Mapping) else fields.number("reward"),
-        **_reward_parts(fields.get("reward")),
+        "rewards": _reward_parts(fields.get("reward")),
     }
     for column in PER_TOKEN:
         found = _of_tokens(fields, column, len(response))
@@ -163,11 +162,11 @@ def _version(fields: Fields) -> int | None:
     return max(numbers, default=None)
 
 
-def _reward_parts(reward: Any) -> dict[str, float]:
+def _reward_parts(reward: Any) -> dict[str, float] | None:
     if not isinstance(reward, Mapping):
-        return {}
+        return None
     return {
-        f"reward/{name}": float(value)
+        name: float(value)
         for name, value in reward.items()
         if isinstance(value, (int, float)) and isinstance(name, str) and abs(value) < 2**53
     }

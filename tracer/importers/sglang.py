@@ -8,25 +8,12 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import Format, Reading
+from ...schemas.passes import LOGPROBS
 from .fields import Fields, Values
-from .responses import SETTINGS, holds, read_responses, response_parts
-from .row_import import LOGPROBS
-from .rowbatch import RowBatch
+from .responses import response_format
 
-SAMPLING = "rollout/sampling"
-"""Pass of the logprobs that the token was drawn with: after temperature and truncation."""
-
-COLUMNS = {
-    "prompt_ids": ("prompt_ids", "input_ids"),
-    "response_ids": ("output_ids",),
-    "rollout_logprobs": ("output_token_logprobs",),
-    f"{SAMPLING}{LOGPROBS}": ("output_token_sampling_logprobs",),
-    "prompt": ("input_token_logprobs",),
-    "policy_version": ("weight_version",),
-    "finish_reason": ("type",),
-    **SETTINGS,
-}
+_SAMPLED = f"rollout/sampling{LOGPROBS}"
+"""Column of the logprobs that the token was drawn with: after temperature and truncation."""
 
 
 def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -47,12 +34,11 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
     before = _triples(own, "prompt") if prompt is None else None
     reason = meta.get("finish_reason")
     version = own.text("policy_version")
-    sampling = own.get(f"{SAMPLING}{LOGPROBS}")
     yield {
         "prompt_ids": prompt if before is None else before[1],
         "response_ids": ids,
         "rollout_logprobs": values,
-        f"{SAMPLING}{LOGPROBS}": None if sampling is None else _sampling(own, len(ids)),
+        _SAMPLED: _sampling(own),
         "policy_version": int(version) if version is not None and version.isdigit() and len(version) < 19 else None,
         "finish_reason": fields.of(reason, fields.where).text("finish_reason") if isinstance(reason, Mapping) else None,
     }
@@ -74,36 +60,31 @@ def _triples(fields: Fields, column: str) -> tuple[Values, np.ndarray] | None:
     return values, ids
 
 
-def _sampling(fields: Fields, length: int) -> Values:
-    column = f"{SAMPLING}{LOGPROBS}"
-    found = fields.get(column)
-    triples = isinstance(found, list) and found and isinstance(found[0], list)
-    values = (_triples(fields, column) or (None, None))[0] if triples else fields.values(column)
-    if values is None or len(values) != length:
-        raise ImportFailed(
-            f"{fields.where}: has {0 if values is None else len(values)} sampling logprobs for {length} tokens"
-        )
-    return values
+def _sampling(fields: Fields) -> Values | None:
+    found = fields.get(_SAMPLED)
+    triples = _triples(fields, _SAMPLED) if isinstance(found, list) and found and isinstance(found[0], list) else None
+    return triples[0] if triples else fields.values(_SAMPLED)
 
 
-def _read(reading: Reading) -> Iterator[RowBatch]:
-    yield from read_responses(reading, _rows)
-
-
-SGLANG = Format(
+SGLANG = response_format(
+    "meta_info",
+    _rows,
+    {
+        "prompt_ids": ("prompt_ids", "input_ids"),
+        "response_ids": ("output_ids",),
+        "rollout_logprobs": ("output_token_logprobs",),
+        _SAMPLED: ("output_token_sampling_logprobs",),
+        "prompt": ("input_token_logprobs",),
+        "policy_version": ("weight_version",),
+        "finish_reason": ("type",),
+    },
     name="sglang",
     writes="your client: responses of `/generate`, asked with return_logprob=true",
-    files="*.jsonl or *.json",
-    columns=COLUMNS,
     alignment="output_token_logprobs are (logprob, id, text) of each output token; output_token_sampling_logprobs become the pass "
     "rollout/sampling, and rollout less rollout/sampling is the log of the mass that truncation kept",
-    recognises=lambda folder: holds(folder, "meta_info"),
-    parts=response_parts,
-    read=_read,
     lacks={
         "rollout": "the responses hold no logprobs; ask with return_logprob=true",
         "train": "responses are the engine's side alone; write the trainer's logprobs of the same tokens beside "
         "them, and import that with `tim-trace import parquet`",
     },
-    lines=True,
 )

@@ -13,13 +13,13 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor
-from .dump import DumpFolder, Format, Part, Reading
-from .dump_rows import advantage_column, list_column
+from .dump import Reading
+from .dump_rows import padded_columns
+from .format import Format
 from .pickles import BYTES, Budget, Known, NotPlain
 from .rowbatch import RowBatch
 from .torch_files import read_bytes, unpickled
 
-_FILE = r"global_step_(\d+)_training_input\.pkl"
 _MODULES = (
     "skyrl.backends.skyrl_train.training_batch", "skyrl_train.training_batch", "skyrl.train.training_batch", "skyrl.training_batch",
 )  # fmt: skip
@@ -39,10 +39,6 @@ COLUMNS = {
     "reference_logprobs": ("base_action_log_probs",),
     "advantage": ("advantages",),
 }
-
-
-def _parts(folder: DumpFolder) -> list[Part]:
-    return [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_FILE)]
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
@@ -83,18 +79,7 @@ def _rows(
     response = Padding.of(mask)
     first = whole - width + np.where(mask.any(axis=1), mask.argmax(axis=1), width)
     prompt = Padding.of(there & (np.arange(whole) < first[:, None]))
-    flat = {name: response.flatten(values) for name, values in per_token.items()}
-    if "response_mask" in flat:
-        flat["response_mask"] = flat["response_mask"].astype(bool)
-    columns: dict[str, Any] = {
-        "step": [step] * num_rows,
-        "seq_id": [str(row) for row in range(num_rows)],
-        "prompt_ids": list_column(prompt.flatten(sequences), prompt.lengths),
-        "response_ids": list_column(response.flatten(sequences[:, -width:]), response.lengths),
-        **{name: list_column(values, response.lengths) for name, values in flat.items()},
-    }
-    if "advantage" in flat:
-        columns["advantage"] = advantage_column(flat["advantage"], response.lengths, flat.get("response_mask"))
+    columns = padded_columns(step, sequences, prompt, sequences[:, -width:], response, per_token)
     return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1))
 
 
@@ -135,8 +120,7 @@ SKYRL = Format(
     columns=COLUMNS,
     alignment="masks and logprobs are [B, T] for the last T tokens of sequences; response_mask says which are the response; "
     "-9999 is no logprob",
-    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
-    parts=_parts,
+    pattern=r"global_step_(\d+)_training_input\.pkl",
     read=_read,
     lacks={
         "rollout": "no rollout_logprobs: SkyRL keeps them with generator.sampling_params.logprobs=0",

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import Format, Reading
+from .dump import Reading
+from .format import Format
 from .pickles import Budget
 from .rowbatch import RowBatch
 from .samples import (

@@ -15,7 +15,7 @@ import msgspec
 
 from ...schemas.errors import ImportFailed
 from ..store import too_large
-from .remote_file import TIMES_AS_JSON, lines_of
+from .remote_file import TIMES_AS_JSON, DumpFile, lines_of, opened
 from .rowbatch import ROWS_AT_ONCE, RowBatch, explained, shown_name
 
 
@@ -36,6 +36,35 @@ def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collect
         present = [column for column in columns if any(column in row for row in rows)]
         values = {column: [row.get(column) for row in rows] for column in present}
         yield RowBatch(file=name, columns=values, numbers=numbers, unit=unit, num_bytes=num_bytes)
+
+
+_LINE = "each line is one object"
+
+
+def read_lines(path: DumpFile, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file of lines, which may still grow, and their numbers, from a line on. Raises ImportFailed, naming the line.
+
+    A last line that does not end is not there yet, unless it is whole.
+    """
+    try:
+        with opened(path) as file:
+            for number, line in enumerate(lines_of(file, path), start=1):
+                if number < first or not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                if not line.endswith(b"\n") and not _is_whole(line):
+                    return
+                yield number, as_object(parsed(line, where, _LINE), where, _LINE)
+    except OSError as error:
+        raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def csv_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:

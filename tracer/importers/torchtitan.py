@@ -11,51 +11,25 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import Format, Reading
 from .fields import Fields, Values
-from .line_files import one_part_a_file, rows_of_lines
-from .rowbatch import RowBatch
-
-_FILE = r"rollout_samples\.jsonl"
-
-COLUMNS = {
-    "step": ("step", "max_policy_version"),
-    "prompt_ids": ("prompt_token_ids",),
-    "response_ids": ("completion_token_ids",),
-    "rollout_logprobs": ("completion_logprobs",),
-    "policy_version": ("max_policy_version", "policy_version"),
-    "reward": ("reward",),
-    "advantage": ("advantage",),
-    "group_id": ("group_id",),
-    "finish_reason": ("status",),
-}
+from .format import Format
 
 
-def _row(fields: Fields, name: str, record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Cells of a rollout: its first turn's prompt, and from there on what was sampled and what was put between."""
-    turns = record.get("turns")
-    if record.get("is_validation") is True:
-        return None
+def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
+    """A rollout's row: its first turn's prompt, and from there on what was sampled and what was put between."""
+    turns = fields.record.get("turns")
+    if fields.record.get("is_validation") is True:
+        return
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns) or not turns:
         raise ImportFailed(f"{fields.where}: has no list of turns")
     each = [fields.of(turn, f"{fields.where}, turn {place}") for place, turn in enumerate(turns)]
-    tokens = _tokens(each)
-    step = fields.integer("step")
     version = max((v for turn in each if (v := turn.integer("policy_version")) is not None), default=None)
-    cells: dict[str, Any] = {
-        "step": version if step is None else step,
-        "seq_id": name,
-        "policy_version": version,
-        "reward": fields.number("reward"),
-        "advantage": fields.number("advantage"),
-        "group_id": fields.text("group_id"),
-        "finish_reason": fields.text("finish_reason"),
-        "prompt_ids": None,
-        "response_ids": np.empty(0, np.int32),
-    }
+    cells = fields.cells("step", "reward", "advantage", "group_id", "finish_reason")
+    if cells["step"] is None:
+        cells["step"] = version
     if cells["step"] is None:
         raise ImportFailed(f"{fields.where}: says neither its step nor a policy version")
-    return cells | tokens
+    yield {**cells, "policy_version": version, **_tokens(each)}
 
 
 def _tokens(turns: list[Fields]) -> dict[str, Any]:
@@ -88,20 +62,25 @@ def _tokens(turns: list[Fields]) -> dict[str, Any]:
     }
 
 
-def _read(reading: Reading) -> Iterator[RowBatch]:
-    yield from rows_of_lines(reading, lambda fields, name: _row(fields, name, fields.record))
-
-
 TORCHTITAN = Format(
     name="torchtitan",
     writes="RolloutSampleRecorder of experiments/rl",
     files="rollout_samples.jsonl",
-    columns=COLUMNS,
+    columns={
+        "step": ("step", "max_policy_version"),
+        "prompt_ids": ("prompt_token_ids",),
+        "response_ids": ("completion_token_ids",),
+        "rollout_logprobs": ("completion_logprobs",),
+        "policy_version": ("max_policy_version", "policy_version"),
+        "reward": ("reward",),
+        "advantage": ("advantage",),
+        "group_id": ("group_id",),
+        "finish_reason": ("status",),
+    },
     alignment="completion_logprobs belong to completion_token_ids of a turn; tokens between turns do not count and have none; "
     "the newest policy version is the step; validation is left out",
-    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
-    parts=lambda folder: one_part_a_file(folder, _FILE),
-    read=_read,
+    pattern=r"rollout_samples\.jsonl",
+    rows=_rows,
     lacks={
         "rollout": "the turns hold no token ids with completion_logprobs; turn their recording on in RolloutSampleRecorder",
         "train": "the recorder is on the engine's side; the trainer's logprobs are in no file: record its batches with tim_trace.Recorder",

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .dump import DumpFolder, Format, Part, Reading
+from .dump import Reading
 from .dump_rows import DumpRows
-from .row_import import REWARD_PREFIX
+from .format import Format
 from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
 
-_FILE = r"completions_(\d+)\.parquet"
 _TEXTS = ("step", "prompt", "completion")
 
 COLUMNS = {"step": ("step",), "advantage": ("advantage",), "prompt": ("prompt",), "completion": ("completion",)}
-
-
-def _parts(folder: DumpFolder) -> list[Part]:
-    return [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_FILE)]
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
@@ -40,10 +34,8 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
                     first + place,
                     step=reading.part.step if step is None else step,
                     seq_id=str(first + place - 1),
-                    prompt_ids=None,
-                    response_ids=np.empty(0, np.int32),
                     advantage=fields.number("advantage"),
-                    **{f"{REWARD_PREFIX}{name}": value for name, value in fields.numbers(_TEXTS).items()},
+                    rewards=fields.numbers(_TEXTS),
                 )
             first += batch.num_rows
             if len(rows):
@@ -60,8 +52,7 @@ TRL = Format(
     files="completions/completions_<step>.parquet",
     columns=COLUMNS,
     alignment="texts alone: no token has an id or a logprob; every other column of numbers is a reward function",
-    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
-    parts=_parts,
+    pattern=r"completions_(\d+)\.parquet",
     read=_read,
     lacks=dict.fromkeys(
         ("rollout", "train"),

@@ -6,7 +6,6 @@ nothing is taken, and what was whole when a driver was killed is taken over by t
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -15,29 +14,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from fsspec.implementations.local import LocalFileSystem
 
 from ... import __version__
 from ...schemas.checksums import SealedFile, short_hash
-from ...schemas.errors import DamagedTrace, ImportFailed
+from ...schemas.clock import now
+from ...schemas.errors import DamagedTrace, ImportFailed, TimTraceError
 from ...schemas.layout import MANIFEST, SEQUENCES, TEMPORARY_PREFIX
 from ...schemas.manifest import Manifest
 from ...schemas.tables import TABLES
-from ..cluster import run_units
+from ..cluster import connected, run_units
+from ..create import grown_trace, whole_trace
 from ..progress import Progress
 from ..replaced import move_part
 from ..store import Store
 from ..whole_file import write_whole
 from .arrowfiles import RowGroups
-from .dump import DumpFolder, Part
+from .dump import DumpFolder, Part, content_of
+from .file_lines import Lines
 from .placeholders import ZeroLists
-from .remote_file import MAX_LINE, RemoteFile, opened
 from .row_import import RowImport
+from .selection import Selection
 
 UNITS = 64
 """Into which an import is divided: actors that are done early find others left."""
@@ -46,59 +47,73 @@ LEAST_BYTES = 4 << 20
 _DONE = f"{TEMPORARY_PREFIX}unit.json"
 """In a unit's folder, what became of it."""
 _CPUS = 1
-_BLOCK_BYTES = 4 << 20
 
 
-class Job(Protocol):
+class Job:
     """What is imported how, and which files were read."""
 
-    folder: DumpFolder
-    seen: set[str]
-    sources: dict[str, SealedFile]
+    def __init__(self, format: str, folder: DumpFolder, selection: Selection):
+        self.folder, self.selection = folder, selection
+        self._format, self._url = format, folder.url
+        self.seen: set[str] = set()
+        self.sources: dict[str, SealedFile] = {}
 
     @property
     def name(self) -> str:
         """Of what is imported how."""
+        raise NotImplementedError
 
     def fresh(self) -> Job:
         """The same before anything was read."""
+        raise NotImplementedError
 
     def pieces(self, name: str, most: int) -> Iterator[Piece]:
         """A file in pieces of about so many bytes; none of one that is read as a whole."""
+        raise NotImplementedError
 
     def take_piece(self, name: str, piece: Piece) -> None:
         """From now on read this of a file alone."""
+        raise NotImplementedError
+
+    def add(self, part: Part, rows: RowImport, advance: Callable[[int], None]) -> int:
+        """Read a part, or what was taken of its one file, and record it; `advance` is called with the bytes that were read.
+
+        Returns the number of rows. Raises ImportFailed.
+        """
+        raise NotImplementedError
+
+    def finish(self, num_read: int, rows: RowImport) -> None:
+        """Record what can be said once everything was read. Raises ImportFailed where nothing was imported."""
+        if not num_read:
+            raise ImportFailed(f"{self._url}: holds no rows; each is one sequence")
+        if not rows.result.num_sequences:
+            raise ImportFailed(f"{self._url}: none of its {num_read} sequences was chosen; take a larger --sample")
+
+    def count(self) -> None:
+        """Count the rows before each file, where sequences are called by their numbers."""
 
     def num_before(self, unit: Unit) -> int:
         """Rows that come before those of a unit, where sequences are called by their numbers."""
+        return 0
 
-    def add(self, part: Part, rows: RowImport) -> int:
-        """Read a part, or what was taken of its one file, and record it. The number of rows."""
-
-    def open_rows(self, folder: Path, *, ordered: bool, zero_lists: ZeroLists, num_before: int) -> RowImport:
+    def open_rows(
+        self, folder: Path, *, ordered: bool, zero_lists: ZeroLists | None = None, num_before: int = 0
+    ) -> RowImport:
         """Where rows are recorded to."""
+        return RowImport(
+            folder, self._format, self._url, selection=self.selection, ordered=ordered, zero_lists=zero_lists,
+            num_before=num_before,
+        )  # fmt: skip
 
     def content(self, name: str, lines: int | None) -> SealedFile:
         """What a file holds, or its first lines."""
+        return content_of(self.folder.path(name), lines=lines)
 
     def still_holds(self, name: str, content: SealedFile) -> bool:
         """Whether a file holds what it held, as far as it was read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
-    """Some lines of a file."""
-
-    first: int
-    """Number of the first one, from 1."""
-    start: int
-    """Where it begins, bytes."""
-    end: int
-    """Where the last one ends, bytes."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.start
+        if content.num_rows is None:
+            return self.content(name, None).hash == content.hash
+        return content_of(self.folder.path(name), num_bytes=content.num_bytes).hash == content.hash
 
 
 Piece = Lines | RowGroups
@@ -139,13 +154,45 @@ class UnitImport:
     folder: str = ""
 
 
-def room_of(output: str | os.PathLike[str]) -> Path:
+def import_parts(
+    job: Job, parts: Sequence[Part], output: str | os.PathLike[str], source: str, *, ordered: bool, grows: bool, force: bool,
+    ray: str | None, progress: Progress,
+) -> RowImport:  # fmt: skip
+    """Import parts into a new trace, or into the one at `output` where it `grows`; nothing is left of an import that fails.
+
+    Raises ImportFailed.
+    """
+    manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
+    room = None if ray is None else _room_of(output)
+    if room is not None and not grows:
+        manifest = _kept_manifest(room, source) or manifest
+    place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
+    try:
+        with connected(ray), place as folder, job.open_rows(folder, ordered=ordered) as rows:
+            if ray is None or room is None:
+                num_read = 0
+                with progress("importing", sum(job.folder.num_bytes(part.files) for part in parts)) as advance:
+                    for part in parts:
+                        num_read += job.add(part, rows, advance)
+            else:
+                job.count()
+                num_read = _add_units(job, parts, rows, folder, room, ordered=ordered, address=ray, progress=progress)
+            job.finish(num_read, rows)
+    except TimTraceError:
+        raise
+    except OSError as error:
+        raise ImportFailed(f"{output}: could not be imported to ({error})") from error
+    rows.result.folder = Path(os.path.abspath(os.path.expanduser(output)))
+    return rows
+
+
+def _room_of(output: str | os.PathLike[str]) -> Path:
     """The folder beside a trace where the units of its import lie until all of them are whole."""
     folder = Path(os.path.realpath(os.path.expanduser(output)))
     return folder.parent / f"{TEMPORARY_PREFIX}import-{folder.name}"
 
 
-def kept_manifest(room: Path, source: str) -> Manifest | None:
+def _kept_manifest(room: Path, source: str) -> Manifest | None:
     """The manifest of a new trace whose import was killed; None where there is none."""
     try:
         found = Store(room).manifest()
@@ -170,24 +217,7 @@ def _units_of(job: Job, parts: Sequence[Part]) -> list[Unit]:
     return units
 
 
-def cut_lines(folder: DumpFolder, name: str, first: int, most: int) -> Iterator[Lines]:
-    """The lines of a file from one on, in stretches of about so many bytes."""
-    number, start = 1, 0
-    with opened(folder.path(name)) as file:
-        while number < first and (line := file.readline()):
-            number, start = number + 1, start + len(line)
-        end, count = start, 0
-        while block := file.read(min(most, _BLOCK_BYTES)):
-            block += file.readline(MAX_LINE)
-            end, count = end + len(block), count + block.count(b"\n")
-            if end - start >= most:
-                yield Lines(first=number, start=start, end=end)
-                number, start, count = number + count, end, 0
-        if end > start:
-            yield Lines(first=number, start=start, end=end)
-
-
-def add_units(
+def _add_units(
     job: Job, parts: Sequence[Part], rows: RowImport, building: Path, room: Path, *, ordered: bool,
     address: str, progress: Progress,
 ) -> int:  # fmt: skip
@@ -330,7 +360,9 @@ class _Reader:
         zeros = ZeroLists(*(unit.passes or ((), ())))
         before = job.num_before(unit)
         with job.open_rows(folder, ordered=self._ordered, zero_lists=zeros, num_before=before) as rows:
-            num_read = sum(job.add(part, rows) for part in unit.parts)
+            num_read = sum(job.add(part, rows, lambda _: None) for part in unit.parts)
+        for name in (name for part in unit.parts for name in part.files if name not in job.sources):
+            job.sources[name] = job.content(name, None)
         result = rows.result
         return UnitImport(
             num_read=num_read, num_sequences=result.num_sequences, num_tokens=result.num_tokens,
@@ -349,60 +381,3 @@ def _known(place: Path, job: Job) -> UnitImport | None:
         return None
     held = all(job.still_holds(name, _content(content)) for name, content in found.sources.items())
     return replace(found, folder=str(place)) if held else None
-
-
-def folder_of_lines(folder: DumpFolder, name: str, lines: Lines) -> DumpFolder:
-    """A folder in whose file there are these lines alone, with the numbers that they have."""
-    path = folder.path(name)
-    system, inside = (path.filesystem, path.path) if isinstance(path, RemoteFile) else (LocalFileSystem(), str(path))
-    return _FolderOfLines(
-        url=folder.url, root=folder.root, files=folder.files, is_file=folder.is_file, filesystem=folder.filesystem,
-        remote=folder.remote, lines=_FileOfLines(filesystem=system, path=inside, url=str(path), lines=lines),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FileOfLines(RemoteFile):
-    """Some lines of a file, and an empty one in the place of each before them, so that all have their numbers."""
-
-    lines: Lines
-
-    def open(self, mode: str = "rb", *, ahead: int = _BLOCK_BYTES) -> BinaryIO:
-        file = RemoteFile.open(self, mode, ahead=ahead)
-        return io.BufferedReader(_LinesStream(file, self.lines), _BLOCK_BYTES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FolderOfLines(DumpFolder):
-    """A folder whose one file has some lines alone."""
-
-    lines: _FileOfLines
-
-    def path(self, name: str) -> RemoteFile:
-        return self.lines
-
-
-class _LinesStream(io.RawIOBase):
-    """Line ends for the lines before, and the bytes of the lines."""
-
-    def __init__(self, file: BinaryIO, lines: Lines):
-        self._file, self._before, self._left = file, lines.first - 1, lines.end - lines.start
-        file.seek(lines.start)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if self._before:
-            count = min(self._before, len(buffer))
-            buffer[:count] = b"\n" * count
-            self._before -= count
-            return count
-        content = self._file.read(min(self._left, len(buffer)))
-        buffer[: len(content)] = content
-        self._left -= len(content)
-        return len(content)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

@@ -16,14 +16,12 @@ import pyarrow as pa
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
-from .dump import DumpFolder, Format, Part, Reading
-from .dump_rows import advantage_column, list_column
-from .experts import routed
+from .dump import DumpFolder, Part, Reading
+from .dump_rows import padded_columns, routed
 from .fields import Fields
-from .line_files import first_object, rows_of_lines
+from .format import Format, first_object, read_rows
 from .pickles import BYTES, Budget, Known, NotPlain
 from .remote_file import opened
-from .row_import import REWARD_PREFIX
 from .rowbatch import RowBatch
 from .torch_files import read_bytes, tensors_in, unpickled
 
@@ -91,7 +89,7 @@ def _recognises(folder: DumpFolder) -> bool:
 def _read(reading: Reading) -> Iterator[RowBatch]:
     (path,) = reading.paths()
     if path.suffix == ".jsonl":
-        yield from rows_of_lines(reading, lambda fields, name: _text_row(fields, name, reading.part.step))
+        yield from read_rows(reading, _text_row)
         return
     ((_, content),) = reading.contents()
     budget = reading.budget()
@@ -150,25 +148,13 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
         )
     is_token = attention.astype(bool)
     responded, prompted = Padding.of(is_token[:, prompt_width:]), Padding.of(is_token[:, :prompt_width])
-    columns: dict[str, Any] = {"step": [step] * num_rows, "seq_id": [str(row) for row in range(num_rows)]}
+    per_token = {
+        name: values for name in _PER_TOKEN if (values := _aligned(fields, name, (num_rows, width), where)) is not None
+    }
+    columns = padded_columns(step, prompts, prompted, responses, responded, per_token)
     groups = settled(fields.get("group_id"))
     if groups is not None and len(groups) == num_rows:
         columns["group_id"] = [str(group) for group in groups]
-    columns["prompt_ids"] = (
-        [None] * num_rows if prompts is None else list_column(prompted.flatten(prompts), prompted.lengths)
-    )
-    columns["response_ids"] = list_column(responded.flatten(responses), responded.lengths)
-    per_token = {
-        name: responded.flatten(values)
-        for name in _PER_TOKEN
-        if (values := _aligned(fields, name, (num_rows, width), where)) is not None
-    }
-    if "response_mask" in per_token:
-        per_token["response_mask"] = per_token["response_mask"].astype(bool)
-    columns |= {name: list_column(values, responded.lengths) for name, values in per_token.items()}
-    if "advantage" in per_token:
-        mask = per_token.get("response_mask")
-        columns["advantage"] = advantage_column(per_token["advantage"], responded.lengths, mask)
     rewards = _rewards(fields, responded, where)
     if rewards is not None:
         columns["reward"] = pa.array(rewards)
@@ -231,16 +217,8 @@ def _aligned(fields: Fields, column: str, shape: tuple[int, int], where: str) ->
 _TEXT_FIELDS = ("input", "output", "gts", "score", "step", "request_id", "uid")
 
 
-def _text_row(fields: Fields, name: str, step: int | None) -> dict[str, Any]:
-    return {
-        "step": fields.integer("step") if "step" in fields else step,
-        "seq_id": name,
-        "group_id": fields.text("group_id"),
-        "prompt_ids": None,
-        "response_ids": np.empty(0, np.int32),
-        "reward": fields.number("reward"),
-        **{f"{REWARD_PREFIX}{key}": value for key, value in fields.numbers(_TEXT_FIELDS).items()},
-    }
+def _text_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
+    return [{**fields.cells("step", "group_id", "reward"), "rewards": fields.numbers(_TEXT_FIELDS)}]
 
 
 VERL = Format(

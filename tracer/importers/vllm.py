@@ -9,20 +9,10 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import Format, Reading
 from .fields import Fields
-from .responses import SETTINGS, holds, read_responses, response_parts
-from .rowbatch import RowBatch
+from .responses import response_format
 
 _TOKEN = re.compile(r"token_id:(\d{1,10})")
-
-COLUMNS = {
-    "prompt_ids": ("prompt_token_ids",),
-    "response_ids": ("token_ids",),
-    "rollout_logprobs": ("token_logprobs",),
-    "finish_reason": ("finish_reason",),
-    **SETTINGS,
-}
 
 
 def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -36,19 +26,12 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
         logprobs = choice.get("logprobs")
         tokens, values = _tokens(logprobs if isinstance(logprobs, Mapping) else {})
         own = fields.of({**choice, "token_logprobs": values}, where)
-        ids = own.ids("response_ids")
-        if ids is None:
-            ids = _ids(tokens, where)
-        scores = own.values("rollout_logprobs")
-        if scores is not None and len(scores) != len(ids):
-            raise ImportFailed(f"{where}: has {len(scores)} logprobs for {len(ids)} tokens")
-        prompt = own.ids("prompt_ids")
-        yield {
-            "prompt_ids": fields.ids("prompt_ids") if prompt is None else prompt,
-            "response_ids": ids,
-            "rollout_logprobs": scores,
-            "finish_reason": own.text("finish_reason"),
-        }
+        cells = own.cells("prompt_ids", "response_ids", "rollout_logprobs", "finish_reason")
+        if cells["response_ids"] is None:
+            cells["response_ids"] = _ids(tokens, where)
+        if cells["prompt_ids"] is None:
+            cells["prompt_ids"] = fields.ids("prompt_ids")
+        yield cells
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> tuple[list[Any], list[Any] | None]:
@@ -71,23 +54,21 @@ def _ids(tokens: list[Any], where: str) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-def _read(reading: Reading) -> Iterator[RowBatch]:
-    yield from read_responses(reading, _rows)
-
-
-VLLM = Format(
+VLLM = response_format(
+    "choices",
+    _rows,
+    {
+        "prompt_ids": ("prompt_token_ids",),
+        "response_ids": ("token_ids",),
+        "rollout_logprobs": ("token_logprobs",),
+        "finish_reason": ("finish_reason",),
+    },
     name="vllm",
     writes="your client: responses of `/v1/completions` or `/v1/chat/completions`, asked with logprobs and return_token_ids=true",
-    files="*.jsonl or *.json",
-    columns=COLUMNS,
     alignment="logprobs belong to token_ids of the choice, or to tokens written as token_id:<id>",
-    recognises=lambda folder: holds(folder, "choices"),
-    parts=response_parts,
-    read=_read,
     lacks={
         "rollout": "the responses hold no logprobs; ask with logprobs=1 (chat: logprobs=true)",
         "train": "responses are the engine's side alone; write the trainer's logprobs of the same tokens beside "
         "them, and import that with `tim-trace import parquet`",
     },
-    lines=True,
 )
