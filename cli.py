@@ -1366,7 +1366,7 @@ def report(
     if not any(paths):
         raise click.UsageError("name what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
     made = put_together(list(traces), output=output, png=png, svg=svg, pdf=pdf, progress=_progress, **options)
-    _say(_one_line(made.verdicts[0].sentence))
+    _say(_one_line(made.verdicts[0].headline))
     for path in paths:
         if path is not None:
             _tell(f"wrote {path}{_size(path)}")

@@ -12,6 +12,7 @@ from typing import Any
 from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from ..schemas.errors import CannotReplay, TimTraceWarning, option
+from ..schemas.modules import has_experts
 from ..tracer import environment
 from ..tracer.dense import Distribution
 from ..tracer.projection import Projection
@@ -31,7 +32,7 @@ from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, packed_ba
 from .meter import Told, untold, work
 from .numerics import Numerics
 from .prefix_tree import tree_batch
-from .recorded import RecordedRow, RecordedRun, has_experts
+from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
 from .settings import cublas_workspace, settings, used_settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, DamagedTrace, tell_damage
 from ..schemas.layout import PASSES, SCORES, SEQUENCES
+from ..schemas.modules import has_experts
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.tables import TABLES
 from ..tracer.adopt import adopt
@@ -32,8 +33,6 @@ from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
 from .backends.trusted import KERNELS_VARIABLE, check_contract
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configs call the number of experts."""
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
 _UNNEEDED = ("routing", "routing_start", "attempt")
 """Columns of scores without which a forward can be rebuilt."""
@@ -347,9 +346,3 @@ def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:
     """Name the policy versions that were assumed of rows whose pass did not say which weights scored."""
     found = {row.version_assumed: row.policy_version for row in rows if row.version_assumed}
     return [f"policy version: not recorded, now {version}, {assumed}" for assumed, version in found.items()]
-
-
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config is that of a mixture of experts."""
-    text = config.get("text_config") or config
-    return any(text.get(name) for name in _EXPERTS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ...replay.arms import parse_arm
-from ...replay.recorded import has_experts
+from ...schemas.modules import has_experts
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice

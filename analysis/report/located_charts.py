@@ -31,7 +31,7 @@ def located_charts(result: LocatedResult) -> Iterator[Chart]:
             note=text.LOCATED_RATIO, sql=_SQL.format(columns="side, kind, layer, ratio", result=result.id), lines=ratios,
             x_label="layer", y_scale=chart.LOG,
             bands=(Band(low=BEYOND, high=2 * max(BEYOND, highest), text="no rounding"),) if highest > BEYOND else (),
-            remark=f"{text.located(found)} {sentence(found)}",
+            remark=f"a: {found.a}, b: {found.b}; step {found.step}, {found.num_sequences} sequences. {sentence(found)}",
         )  # fmt: skip
     depth = _depth(found.operators)
     if depth is not None:

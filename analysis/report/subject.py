@@ -33,13 +33,18 @@ from ..token_samples.token_sample import TokenSamples
 from ..token_samples.token_samples import read_token_samples
 from ..trace.database import Database, opened
 from ..trace.hyperparameters import read_hyperparameters
+from ..trace.sampling import evenly_spaced, tokens_by_step
 from ..trace.source import Pair
-from .sample import num_steps_within, without_most_steps
+from .text import steps_read
 
 Found = TypeVar("Found")
 
 NUM_QUESTIONS = 9
-"""Questions that are put to a run: what a progress bar counts."""
+"""Questions asked of a run: what a progress bar counts."""
+WHOLE = 30_000_000
+"""Runs with at most this many tokens are read whole."""
+MOST_TOKENS = 5_000_000
+"""Tokens read of a larger run, unless a single step has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +134,8 @@ def read_subject(
         trace=os.fspath(trace), asked_steps=steps, condition=database.step_condition(), name=name, pair=pair, info=held, series=series, diagnosis=diagnosed,
         dynamics=moved, objective=judged, attribution=attributed, corrections=corrected, part=of_part, arms=arms,
         spread=spread, excerpts=excerpts, evaluation=_evaluation(database, attributed), contracts=tuple(database.ask("FROM passes").dicts()),
-        settings=read_hyperparameters(database, database.sources[0].run), located=_located(database), unanswered=why,
+        settings=read_hyperparameters(database, database.sources[0].run), located=newest(database) if database.has_located else None, unanswered=why,
     )  # fmt: skip
-
-
-def _located(database: Database) -> LocatedResult | None:
-    if not database.has_located:
-        return None
-    return newest(database)
 
 
 def _notable(moved: Dynamics | None, attributed: Attribution | None) -> tuple[int, ...]:
@@ -166,3 +165,23 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
         if name not in pair
     }
     return {name: columns for name, columns in found.items() if columns}
+
+
+# --- parts of large runs ------------------------------------------------------------------------------------------------
+
+
+def without_most_steps(database: Database) -> tuple[Database, str]:
+    """Return a database of evenly spaced steps with `MOST_TOKENS` tokens together, and in words which steps these are."""
+    tokens = tokens_by_step(database)
+    total = sum(tokens.values())
+    if total <= WHOLE:
+        return database, steps_read(len(tokens), len(tokens))
+    kept = evenly_spaced(list(tokens), max(1, int(len(tokens) * MOST_TOKENS / total)))
+    part = Database(database.sources[0])
+    part.keep_steps(kept)
+    return part, steps_read(len(kept), len(tokens))
+
+
+def num_steps_within(num_tokens: int, num_steps: int) -> int:
+    """Return how many steps have `MOST_TOKENS` tokens together: 200 at most, 10 at least."""
+    return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

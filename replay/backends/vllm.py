@@ -19,6 +19,7 @@ import numpy as np
 
 from ...schemas.capture import LOGITS, Capture
 from ...schemas.errors import CannotReplay, TimTraceWarning
+from ...schemas.modules import has_experts
 from ...tracer.dense import LOGPROBS, Distribution, Logits, TopK
 from ...tracer.hooks import vllm_logprobs
 from ...tracer.hooks.engine_parameters import held_tensors
@@ -27,7 +28,7 @@ from ...tracer.logits import top_k_with_tail
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.digests import digest, resolved
 from ...tracer.weights.reader import Tensor
-from ..recorded import RecordedRow, has_experts
+from ..recorded import RecordedRow
 from .head import cut
 from .model import to_torch
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import CannotReplay, InvalidOption
+from ...schemas.modules import has_experts
 from ...schemas.steps import parse_steps
 from ...tracer.located.results import BEYOND, A, B
 from ...tracer.progress import Progress, no_progress
@@ -25,7 +26,7 @@ from ..gradients.loss import StepLoss, passes_of
 from ..gradients.scorer import GradientScorer
 from ..gradients.update import LossRow, Update
 from ..gradients.updates import hyperparameters, loss_steps, updates
-from ..recorded import RecordedRun, has_experts
+from ..recorded import RecordedRun
 from ..settings import settings
 from .backward_reference import BackwardReference, JudgedGradient, kind_of_judged
 from .backward_results import PARAMETER, BackwardError, LocatedBackward, ParameterDifference

@@ -18,12 +18,13 @@ import numpy as np
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay, option
+from ...schemas.modules import has_experts
 from ...tracer.weights.reader import Tensor
 from ..arms import Arm
 from ..backends.vllm import FORCED
 from ..backends.vllm_mixture import Select, check_mixture, held_by, in_order, is_mixture, mixtures, names_of, selecting
 from ..numerics import Numerics
-from ..recorded import RecordedRow, RecordedRun, has_experts
+from ..recorded import RecordedRow, RecordedRun
 from ..vllm_scorer import VllmScorer
 from .execution import Execution
 from .taps import Call, RowTaps, core_name
