@@ -15,6 +15,7 @@ from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState, command_ex
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
 from ..tracer.located.result_files import result_ids
+from .trace.columns import scored_passes
 from .trace.database import Database
 from .trace.samples import sample_sentence, sampled_passes
 from .trace.source import Source, open_source
@@ -326,8 +327,7 @@ def _ranges(database: Database) -> Iterator[_Range]:
 
 def _unscored(database: Database, ranges: list[_Range]) -> Iterator[tuple[str, int, int, int]]:
     """Pass, number of sequences that have no row of it, and the first and last step of these; not of replays."""
-    query = 'SELECT DISTINCT "pass" FROM scores ORDER BY "pass"'
-    names = [name for (name,) in database.connection.execute(query).fetchall() if not name.startswith(REPLAY_PREFIX)]
+    names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in names}
     for first, last, _ in ranges if names else ():
         values = {"names": names, "first": first, "last": last}

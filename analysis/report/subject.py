@@ -31,6 +31,7 @@ from ..objective.objective import objective
 from ..rows import Rows
 from ..token_samples.token_sample import TokenSamples
 from ..token_samples.token_samples import read_token_samples
+from ..trace.columns import scored_passes
 from ..trace.database import Database, opened
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.sampling import evenly_spaced, tokens_by_step
@@ -157,12 +158,10 @@ def _evaluation(database: Database, attributed: Attribution | None) -> Column | 
 
 
 def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
-    query = 'SELECT DISTINCT "pass" FROM scores ORDER BY 1'
-    names = [name for (name,) in database.connection.execute(query).fetchall() if name.startswith(REPLAY_PREFIX)]
     found = {
         name: tuple(read_step_mismatch(database, (name, pair[1]), database.sources[0].run).columns)
-        for name in names
-        if name not in pair
+        for name in scored_passes(database)
+        if name.startswith(REPLAY_PREFIX) and name not in pair
     }
     return {name: columns for name, columns in found.items() if columns}
 
