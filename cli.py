@@ -570,8 +570,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     patches (what locate found). Table macros:
     pair('a', 'b'), pair_sequences, pair_steps, pair_runs, with d = logprob(a) - logprob(b) in nats, and pair_distributions of what --capture kept. Without QUERY it is read from stdin, or asked for.
     """
-    from .analysis.prompt import prompt, split_arguments
-    from .analysis.query import Session
+    from .analysis.query import Session, prompt, split_arguments
 
     traces, query = split_arguments(arguments)
     session = Session(traces, unsafe=unsafe)
@@ -940,8 +939,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     """
     from .analysis import replay as score_again
     from .analysis.main_columns import MAIN_COLUMNS
-    from .analysis.replay_estimates import replay_estimates
-    from .analysis.replay_text import estimate_sentence, plan_rows
+    from .analysis.replay_text import estimate_sentence, plan_rows, replay_estimates
     from .analysis.rows import table, to_text
     from .replay.results import by_arm
     from .tracer.scored_passes import replayed_pair
@@ -1048,12 +1046,12 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     from dataclasses import asdict
 
     from .analysis import gradient as take
-    from .analysis.gradient_text import gradient_rows, gradient_text
+    from .analysis.gradient_text import gradient_rows, gradient_sentence, gradient_text
 
     with _library_output_held_back():
         found = take(trace, progress=_progress, **options)
     form.answer(
-        json=lambda: asdict(found) | {"sentence": found.sentence},
+        json=lambda: asdict(found) | {"sentence": gradient_sentence(found)},
         text=lambda width: gradient_text(found, by, width),
         rows=lambda: gradient_rows(found, by),
     )

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import SEQUENCES_TABLE
 from ..trace.columns import scored_passes
-from ..trace.database import Database, step_condition
+from ..trace.database import Database
 from ..trace.quoting import quoted
+from ..trace.sampling import step_ranges
 from ..trace.source import Pair
 
 CHUNK_TOKENS = 1 << 20
@@ -36,7 +37,9 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
     """Yield the sequences of a trace by step and name, a few steps per table; one empty table without sequences."""
     query = _RowQuery(database, pair)
-    yield from (database.connection.sql(query(steps)).to_arrow_table() for steps in _chunks(database) or [[]])
+    tokens = dict(database.connection.execute(_STEPS).fetchall())
+    for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:
+        yield database.connection.sql(query(steps)).to_arrow_table()
 
 
 def metric_batches(database: Database) -> Iterator[pa.RecordBatch]:
@@ -52,18 +55,6 @@ def passes_of(database: Database) -> list[str]:
     return sorted(scored_passes(database), key=lambda name: (order.get(name, len(order)), name))
 
 
-def _chunks(database: Database) -> list[list[int]]:
-    chunks: list[list[int]] = []
-    filled = CHUNK_TOKENS
-    for step, tokens in database.connection.execute(_STEPS).fetchall():
-        if filled + tokens > CHUNK_TOKENS:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append(step)
-        filled += tokens
-    return chunks
-
-
 class _RowQuery:
     """The query for the rows of some steps."""
 
@@ -71,8 +62,8 @@ class _RowQuery:
         self._passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
         self._pair = pair
 
-    def __call__(self, steps: list[int]) -> str:
-        within = step_condition(steps)
+    def __call__(self, steps: range) -> str:
+        within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
         columns = [f"s.{name}" for name in _COLUMNS]
         columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in self._passes.items()]
         entropies = [f"{self._passes[name]}.entropy" for name in (TRAIN, CURRENT, ROLLOUT) if name in self._passes]

@@ -21,6 +21,7 @@ from ..dynamics.policy import Given
 from ..dynamics.quantities import KINDS, Series, named
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
+from ..trace.sampling import fitting
 from ..trace.source import Pair, Source
 from .extent import Extent, Extents
 
@@ -72,7 +73,8 @@ class Memory:
         pending = self.pending(extents)
         # With everything to read, the sums kept in the trace are cheaper than its tokens.
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
-        wanted = sorted(pending) if summed else _portion(pending, extents)
+        tokens = {step: extents.steps[step].num_response_tokens for step in pending}
+        wanted = sorted(pending if summed else fitting(pending, tokens, MOST_TOKENS))
         database = Database(source) if summed else _opened(source, extents, wanted)
         run = source.run
         self._logged = logged.read_logged(database, run)
@@ -143,18 +145,6 @@ class Memory:
     def _forget(self) -> None:
         self._read, self._values, self._of_tokens = {}, {}, {}
         self.repeats = Repeats()
-
-
-def _portion(pending: Sequence[int], extents: Extents) -> list[int]:
-    """Return the pending steps to read at once, ascending."""
-    chosen: list[int] = []
-    num_tokens = 0
-    for step in pending:
-        num_tokens += extents.steps[step].num_response_tokens
-        if chosen and num_tokens > MOST_TOKENS:
-            break
-        chosen.append(step)
-    return chosen[::-1]
 
 
 def _opened(source: Source, extents: Extents, steps: Sequence[int]) -> Database:
