@@ -28,9 +28,8 @@ def gradient_sentence(found: GradientReport) -> str:
     if not logged:
         return "No grad norm was logged for these steps, so the gradients cannot be compared with the recorded ones."
     if not wrong:
-        return (
-            f"The recorded gradient norm was reproduced to its last digit in all {len(logged)} steps that logged one."
-        )
+        steps = f"all {len(logged)} steps" if len(logged) > 1 else "the step"
+        return f"The recorded gradient norm was reproduced to its last digit in {steps} that logged one."
     first = wrong[0]
     why = f" ({'; '.join(first.notes)})" if first.notes else ""
     return (

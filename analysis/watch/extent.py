@@ -44,8 +44,6 @@ class Extents:
     passes: frozenset[str]
     num_metrics: int
     """Logged values, hyperparameters included."""
-    ranges: dict[str, tuple[int, int]]
-    """Path of a sealed file of sequences or scores -> its first and last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +53,6 @@ class _Counted:
     by_step: pa.Table | None = None
     passes: frozenset[str] = frozenset()
     num_metrics: int = 0
-
-    @property
-    def range(self) -> tuple[int, int] | None:
-        if self.by_step is None or not self.by_step.num_rows:
-            return None
-        ends = pc.min_max(self.by_step["step"]).as_py()
-        return ends["min"], ends["max"]
 
 
 class Surveyor:
@@ -90,7 +81,6 @@ class Surveyor:
             steps=_steps([each.by_step for each in counted if each.by_step is not None]),
             passes=frozenset().union(*(each.passes for each in counted)),
             num_metrics=sum(each.num_metrics for each in counted),
-            ranges={path: each.range for path, each in self._sealed.items() if each.range is not None},
         )
 
     def _count(self, table: str, rows: pa.Table) -> _Counted:

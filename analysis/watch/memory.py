@@ -75,7 +75,7 @@ class Memory:
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
         tokens = {step: extents.steps[step].num_response_tokens for step in pending}
         wanted = sorted(pending if summed else fitting(pending, tokens, MOST_TOKENS))
-        database = Database(source) if summed else _opened(source, extents, wanted)
+        database = Database(source) if summed else _opened(source, wanted)
         run = source.run
         self._logged = logged.read_logged(database, run)
         self.times = database.connection.execute(_LOGGED_TIMES, {"steps": RATE_STEPS + 1}).fetchall()[::-1]
@@ -147,20 +147,21 @@ class Memory:
         self.repeats = Repeats()
 
 
-def _opened(source: Source, extents: Extents, steps: Sequence[int]) -> Database:
+def _opened(source: Source, steps: Sequence[int]) -> Database:
     """Open the sequences and scores of these steps only."""
-    database = Database(_narrowed(source, extents, steps))
+    database = Database(_narrowed(source, steps))
     database.keep_steps(steps)
     return database
 
 
-def _narrowed(source: Source, extents: Extents, steps: Sequence[int]) -> Source:
+def _narrowed(source: Source, steps: Sequence[int]) -> Source:
     """Return the source with only the files and journal batches that have rows of the steps."""
     first, last = (steps[0], steps[-1]) if steps else (0, -1)
     wanted = pa.array(steps, pa.int64())
 
     def may_have(entry: TableFile) -> bool:
-        low, high = extents.ranges.get(entry.relative, (first, last))
+        written = source.snapshot.accounted.get(entry.relative)
+        low, high = (None if written is None else written.steps) or (first, last)
         return low <= last and first <= high
 
     files, journals = dict(source.snapshot.files), dict(source.journals)
