@@ -1,4 +1,4 @@
-"""How the mismatch lies over tokens, what it does to the loss, and what would remove it: one chart each."""
+"""Charts of the mismatch over tokens, of its effect on the loss, and of what would remove it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .located_charts import located_charts
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
-"""Corrections that cut and lower nothing."""
+"""Corrections that neither cut nor lower a weight."""
 
 _GROUPS = {
-    "d-by-": "Where the mismatch lies",
+    "d-by-": "Where the mismatch is",
     "ratio-": "What the loss sees of it",
     "contribution-": "What the loss sees of it",
     "arms": "What would remove or cut it",
     "corrections": "What would remove or cut it",
-    "located-": "Where both sides part",
+    "located-": "Where both sides diverge",
 }
-"""How the key of a chart begins -> the heading that it stands under."""
+"""Prefix of a chart's key -> its heading."""
 
 
 def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
-    """Heading -> the charts that stand under it."""
+    """Group charts under their headings."""
     found: dict[str, list[Chart]] = {}
     for one in charts:
         heading = next(text for start, text in _GROUPS.items() if one.key.startswith(start))
@@ -38,7 +38,7 @@ def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def mismatch_charts(subject: Subject) -> list[Chart]:
-    """The charts of one run; of what the trace does not hold there is none."""
+    """Return the charts for what a run's trace holds."""
     found: list[Chart] = []
     if subject.spread is not None:
         found += _spread_charts(subject, subject.spread)

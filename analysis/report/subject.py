@@ -1,4 +1,4 @@
-"""Everything that a report says of one run, as the analysis computes it."""
+"""Everything that a report shows of one run, as the analysis computes it."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ MOST_TOKENS = 5_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One run. What could not be asked of it is None, and `unanswered` says why."""
+    """One run. What could not be computed is None, and `unanswered` says why."""
 
     trace: str
-    """As it was named, for commands to copy."""
+    """As it was given, for commands to copy."""
     asked_steps: str
-    """Which steps are reported, as they were asked for."""
+    """The reported steps, as they were given."""
     condition: str
-    """The same as a condition in SQL; empty for all of them."""
+    """The same as a condition in SQL; empty for all steps."""
     name: str
     pair: Pair
     info: TraceInfo
@@ -68,9 +68,9 @@ class Subject:
     attribution: Attribution | None
     corrections: Rows | None
     part: str
-    """Which steps the objective and the corrections are of, in words."""
+    """Which steps the objective and the corrections cover, in words."""
     arms: Mapping[str, tuple[Column, ...]]
-    """Name of a replay -> its mismatch with pass b by step: see dynamics.gap."""
+    """Name of a replay -> its mismatch with pass b by step."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
@@ -78,11 +78,11 @@ class Subject:
     settings: Mapping[str, Any]
     """Hyperparameters, by name."""
     evaluation: Column | None
-    """The logged evaluation that attribute judged; None where it judged the reward, or nothing."""
+    """The logged evaluation that attribute judged; None if it judged the reward, or nothing."""
     located: LocatedResult | None
-    """The newest result of `locate` that lies in the trace."""
+    """The newest result of `locate` in the trace."""
     unanswered: Mapping[str, str]
-    """What could not be asked -> why."""
+    """What could not be computed -> why."""
 
     @property
     def steps(self) -> np.ndarray:
@@ -99,7 +99,7 @@ def read_subject(
     steps: str,
     advance: Advance,
 ) -> Subject:
-    """Put every question to a trace, over one database. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
+    """Ask a trace every question, over one database. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
     database = Database(trace, steps)
     other = None if control is None else opened(control, steps)
     names, why = ":".join(pair), dict[str, str]()
@@ -140,7 +140,7 @@ def read_subject(
 
 
 def _notable(moved: Dynamics | None, attributed: Attribution | None) -> tuple[int, ...]:
-    """Steps that a reader will want to look at."""
+    """Return the steps that a reader will want to look at."""
     steps = {change.step for series in moved.series for change in series.changes} if moved else set()
     if attributed and attributed.fall:
         steps |= {attributed.fall.low, attributed.fall.step, attributed.fall.high}

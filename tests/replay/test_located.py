@@ -232,7 +232,7 @@ def test_the_report_shows_where_both_sides_part(made, run):
     shown = report(run)
     keys = [one.key for one in shown.mismatch if one.key.startswith("located")]
     assert keys == ["located-ratio", "located-depth", "located-carried", "located-patches"]
-    assert "Where both sides part" in page(shown)
+    assert "Where both sides diverge" in page(shown)
     ratio, depth, carried, patches = (one for one in shown.mismatch if one.key in keys)
     for one in (ratio, depth, carried, patches):
         assert sql(run, one.sql).rows

@@ -1,4 +1,4 @@
-"""A report as one file of HTML that opens from disk: script, style and data are inside of it."""
+"""A report as one HTML file that opens from disk, with its script, style and data inside."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 
 def page(report: Report) -> str:
-    """Write a report as HTML. Every text is escaped where it is put in; nothing is fetched when it is opened."""
+    """Render a report as HTML. Every text is escaped on insertion; opening the page fetches nothing."""
     groups = [
         _embedded(stacked(report.run)),
         *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
@@ -68,12 +68,12 @@ def page(report: Report) -> str:
 
 @cache
 def bokeh_script() -> str:
-    """BokehJS, as its package carries it, with its licence's head."""
+    """Return BokehJS from its package, with its licence header."""
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
 def _embedded(plots: list[Any]) -> dict[str, Any]:
-    """Figures of one document, and the element that each is put into."""
+    """Return the figures of one document, and the element that each goes into."""
     document = Document()
     with document.models.freeze():  # otherwise Bokeh collects the models of all of them after each
         for plot in plots:
@@ -87,12 +87,12 @@ def _embedded(plots: list[Any]) -> dict[str, Any]:
 
 
 def element_of(key: str) -> str:
-    """The id of the element that a chart is drawn into."""
+    """Return the id of a chart's element."""
     return f"plot-{key}"
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """The lines that any stacked figure has, in the order of their colours, and whether each is a side line."""
+    """Return the lines of all stacked figures, in the order of their colours, and whether each is secondary."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -118,7 +118,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """A number as a browser reads it; empty, which comes last, where there is none."""
+    """Format a number for sorting in a browser; a missing one is empty and sorts last."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -129,7 +129,7 @@ def _own(name: str) -> str:
 
 
 def explained(text: str) -> Markup:
-    """A text, escaped, in which the first use of each word of `terms.WORDS` shows its note."""
+    """Escape a text, and add its note to the first use of each word of `terms.WORDS`."""
     seen: set[str] = set()
     parts: list[Markup] = []
     end = 0
@@ -143,7 +143,7 @@ def explained(text: str) -> Markup:
 
 
 def term(word: str, shown: str) -> Markup:
-    """A word with its note, which a mouse and a keyboard reach."""
+    """Return a word with its note, for mouse and keyboard."""
     return Markup('<span class="term" tabindex="0">{}<span class="tip" role="tooltip">{}</span></span>').format(
         shown, WORDS[word]
     )
@@ -153,22 +153,22 @@ def term(word: str, shown: str) -> Markup:
 
 
 def pack(value: Any) -> str:
-    """A value that JSON can say, as base64 of gzip."""
+    """Pack a JSON value as base64 of gzip."""
     return pack_text(json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
 def pack_text(text: str) -> str:
-    """A text as base64 of gzip; the same text always gives the same letters."""
+    """Pack a text as base64 of gzip; equal texts give equal results."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
 
 
 def floats(values: Any) -> str:
-    """Numbers as base64 of little-endian float32."""
+    """Encode numbers as base64 of little-endian float32."""
     return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
 
 
 def frames_of(charts: Iterable[Chart]) -> dict[str, Any]:
-    """Key of a chart -> the steps that it has values of, and these values by the column of its data that they replace."""
+    """Return key of a chart -> its steps, and the values that each puts into a column of the chart's data."""
     found = {}
     for one in charts:
         by_step = getattr(one, "by_step", {})
@@ -200,7 +200,7 @@ def _field(key: str, place: int, kind: str, values: np.ndarray) -> dict[str, Any
 
 
 def sequences_of(subject: Subject) -> dict[str, Any]:
-    """Everything that the page needs to open a sequence."""
+    """Return what the page needs to open a sequence."""
     excerpts = subject.excerpts
     return {
         "pair": list(subject.pair),
@@ -211,7 +211,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 
 def full_colour(subject: Subject) -> float:
-    """|d| from which a token has its full colour, nats: the 99.9 % quantile of the run's, a thousandth at least."""
+    """Return |d| of the full colour, nats: the 99.9% quantile over the run, at least 0.001."""
     return max(float(subject.spread.edges.d[-1]), 1e-3) if subject.spread is not None else 1.0
 
 
