@@ -533,8 +533,12 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
 @_example("tim-trace compact runs/demo\ntim-trace compact runs/demo -o runs/merged")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("-o", "--output", metavar="RUN2", help="Write the result to a folder or a URL (s3://...), and leave RUN as it is.")
-@click.option("--file-size", default="512MB", show_default=True, metavar="SIZE", help="Approximate size of a merged file.")
+@click.option(
+    "-o", "--output", metavar="RUN2", help="Write the result to a folder or a URL (s3://...), and leave RUN as it is."
+)
+@click.option(
+    "--file-size", default="512MB", show_default=True, metavar="SIZE", help="Approximate size of a merged file."
+)
 @click.option("--force", is_flag=True, default=False, help="With --output: replace a trace that lies in that folder.")
 @_ray
 @_prints()
@@ -1372,7 +1376,9 @@ def report(
 @_example("tim-trace watch runs/demo --once")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--every", default=5.0, show_default=True, type=float, metavar="SECONDS", help="Seconds between two views.")
+@click.option(
+    "--every", default=5.0, show_default=True, type=float, metavar="SECONDS", help="Seconds between two views."
+)
 @click.option(
     "--steps", default="-10:", show_default=True, metavar="STEPS",
     help="Steps to show, the latest that fit: 3, 2:8, -10: (the last ten), all, or several with commas.",
@@ -1608,9 +1614,7 @@ def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
         yield _sampled(results.sample)
     broken = [result for result in results if result.differs]
     if pair.endswith(f":{ROLLOUT}"):
-        yield (
-            "the trace has no pass `train`, so the engine's tokens were scored: d is the mismatch with the engine"
-        )
+        yield ("the trace has no pass `train`, so the engine's tokens were scored: d is the mismatch with the engine")
     elif broken:
         from .analysis.replay_text import not_held_reason
 

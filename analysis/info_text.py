@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+from rich.filesize import decimal
+
 from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo, WriterInfo, steps_text
 from .rows import Rows, shown, to_text
 
@@ -56,7 +58,7 @@ def _facts(info: TraceInfo) -> dict[str, str]:
         "evaluation": evaluated if info.num_eval_sequences else "",
         "capture": _capture(info),
         "located": located if info.num_located else "",
-        "size": f"{_size(sum(info.num_bytes.values()))} ({', '.join(f'{k} {_size(v)}' for k, v in largest if v)})",
+        "size": f"{decimal(sum(info.num_bytes.values()))} ({', '.join(f'{k} {decimal(v)}' for k, v in largest if v)})",
         "checksums": "" if info.has_checksums else _NO_CHECKSUMS,
     }
 
@@ -79,7 +81,7 @@ def _capture(info: TraceInfo) -> str:
         return "logprobs of sampled tokens"
     return (
         f"{info.capture} of {info.capture_fraction:g} of the sequences: {info.num_captured:,} scores, "
-        f"{_size(info.num_bytes.get('dense', 0))} in dense/"
+        f"{decimal(info.num_bytes.get('dense', 0))} in dense/"
     )
 
 
@@ -117,12 +119,3 @@ def _newest_counts(info: TraceInfo) -> str:
         f"{len(info.attempts)} attempts at training. Each step uses its newest attempt: {left_out:,} sequences of earlier "
         "attempts are left out here; all_sequences, all_scores and all_metrics have every row."
     )
-
-
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

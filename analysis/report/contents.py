@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,12 +47,12 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One thing that decides numbers, under every pass."""
+    """One contract field that affects numbers, for every pass."""
 
     name: str
     """Its path in the contract, as model.attention."""
     values: tuple[str, ...]
-    """Of each pass; an empty text where its contract does not say."""
+    """One per pass; empty if not in its contract."""
     differs: bool
 
 
@@ -60,13 +61,13 @@ class Provenance:
     """What a run was recorded with."""
 
     facts: tuple[tuple[str, str], ...]
-    """Of the trace, by name."""
+    """Facts about the trace, by name."""
     passes: tuple[str, ...]
-    """The columns of `fields`: a pass, with a number where it has several contracts."""
+    """Columns of `fields`: a pass, numbered if it has several contracts."""
     hashes: tuple[str, ...]
-    """Of each column's contract: the first digits of its SHA-256."""
+    """First digits of the SHA-256 of each column's contract."""
     fields: tuple[Field, ...]
-    """Those that differ first, then the others, each by name."""
+    """Fields that differ first, then the others, each by name."""
     settings: tuple[tuple[str, str], ...]
     """Hyperparameters."""
 
@@ -213,7 +214,7 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Put the contracts of the recorded passes side by side; replays name what they change by themselves."""
+    """Put the contracts of the recorded passes side by side; the names of replays say what they change."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})
@@ -228,17 +229,17 @@ def provenance(subject: Subject) -> Provenance:
 
 
 def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """(pass, hash, contract) of what was recorded, the pair first."""
+    """Return (pass, hash, contract) of what was recorded, the pair first."""
     rows = [row for row in subject.contracts if not row["pass"].startswith(REPLAY_PREFIX) and row["contract_json"]]
     order = {name: place for place, name in enumerate(subject.pair)}
     rows = sorted(rows, key=lambda row: (order.get(row["pass"], len(order)), row["pass"], row["contract"]))
-    several = {row["pass"] for row in rows if sum(other["pass"] == row["pass"] for other in rows) > 1}
-    seen: dict[str, int] = {}
+    num, seen = Counter(row["pass"] for row in rows), Counter[str]()
     found = []
     for row in rows:
-        seen[row["pass"]] = seen.get(row["pass"], 0) + 1
-        name = f"{row['pass']} {seen[row['pass']]}" if row["pass"] in several else row["pass"]
-        found.append((name, str(row["contract"]), json.loads(row["contract_json"])))
+        name = row["pass"]
+        seen[name] += 1
+        column = f"{name} {seen[name]}" if num[name] > 1 else name
+        found.append((column, str(row["contract"]), json.loads(row["contract_json"])))
     return found
 
 

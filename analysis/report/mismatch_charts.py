@@ -115,28 +115,27 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
     column = _column_of(found.steps)
     steps = column("step")
     asked = command(subject, "objective", "--json")
-    drift = [
-        Line(name=name, x=steps, y=values)
-        for name, key in (("mismatch", "var_d"), ("policy drift", "var_drift"))
-        if np.isfinite(values := column(key)).any()
-    ]
+
+    def lines(keys: Mapping[str, str]) -> tuple[Line, ...]:
+        return tuple(
+            Line(name=name, x=steps, y=values, is_side=key == "relative_abs_bias")
+            for key, name in keys.items()
+            if np.isfinite(values := column(key)).any()
+        )
+
+    drift = lines({"var_d": "mismatch", "var_drift": "policy drift"})
     if drift and any(np.nanmax(line.y, initial=0.0) > 0 for line in drift):
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
             key="ratio-split", title="What the ratio is made of", unit="nats squared",
             note=text.RATIO_SPLIT, sql=asked,
-            lines=tuple(drift), x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
+            lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
-    bias = [
-        Line(name=name, x=steps, y=values, is_side=key == "relative_abs_bias")
-        for name, key in (("sum of b", "relative_bias"), ("sum of |b|", "relative_abs_bias"))
-        if np.isfinite(values := column(key)).any()
-    ]
-    if bias:
+    if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):
         yield LineChart(
             key="contribution-bias", title="What the mismatch adds to the objective", unit="share of sum |f|",
             note=text.BIAS, sql=asked,
-            lines=tuple(bias), x_label="step",
+            lines=bias, x_label="step",
         )  # fmt: skip
 
 

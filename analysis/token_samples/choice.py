@@ -149,7 +149,7 @@ def _sorts(
     sorts = {
         WORST: f"largest |d| of a token in {'all steps' if looked.has_all_worst else searched}",
         TYPICAL: f"mean |d| closest to the median over sequences of {evenly}",
-        RANDOM: f"random sequences of {evenly}",
+        RANDOM: f"picked by hash from {evenly}",
         WORST_OF_STEP: f"largest |d| of a token in each of up to {wanted.max_steps:,} steps",
     }
     yield from (f"{counts[name]:,} {name}: {what}." for name, what in sorts.items() if counts[name])
