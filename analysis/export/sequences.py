@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,10 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
     """Yield the sequences of a trace by step and name, a few steps per table; one empty table without sequences."""
-    query = _RowQuery(database, pair)
+    passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
     tokens = dict(database.connection.execute(_STEPS).fetchall())
     for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:
-        yield database.connection.sql(query(steps)).to_arrow_table()
+        yield database.connection.sql(_row_query(passes, pair, steps)).to_arrow_table()
 
 
 def metric_batches(database: Database) -> Iterator[pa.RecordBatch]:
@@ -55,36 +55,27 @@ def passes_of(database: Database) -> list[str]:
     return sorted(scored_passes(database), key=lambda name: (order.get(name, len(order)), name))
 
 
-class _RowQuery:
-    """The query for the rows of some steps."""
-
-    def __init__(self, database: Database, pair: Pair):
-        self._passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
-        self._pair = pair
-
-    def __call__(self, steps: range) -> str:
-        within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
-        columns = [f"s.{name}" for name in _COLUMNS]
-        columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in self._passes.items()]
-        entropies = [f"{self._passes[name]}.entropy" for name in (TRAIN, CURRENT, ROLLOUT) if name in self._passes]
-        columns.append(f"coalesce({', '.join([*entropies, 'NULL::FLOAT[]'])}) AS entropy")
-        columns.append(f"{self._difference()} AS d")
-        joins = "".join(
-            f" LEFT JOIN (SELECT step, seq_id, logprobs, entropy FROM scores WHERE {within} AND iteration = 0 "
-            f'AND "pass" = {quoted(name)}) AS {table} ON {table}.step = s.step AND {table}.seq_id = s.seq_id'
-            for name, table in self._passes.items()
-        )
-        rows = f"(SELECT * FROM sequences WHERE {within}) AS s{joins}"
-        return f"SELECT {', '.join(columns)} FROM {rows} ORDER BY s.step, s.seq_id"
-
-    def _difference(self) -> str:
-        if not set(self._pair) <= set(self._passes):
-            return "NULL::DOUBLE[]"
-        a, b = (f"{self._passes[name]}.logprobs" for name in self._pair)
-        return (
+def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
+    """Return the query for the rows of some steps; `passes` are those with scores -> alias."""
+    within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
+    columns = [f"s.{name}" for name in _COLUMNS]
+    columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]
+    entropies = [f"{passes[name]}.entropy" for name in (TRAIN, CURRENT, ROLLOUT) if name in passes]
+    columns.append(f"coalesce({', '.join([*entropies, 'NULL::FLOAT[]'])}) AS entropy")
+    d = "NULL::DOUBLE[]"
+    if set(pair) <= set(passes):
+        a, b = (f"{passes[name]}.logprobs" for name in pair)
+        d = (
             f"CASE WHEN {a} IS NOT NULL AND {b} IS NOT NULL "
             f"THEN list_transform(list_zip({a}, {b}), lambda x: x[1]::DOUBLE - x[2]::DOUBLE) END"
         )
+    joins = "".join(
+        f" LEFT JOIN (SELECT step, seq_id, logprobs, entropy FROM scores WHERE {within} AND iteration = 0 "
+        f'AND "pass" = {quoted(name)}) AS {table} ON {table}.step = s.step AND {table}.seq_id = s.seq_id'
+        for name, table in passes.items()
+    )
+    rows = f"(SELECT * FROM sequences WHERE {within}) AS s{joins}"
+    return f"SELECT {', '.join(columns)}, {d} AS d FROM {rows} ORDER BY s.step, s.seq_id"
 
 
 # --- files ----------------------------------------------------------------------------------------------------------------

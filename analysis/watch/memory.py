@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from ...schemas.layout import SCORES, SEQUENCES
 from ...schemas.loss import read_loss
-from ...tracer.snapshot import TableFile
 from ..alarms.figures import Figure, read_token_figures
 from ..alarms.repeats import Repeats
 from ..dynamics import logged, mismatch, policy, rollouts
@@ -75,7 +70,9 @@ class Memory:
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
         tokens = {step: extents.steps[step].num_response_tokens for step in pending}
         wanted = sorted(pending if summed else fitting(pending, tokens, MOST_TOKENS))
-        database = Database(source) if summed else _opened(source, wanted)
+        database = Database(source)
+        if not summed:
+            database.keep_steps(wanted)
         run = source.run
         self._logged = logged.read_logged(database, run)
         self.times = database.connection.execute(_LOGGED_TIMES, {"steps": RATE_STEPS + 1}).fetchall()[::-1]
@@ -145,36 +142,6 @@ class Memory:
     def _forget(self) -> None:
         self._read, self._values, self._of_tokens = {}, {}, {}
         self.repeats = Repeats()
-
-
-def _opened(source: Source, steps: Sequence[int]) -> Database:
-    """Open the sequences and scores of these steps only."""
-    database = Database(_narrowed(source, steps))
-    database.keep_steps(steps)
-    return database
-
-
-def _narrowed(source: Source, steps: Sequence[int]) -> Source:
-    """Return the source with only the files and journal batches that have rows of the steps."""
-    first, last = (steps[0], steps[-1]) if steps else (0, -1)
-    wanted = pa.array(steps, pa.int64())
-
-    def may_have(entry: TableFile) -> bool:
-        written = source.snapshot.accounted.get(entry.relative)
-        low, high = (None if written is None else written.steps) or (first, last)
-        return low <= last and first <= high
-
-    files, journals = dict(source.snapshot.files), dict(source.journals)
-    for table in (SEQUENCES, SCORES):
-        files[table] = [entry for entry in files[table] if may_have(entry)]
-        if table in journals:
-            journals[table] = _batches_with(source.journals[table], wanted)
-    return replace(source, snapshot=replace(source.snapshot, files=files, journals=journals))
-
-
-def _batches_with(rows: pa.Table, steps: pa.Array) -> pa.Table:
-    batches = [batch for batch in rows.to_batches() if pc.any(pc.is_in(batch["step"], value_set=steps)).as_py()]
-    return pa.Table.from_batches(batches, rows.schema)
 
 
 def _on(steps: np.ndarray, column: Column) -> Series:
