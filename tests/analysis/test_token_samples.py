@@ -243,9 +243,9 @@ def test_a_window_shows_the_bias_of_the_whole_response(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "passes", "told"),
     [
-        (None, ("rollout", "train"), "no loss that is known"),
+        (None, ("rollout", "train"), "no known loss"),
         (Loss(level="sequence_mean"), ("rollout", "train"), "ratios of sequences"),
-        (Loss(), ("train",), "both sides"),
+        (Loss(), ("train",), "one side of the mismatch"),
     ],
 )
 def test_no_bias_is_explained(tmp_path, loss, passes, told):
