@@ -148,10 +148,9 @@ def info(trace: str | Database) -> TraceInfo:
     writers = [
         _writer(source, state, *written.get(state.writer, (0, 0))) for state in source.writers if not state.is_launcher
     ]
-    model, tokenizer, versions = (
-        next((found for state in source.writers if (found := getattr(state, name))), {})
-        for name in ("model", "tokenizer", "versions")
-    )
+    model = next((state.model for state in source.writers if state.model), {})
+    tokenizer = next((state.tokenizer for state in source.writers if state.tokenizer), {})
+    versions = next((state.versions for state in source.writers if state.versions), {})
     (counts,) = database.ask(_COUNTS).dicts()
     return TraceInfo(
         run=source.run,
