@@ -19,7 +19,7 @@ from ..trace.source import Pair
 LOOKED_TOKENS = 4_000_000
 """Response tokens that are always looked at."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens looked at if the pair has sums, so that no token is read to choose."""
+"""Share of the run's tokens looked at if the trace keeps the pair's sums, so that no token is read to choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +55,11 @@ class LookedAt:
         return {*first, *evenly_within(others, most - len(first))}
 
 
-def look_at(
-    database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int, *, has_sums: bool
-) -> LookedAt:
-    """Choose steps with response tokens: notable ones, the steps of the `worst` sequences, and others evenly spread."""
+def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
+    """Choose steps with response tokens: notable ones, those of the `worst` sequences if sums are kept, others evenly."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
-    total = sum(tokens.values())
+    total, has_sums = sum(tokens.values()), pair in database.covered
     most = max(LOOKED_TOKENS, int(total * SUMMED_SHARE)) if has_sums else LOOKED_TOKENS
     asked = [step for step in dict.fromkeys(notable) if step in tokens]
     found = _worst(database, pair, run, worst) if has_sums and total > most else []
@@ -128,15 +126,15 @@ _MISMATCH = """
            coalesce(num_tokens, 0)::BIGINT, coalesce(sum_abs_d, 0)::DOUBLE, coalesce(max_abs_d, 0)::DOUBLE
     FROM (SELECT * FROM sequences WHERE {within} AND num_response_tokens > 0) AS s
     LEFT JOIN (
-        SELECT step, seq_id, num_tokens, sum_abs_d, max_abs_d FROM sequence_sums
-        WHERE {within} AND pass_a = {a} AND pass_b = {b} AND iteration_a = 0 AND iteration_b = 0
+        SELECT step, seq_id, num_tokens, sum_abs_d, max_abs_d FROM pair_sums({a}, {b})
+        WHERE {within} AND iteration_a = 0 AND iteration_b = 0
     ) AS kept ON kept.step = s.step AND kept.seq_id = s.seq_id
     ORDER BY s.step, s.seq_id
 """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch of every sequence of some steps, from the sums of the pair."""
+    """Read the mismatch of every sequence of some steps: from the kept sums of the pair, else from its tokens."""
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
     query = _MISMATCH.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
     database.connection.use_threads()

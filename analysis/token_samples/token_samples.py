@@ -8,7 +8,6 @@ from ...schemas.passes import CURRENT, REFERENCE
 from ..trace.database import Database
 from ..trace.quoting import quoted
 from ..trace.source import Pair
-from ..trace.sums import ensure
 from .bias import read_bias
 from .choice import Wanted, choice_text, choose
 from .reading import read_chosen
@@ -38,9 +37,7 @@ def read_token_samples(
     source = database.sources[0]
     scored = _scored(database, source.run, [*pair, CURRENT, REFERENCE])
     lacking = tuple(name for name in pair if name not in scored)
-    if not lacking:
-        ensure(database, pair, of_run=False)
-    looked = look_at(database, pair, source.run, notable, wanted.worst, has_sums=not lacking)
+    looked = look_at(database, pair, source.run, notable, wanted.worst)
     gaps = read_sequence_mismatch(database, pair, source.run, looked.steps)
     choice = choose(gaps, looked, wanted)
     text, bias = read_token_text(source), read_bias(database, source.run)
