@@ -40,7 +40,7 @@ def weights(
     weights_from: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Rows:
-    """List the versions of the weights: what they take, and which share of their elements changed.
+    """List the versions of the weights: their size, and the share of elements that changed.
 
     By `version` a row has the elements and bytes of the weights, the bytes on disk, the share of elements whose bits differ
     from the version before (arXiv 2602.03839: 98% and more stay equal in bfloat16 at usual learning rates), and the hash of
