@@ -507,7 +507,7 @@ def info(traces: Sequence[str], form: _Form) -> None:
 def verify(trace: str, ray: str | None, form: _Form) -> None:
     """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
 
-    The exit code is 2 when something is damaged or missing. Other verbs compare what they read; this one reads everything.
+    The exit code is 2 if something is damaged or missing. Other verbs check only what they read.
     """
     from dataclasses import asdict
 
@@ -523,28 +523,31 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
     )
     if found.unchecked_writers:
         _tell(
-            f"{len(found.unchecked_writers)} writers are of a release that wrote no checksums: of their files it is only known "
-            "that they can be read"
+            f"{len(found.unchecked_writers)} writers of an earlier release wrote no checksums: their files can be read, no more is known"
         )
     if not found.is_whole:
-        _tell(f"damaged or missing: {len(found.damaged)} parts of {trace}, each named above")
+        _tell(f"{trace}: {len(found.damaged)} parts damaged or missing, listed above")
         raise click.exceptions.Exit(2)
 
 
 @_example("tim-trace compact runs/demo\ntim-trace compact runs/demo -o runs/merged")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("-o", "--output", metavar="RUN2", help="Write it anew to a folder or a URL (s3://...), and leave RUN.")
-@click.option("--file-size", default="512MB", show_default=True, metavar="SIZE", help="About what a merged file takes.")
+@click.option(
+    "-o", "--output", metavar="RUN2", help="Write the result to a folder or a URL (s3://...), and leave RUN as it is."
+)
+@click.option(
+    "--file-size", default="512MB", show_default=True, metavar="SIZE", help="Approximate size of a merged file."
+)
 @click.option("--force", is_flag=True, default=False, help="With --output: replace a trace that lies in that folder.")
 @_ray
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge the files of many writers into few, ordered by step and pass.
 
-    Every verb answers the same, bit for bit, and opening, asking for one step and reading from object storage take less. It
-    may be ended at any moment: the trace stays whole, and the next call goes on. A run that is being recorded is merged up to
-    the step that all of its writers have closed.
+    Every verb answers the same, bit for bit; opening, reading one step and reading from object storage get faster. It can be
+    interrupted at any time: the trace stays complete, and the next call continues. A run that is being recorded is merged up
+    to the step that all of its writers have closed.
     """
     from .analysis import compact as run
     from .analysis.compact import compaction_text
@@ -570,8 +573,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     patches (what locate found). Table macros:
     pair('a', 'b'), pair_sequences, pair_steps, pair_runs, with d = logprob(a) - logprob(b) in nats, and pair_distributions of what --capture kept. Without QUERY it is read from stdin, or asked for.
     """
-    from .analysis.prompt import prompt, split_arguments
-    from .analysis.query import Session
+    from .analysis.query import Session, prompt, split_arguments
 
     traces, query = split_arguments(arguments)
     session = Session(traces, unsafe=unsafe)
@@ -940,8 +942,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     """
     from .analysis import replay as score_again
     from .analysis.main_columns import MAIN_COLUMNS
-    from .analysis.replay_estimates import replay_estimates
-    from .analysis.replay_text import estimate_sentence, plan_rows
+    from .analysis.replay_text import estimate_sentence, plan_rows, replay_estimates
     from .analysis.rows import table, to_text
     from .replay.results import by_arm
     from .tracer.scored_passes import replayed_pair
@@ -1048,12 +1049,12 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     from dataclasses import asdict
 
     from .analysis import gradient as take
-    from .analysis.gradient_text import gradient_rows, gradient_text
+    from .analysis.gradient_text import gradient_rows, gradient_sentence, gradient_text
 
     with _library_output_held_back():
         found = take(trace, progress=_progress, **options)
     form.answer(
-        json=lambda: asdict(found) | {"sentence": found.sentence},
+        json=lambda: asdict(found) | {"sentence": gradient_sentence(found)},
         text=lambda width: gradient_text(found, by, width),
         rows=lambda: gradient_rows(found, by),
     )
@@ -1253,20 +1254,20 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
 )  # fmt: skip
 @click.option(
     "--attach", "attached", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
-    help="Keep the weights of a Hugging Face folder as a version's, so that a dump can be replayed.",
+    help="Store the weights of a Hugging Face folder as a version, so that an imported dump can be replayed.",
 )  # fmt: skip
-@click.option("--tokenizer", metavar="DIR", help="With --attach: the folder of the tokenizer, where it is another one.")
+@click.option("--tokenizer", metavar="DIR", help="With --attach: folder of the tokenizer, if it is another one.")
 @click.option("--force", is_flag=True, default=False, help="With --attach: replace weights that were attached before.")
-@click.option("-v", "--verbose", is_flag=True, default=False, help="With --engine: the tensors that agree, too.")
+@click.option("-v", "--verbose", is_flag=True, default=False, help="With --engine: list tensors that agree, too.")
 @_prints()
 def weights(
     trace: str, by: str, engine: bool, dtype: str | None, verify: bool, weights_from: str | None,
     exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool, verbose: bool,
     form: _Form,
 ) -> None:  # fmt: skip
-    """List the versions of the weights: what they take, and which share of their elements changed.
+    """List the versions of the weights: their size, and the share of elements that changed.
 
-    --attach takes them from a folder that save_pretrained wrote, with the model's config and the tokenizer.
+    --attach takes weights from a folder that save_pretrained wrote, with the model's config and tokenizer.
     """
     from .analysis import attach, export
     from .analysis import weights as versions
@@ -1303,7 +1304,7 @@ def weights(
         return
     form.table(rows, "weights")
     if dtype is None and (held := engine_dtype(trace)) is not None:
-        _tell(f"the engine held them as {held}: tim-trace weights {trace} --dtype {held} says what changed there")
+        _tell(f"the engine held them as {held}; to see what changed there: tim-trace weights {trace} --dtype {held}")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
         raise click.exceptions.Exit(2)
 
@@ -1351,14 +1352,14 @@ def attribute(trace: str, control: str | None, pair: str, steps: str, form: _For
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
 @_pair
 @_steps
-@click.option("--force", is_flag=True, default=False, help="Replace files that lie there.")
+@click.option("--force", is_flag=True, default=False, help="Replace existing files.")
 def report(
     traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any
 ) -> None:
-    """Put everything that is known of a run into one file of HTML, or into figures for papers.
+    """Write everything known of a run into one HTML file, or as figures for papers.
 
-    The first RUN is reported; series of the others lie over its own. The page needs no network: verdict, series, mismatch,
-    tokens and provenance are inside, with the query behind each figure.
+    The first RUN is reported; series of the others are drawn over its own. The page needs no network: verdict, series,
+    mismatch, tokens and provenance are inside, with the query behind each figure.
     """
     from .analysis import report as put_together
 
@@ -1366,7 +1367,7 @@ def report(
     if not any(paths):
         raise click.UsageError("name what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
     made = put_together(list(traces), output=output, png=png, svg=svg, pdf=pdf, progress=_progress, **options)
-    _say(_one_line(made.verdicts[0].sentence))
+    _say(_one_line(made.verdicts[0].headline))
     for path in paths:
         if path is not None:
             _tell(f"wrote {path}{_size(path)}")
@@ -1375,20 +1376,22 @@ def report(
 @_example("tim-trace watch runs/demo --once")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--every", default=5.0, show_default=True, type=float, metavar="SECONDS", help="Look again so often.")
+@click.option(
+    "--every", default=5.0, show_default=True, type=float, metavar="SECONDS", help="Seconds between two views."
+)
 @click.option(
     "--steps", default="-10:", show_default=True, metavar="STEPS",
-    help="Steps to show, the latest as they fit: 3, 2:8, -10: (the last ten), all, or several with commas.",
+    help="Steps to show, the latest that fit: 3, 2:8, -10: (the last ten), all, or several with commas.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, default=False, help="Print one view and end, as when the output is no terminal.")
 @_pair
 @_prints(wide=False, json="Print one view as JSON, with every digit.")
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
-    """Show a run while it is recorded: its latest steps, its course so far, and the first alarms.
+    """Show a run while it is recorded: its latest steps, its course so far, and the first alerts.
 
-    It waits for a run that is not there yet, and ends when the recording does; Ctrl-C ends the view alone. Each alarm
-    has the step at which it sounded first: published levels under their own definitions, and this project's own rule
-    (docs/evidence/alerts.md). What sounds is no verdict: diagnose gives one. Nothing is written to the trace.
+    It waits for a run that does not exist yet, and ends with the recording; Ctrl-C ends only the view. Each alert has the
+    step at which it first fired: published levels under their own definitions, and this project's own rule
+    (docs/evidence/alerts.md). Alerts are no verdict; diagnose gives one. Nothing is written to the trace.
     """
     from .analysis import watch as look
     from .analysis.watch.screen import can_redraw, show
@@ -1410,18 +1413,18 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     "--to",
     required=True,
     type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb", "mlflow"]),
-    help="Whose files to write.",
+    help="File format to write.",
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
 @_pair
 @_steps
-@click.option("--force", is_flag=True, default=False, help="Replace files that lie there.")
+@click.option("--force", is_flag=True, default=False, help="Replace existing files.")
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
-    parquet and jsonl: one row a sequence with tokens, the logprobs of each pass and d, and what was logged beside it; import
-    parquet reads them. tensorboard, wandb and mlflow: the mismatch by step and every logged number; wandb's run is written
-    offline, mlflow's to a SQLite file.
+    parquet and jsonl: one row per sequence with tokens, the logprobs of each pass and d, and what was logged; import parquet
+    reads them. tensorboard, wandb and mlflow: the mismatch by step and every logged number; wandb's run is written offline,
+    mlflow's to a SQLite file.
     """
     from .analysis import export_run
 
@@ -1467,7 +1470,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 
 def _size(path: str) -> str:
-    return f" ({os.path.getsize(path) / 1e6:.1f} MB), which a browser opens from disk" if path.endswith(".html") else ""
+    return f" ({os.path.getsize(path) / 1e6:.1f} MB)" if path.endswith(".html") else ""
 
 
 def _print_json(value: Any) -> None:
@@ -1606,38 +1609,36 @@ def _nothing_recorded(output: str, recording: Any) -> str:
 
 
 def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
-    """What to know of a replay, and what to do next."""
+    """Yield what to know about a replay, and the next command."""
     if results.sample is not None:
         yield _sampled(results.sample)
     broken = [result for result in results if result.differs]
     if pair.endswith(f":{ROLLOUT}"):
-        yield (
-            "the trace has no pass `train`, so that the engine's tokens were scored again: d is the mismatch with the engine"
-        )
+        yield ("the trace has no pass `train`, so the engine's tokens were scored: d is the mismatch with the engine")
     elif broken:
         from .analysis.replay_text import not_held_reason
 
         yield (
-            f"the recorded bits did not come back in {len(broken)} steps (first: step {broken[0].step}), because "
-            f"{not_held_reason(broken[0].not_held)}; so a difference to `train` is not the arm's alone; what differs here: "
+            f"the recorded bits were not reproduced in {len(broken)} steps (first: step {broken[0].step}), because "
+            f"{not_held_reason(broken[0].not_held)}; differences to `train` are not due to the arm alone; what differs here: "
             f"{'; '.join(broken[0].differs)}"
         )
     elif any(not result.identity_held for result in results):
-        yield "the recorded bits did not come back, although nothing that the contract names differs here"
+        yield "the recorded bits were not reproduced, although nothing in the contract differs here"
     yield f"next: tim-trace stats {trace} --pair {pair} --by step"
 
 
 def _sampled(sample: Any) -> str:
-    """What a replay's sample is of."""
+    """Describe the sample of a replay."""
     thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
     return (
         f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}; "
-        f"low and high are 95 % intervals for all {sample.num_sequences:,} sequences of these steps"
+        f"low and high are 95% intervals for all {sample.num_sequences:,} sequences of these steps"
     )
 
 
 def _attached(trace: str, found: Any) -> str:
-    """What was attached, and what to do next."""
+    """Say what was attached, and the next command."""
     tokenizer = " and its tokenizer" if found.has_tokenizer else ""
     return (
         f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} of {found.folder} as version "

@@ -1,4 +1,4 @@
-"""Merging the many files of a trace into few: fewer to open, and each step in one place."""
+"""Merge the many files of a trace into few: fewer to open, and each step in one place."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..tracer.index import write_index
 from ..tracer.progress import Progress, no_progress
 from ..tracer.verified_file import FileCursor
 from .rows import Rows, to_text
-from .trace.source import Pair, Source, open_source
+from .trace.source import Pair, open_source
 from .trace.sums import write_sums
 
 COLUMNS = ("table", "files_before", "files_after", "bytes_before", "bytes_after", "files_left")
 FILE_SIZE = "512MB"
 
 _Sums = dict[tuple[str, Pair], pa.Table]
-"""Kind and pair -> the sums that are kept of them."""
+"""Kind and pair -> their kept sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +37,10 @@ class Compaction(Result):
     _text = "tim_trace.analysis.compact:compaction_text"
 
     trace: str
-    """Where the merged files lie."""
+    """Folder or URL of the merged files."""
     tables: Rows
-    """A row a table: files and bytes that were merged, what they became, and the files that were left as they are: of steps
-    that are not closed, of replays, and merged ones that are large already."""
+    """One row per table: files and bytes merged, what they became, and files left alone: those of open steps, of replays,
+    and merged ones that are large already."""
 
     @property
     def has_changed(self) -> bool:
@@ -59,15 +59,15 @@ def compact(
 ) -> Compaction:
     """Merge the files of all writers into few of about `file_size` each, ordered by step and pass.
 
-    Every verb answers the same, bit for bit. The trace is changed in its place, or written anew to `output`, a folder or a
-    URL; `force` replaces a trace that lies in that folder. A process that dies leaves a whole trace, and the next call
-    goes on. A trace that is being recorded is merged up to the step that all of its writers have closed. Replays keep files of
-    their own, and distributions and weights theirs.
+    Every verb answers the same afterwards, bit for bit. The trace is changed in place, or written to `output`, a folder or a
+    URL; `force` replaces a trace in that folder. A process that dies leaves a complete trace, and the next call continues. A
+    trace that is being recorded is merged up to the step that all of its writers have closed. Replays, distributions and
+    weights keep files of their own.
 
-    `ray` divides the steps among the actors of a Ray cluster: `local` for one that is started here, or the address of one that runs
-    (`auto`, `host:port`), whose nodes see the trace at the same path. Files begin with other steps than one process's then.
+    `ray` divides the steps among the actors of a Ray cluster: `local` starts one here, an address (`auto`, `host:port`) names a
+    running one whose nodes see the trace at the same path. File boundaries then differ from those of one process.
 
-    Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace for a trace of which a part is
+    Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part of the trace is
     missing.
     """
     file_bytes = parse_size(file_size, option="file_size")
@@ -87,7 +87,7 @@ def compact(
 
 
 def _kept_sums(trace: str) -> _Sums:
-    """The sums that are of all sealed rows of a trace: they stay right when the rows are merged."""
+    """Read the sums over all sealed rows, which stay valid when rows are merged."""
     try:
         source = open_source(trace)
         return {
@@ -96,12 +96,12 @@ def _kept_sums(trace: str) -> _Sums:
             for pair, file in pairs.items()
             if pair in source.covered
         }
-    except (DamagedTrace, pa.ArrowException, OSError):  # they are made anew when they are needed
+    except (DamagedTrace, pa.ArrowException, OSError):  # they are recomputed when needed
         return {}
 
 
 def _keep_sums(trace: str, sums: _Sums) -> None:
-    """Keep them for the merged rows, with an index of the files that there are now."""
+    """Write sums for the merged rows, and an index of the new files."""
     try:
         source = open_source(trace)
         if source.is_live:
@@ -109,21 +109,16 @@ def _keep_sums(trace: str, sums: _Sums) -> None:
         folder = Path(source.store.root)
         for (kind, pair), rows in sums.items():
             write_sums(source, pair, KINDS[kind], rows)
-        _remove_sums_of_others(source)
+        for names in open_source(source.store.url).outdated_sums.values():
+            for name in names:
+                (folder / name).unlink(missing_ok=True)
         write_index(folder)
-    except (OSError, TimTraceError):  # they are made anew when they are needed
+    except (OSError, TimTraceError):  # they are recomputed when needed
         return
 
 
-def _remove_sums_of_others(source: Source) -> None:
-    """Remove sums of files that are no more."""
-    for names in open_source(source.store.url).outdated_sums.values():
-        for name in names:
-            Path(source.store.root, name).unlink(missing_ok=True)
-
-
 def compaction_text(found: Compaction, width: int | None = None) -> str:
-    """Write what was merged, for reading."""
+    """Render a compaction."""
     if not found.has_changed:
-        return f"{found.trace}: nothing to merge; its files are few, or of steps that are not closed"
+        return f"{found.trace}: nothing to merge: it has few files, or their steps are still open"
     return to_text(found.tables, width)

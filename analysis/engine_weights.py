@@ -1,7 +1,7 @@
-"""The engine's weights beside the trainer's, tensor by tensor, from the digests that a recording keeps of both.
+"""Compare the engine's weights with the trainer's, tensor by tensor, from the recorded digests of both.
 
-A tensor of the engine is what it was found to hold, else what it was given last. Digests that are equal are equal bits in the
-engine's dtype, so that nothing here is estimated.
+The engine's tensor is what it was found to hold, else what it was given last. Equal digests mean equal bits in the engine's
+dtype, so nothing here is estimated.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .trace.database import Database
 STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
     "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
 )  # fmt: skip
-"""Why an engine's weights are not the trainer's: the codes of `weights_differ`."""
+"""Why an engine's weights differ from the trainer's: the codes of `weights_differ`."""
 
 COLUMNS = (
     "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""Holds for a row whose tensor needs no look at the versions before."""
+"""True for a row whose tensor does not depend on earlier versions."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -38,7 +38,7 @@ _COUNTED = f"""
         FROM {{view}}
     ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
 """
-"""Versions of the tensors that were given as the trainer had them at every version: they are counted alone."""
+"""Tensors that the engine was given as the trainer had them at every version are only counted."""
 
 _LISTED = f"""
     SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),
@@ -46,7 +46,7 @@ _LISTED = f"""
     FROM (SELECT *, bool_and({_GIVEN_AS_HAD}) OVER (PARTITION BY tensor) AS is_plain FROM {{view}})
     WHERE {{every}} OR NOT is_plain GROUP BY policy_version, writer
 """
-"""Those of the others, one by one."""
+"""The other tensors, one by one."""
 
 
 _UNACCOUNTED = """
@@ -56,29 +56,29 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""Steps that a process sampled for without digests; an engine in another process serves all of them."""
+"""Steps that a process sampled without digests; an engine in another process serves all processes."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
         SELECT DISTINCT writer FROM scores WHERE pass = 'current' AND writer NOT IN (SELECT DISTINCT writer FROM sequences)
     ) USING (writer)
 """
-"""Steps of which workers that train and record no sequences, as verl's, told the weights of engines of their own."""
+"""Steps whose training workers recorded no sequences (as in verl), but the weights of engines of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTensor:
-    """A tensor of the engine that is not the trainer's, at one policy version."""
+    """A tensor that differs between engine and trainer at one policy version."""
 
     tensor: str
     causes: tuple[str, ...]
-    """What the bits allow, the more probable first: STALE, ADAPTER, QUANTISED or OTHER."""
+    """Causes that the bits allow, the more probable first: STALE, ADAPTER, QUANTISED or OTHER."""
     holds_version: int | None
-    """The latest version whose tensor the engine has; None where the trainer had it at none."""
+    """The latest version whose tensor the engine has; None if the trainer never had it."""
     cast: str | None
-    """dtype through which the trainer's tensor gives it."""
+    """dtype through which the trainer's tensor was cast to it."""
     is_loaded: bool
-    """Whether it is what the engine was given last."""
+    """Whether the engine was given it last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,18 +89,18 @@ class EngineVersion:
     writer: str
     step: int
     given: dict[str, int]
-    """Tensor -> the version at which it was given last; of those that are looked at one by one, without what never was."""
+    """Tensor -> the version at which it was given last, for listed tensors that were given."""
     agreeing: frozenset[str]
-    """Tensors that are the trainer's, of those that are looked at one by one."""
+    """Listed tensors that equal the trainer's."""
     num_agreeing: int
     """Of all tensors."""
     differences: tuple[EngineTensor, ...]
     num_unknown: int
-    """Tensors of which one side is not known."""
+    """Tensors with an unknown side."""
     num_updated: int
-    """Agreeing tensors that are not what the trainer had at the version before."""
+    """Agreeing tensors that changed since the version before."""
     was_given: bool
-    """Whether the engine was given anything up to here."""
+    """Whether the engine was given anything so far."""
 
     @property
     def num_known(self) -> int:
@@ -109,44 +109,44 @@ class EngineVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFault:
-    """One cause for which the engine's weights are not the trainer's, and the last version at which it was seen."""
+    """One cause of differing weights, and the last version at which it was seen."""
 
     cause: str
     tensor: str
-    """Of that version's the one that is furthest behind."""
+    """The tensor furthest behind at that version."""
     version: int
     """The trainer's."""
     holds_version: int | None
     given_version: int | None
-    """When it was given last; None where it never was."""
+    """The version at which it was given last; None if never."""
     is_loaded: bool
-    """Whether the engine has what it was given last."""
+    """Whether the engine holds what it was given last."""
     num_tensors: int
-    """Of that version."""
+    """Differing tensors at that version."""
     of_tensors: int
     num_versions: int
-    """At which it was seen."""
+    """Versions at which it was seen."""
     of_versions: int
     first_version: int
     cast: str | None
     steps: frozenset[int]
-    """Sampled with such weights."""
+    """Steps sampled with such weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVerdict:
-    """What the digests say of some steps."""
+    """What the digests show for some steps."""
 
     faults: tuple[EngineFault, ...] = ()
     """The cause of most differences first."""
     agreeing_steps: frozenset[int] = field(default=frozenset())
-    """Sampled with weights that are the trainer's, every tensor of them."""
+    """Steps sampled with exactly the trainer's weights."""
 
 
 def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterator[EngineVersion]:
-    """Every policy version at which an engine sampled, in order; of steps that were made again the newest attempt's.
+    """Yield every policy version at which an engine sampled, in order; for repeated steps that of the newest attempt.
 
-    Tensors that the engine was always given as the trainer had them are only counted, unless `every_tensor` is asked for.
+    Tensors that the engine was always given as the trainer had them are only counted, unless `every_tensor`.
     """
     view = "every_engine_weights" if database.kept_steps else "engine_weights"
     words = {"view": view, "every": "true" if every_tensor else "false"}
@@ -164,24 +164,18 @@ def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterat
             if own is not None and _note(had[tensor], own, version)
         }
         for writer in writers:
-            step, num_plain, num_plain_updated = counted.get((version, writer), (None, 0, 0))
+            step, *plain = counted.get((version, writer), (None, 0, 0))
             own_step, *columns = listed.get((version, writer), _NOTHING)
-            yield engines[writer].looked_at(
-                had,
-                version=version,
-                writer=writer,
-                step=own_step if step is None else step,
-                tensors=list(zip(*columns, strict=True)),
-                updated=updated,
-                plain=(num_plain, num_plain_updated),
-            )
+            tensors = list(zip(*columns, strict=True))
+            at = (version, writer, own_step if step is None else step)
+            yield engines[writer].compared(at, tensors, had, updated, plain)
 
 
 _NOTHING: tuple[Any, ...] = (None, [], [], [], [], [], [])
 
 
 def _note(had: dict[int, int], own: int, version: int) -> bool:
-    """Keep that the trainer had a tensor at a version; whether it is another than before."""
+    """Note that the trainer had a tensor at a version; return whether it changed."""
     is_updated = had.get(own) != version and (not had or own != next(reversed(had)))
     had.pop(own, None)
     had[own] = version
@@ -189,7 +183,7 @@ def _note(had: dict[int, int], own: int, version: int) -> bool:
 
 
 class _Engine:
-    """One engine on its way through the versions."""
+    """One engine, followed through the versions."""
 
     def __init__(self) -> None:
         self._has: dict[str, int] = {}
@@ -197,23 +191,19 @@ class _Engine:
         self._given_at: dict[str, int] = {}
         self._was_given = False
 
-    def looked_at(
+    def compared(
         self,
-        had: Mapping[str, Mapping[int, int]],
-        *,
-        version: int,
-        writer: str,
-        step: int,
+        at: tuple[int, str, int],
         tensors: Sequence[tuple[Any, ...]],
+        had: Mapping[str, Mapping[int, int]],
         updated: Collection[str],
-        plain: tuple[int, int],
+        plain: Sequence[int],
     ) -> EngineVersion:
-        """The next version; `plain` counts the tensors beside these that agree, and those of them that were updated."""
+        """Compare the next version; `plain` counts the other tensors that agree, and how many of them were updated."""
         agreeing, differences, num_unknown = set(), [], 0
+        version, writer, step = at
         num_plain, num_plain_updated = plain
-        self._was_given = (
-            self._was_given or bool(num_plain) or any(given is not None for _, _, _, given, _, _ in tensors)
-        )
+        self._was_given |= bool(num_plain) or any(given is not None for _, _, _, given, _, _ in tensors)
         for tensor, own, unmerged, given, held, cast in tensors:
             if given is not None:
                 self._has[tensor] = self._given[tensor] = given
@@ -230,7 +220,7 @@ class _Engine:
                 differences.append(
                     EngineTensor(
                         tensor=tensor,
-                        # An engine that nothing was given has what it began with, which may be no version's: dummy weights.
+                        # An engine that was given nothing holds its initial weights, which may be dummies of no version.
                         causes=_causes(holds, has == unmerged, cast, is_new=has == given)
                         if self._was_given
                         else (STALE,),
@@ -254,18 +244,18 @@ class _Engine:
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
-    """What may have made an engine's tensor; `is_new` says that it is what the engine was just given."""
+    """Return the possible causes of an engine's tensor; `is_new`: it is what the engine was just given."""
     changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
-    if not is_new:  # what is there is old before it is anything else
+    if not is_new:  # an old tensor is stale first of all
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
     if is_unmerged:
         return (ADAPTER,) if holds is None else (ADAPTER, STALE)
-    # A tensor of few values, as a norm of ones, comes out of a change as it was before by chance.
+    # A tensor of few values, such as a norm of ones, can equal an older version by chance.
     return changed[:1] if holds is None else (STALE, *changed)
 
 
 def read_engine_verdict(database: Database) -> EngineVerdict:
-    """What the digests say of the steps that a database holds, of its first trace."""
+    """Read what the digests show for the steps of a database's first trace."""
     steps = database.kept_steps.get(database.sources[0].run)
     found = engine_verdict(list(engine_versions(database)), steps)
     if not found.agreeing_steps:
@@ -277,7 +267,7 @@ def read_engine_verdict(database: Database) -> EngineVerdict:
 
 
 def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | None = None) -> EngineVerdict:
-    """What the digests say of some steps, or of all."""
+    """Judge some steps, or all."""
     asked = [each for each in versions if steps is None or each.step in steps]
     is_late = any(each.causes[0] == STALE for version in asked for each in version.differences)
     by_cause: dict[str, list[tuple[EngineVersion, list[EngineTensor]]]] = defaultdict(list)
@@ -291,8 +281,8 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Cause -> differences of one version. `is_late` says that the engine has old tensors which are no adapter's base."""
-    sure = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
+    """Return cause -> differences of one version. `is_late`: the engine has old tensors that are no adapter's base."""
+    decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)
     for each in differences:
@@ -300,8 +290,8 @@ def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, l
         if first == ADAPTER and others and is_late:
             first = STALE
         elif first == STALE and others:
-            other = max(others, key=lambda cause: sure[cause])
-            first = other if sure[other] > late else first
+            other = max(others, key=lambda cause: decided[cause])
+            first = other if decided[other] > late else first
         found[first].append(each)
     return found
 
@@ -339,10 +329,10 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
     """List the engine's tensors beside the trainer's, as the engine last began to sample.
 
     A row has the trainer's version, the version at which the tensor was given last, the latest version whose bits the engine
-    has, whether these are the trainer's, and at how many of the versions they were not, and why. By `module` layers are taken
-    together, and a row is that of the tensor that is furthest behind.
+    has, whether they agree, and at how many versions they differed, and why. By `module`, layers are grouped and a row is that
+    of the tensor furthest behind.
 
-    Raises WeightsMissing when the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
+    Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
     versions = list(engine_versions(Database(trace), every_tensor=True))
     if not versions:
@@ -363,7 +353,7 @@ _Row = tuple[str, int, int | None, int | None, bool | None, int, int, str | None
 
 
 def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> list[_Row]:
-    """A row a tensor of one engine."""
+    """Return one row per tensor of one engine."""
     last, seen, wrong, causes = versions[-1], Counter[str](), Counter[str](), {}
     for version in versions:
         seen.update(version.agreeing)
@@ -384,7 +374,7 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Of the rows of one name the one that differs, and of these the one that is furthest behind."""
+    """Keep one row per name: one that differs, and of these the one furthest behind."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

@@ -1,4 +1,4 @@
-"""The engine's weights beside the trainer's, for reading: how many agree in a line, and the others as a table."""
+"""Render the engine's weights beside the trainer's: how many agree, and a table of the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .rows import Rows, to_text
 
 
 def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None, *, verbose: bool = False) -> str:
-    """Write the rows of `engine_weights`: those that agreed at every version are counted, unless `verbose` asks for each."""
+    """Render rows of `engine_weights`; rows that agree at every version are only counted, unless `verbose`."""
     agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
     counted = len(agreeing) and not verbose
     blocks = [_agreement(agreeing, len(rows), by)] if counted else []
@@ -21,7 +21,4 @@ def _agreement(agreeing: list[dict[str, int]], of: int, by: str) -> str:
     versions = sorted({row["num_versions"] for row in agreeing})
     at = f"{versions[0]:,}" if len(versions) == 1 else f"{versions[0]:,} to {versions[-1]:,}"
     num = f"All {of:,}" if len(agreeing) == of else f"{len(agreeing):,} of {of:,}"
-    return (
-        f"{num} {by}s of the engine are the trainer's, bit for bit, at each of the {at} versions that it sampled with "
-        "(--verbose lists them)."
-    )
+    return f"{num} engine {by}s equal the trainer's bit for bit at all {at} versions (--verbose lists them)."

@@ -1,4 +1,4 @@
-"""`tim-trace gradient` as text."""
+"""Render `tim-trace gradient`."""
 
 from __future__ import annotations
 
@@ -8,27 +8,42 @@ from ..replay.gradients.results import GradientReport, GradientStep, ModuleGradi
 from .main_columns import MAIN_COLUMNS
 from .rows import Rows, shown, to_text
 
-TABLES = ("step", "module", "arm")
 _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "bias_error", "variance")
 
 
 def gradient_text(found: GradientReport, by: str = "step", width: int | None = None) -> str:
-    """Write gradients for reading: a row a step and arm, a kind of module of these, or an arm over all steps."""
+    """Render gradients with one row per step and arm, per kind of module of these, or per arm over all steps."""
     found = shown(found)
     rows = gradient_rows(found, by)
     loss = found.loss
     corrected = "" if loss.correction == "none" else f", correction {loss.correction}"
     facts = f"loss {loss.kind} of {loss.level} ratios over {loss.denominator}, {loss.aggregation}{corrected}"
-    return "\n\n".join([found.sentence, facts, to_text(rows, width, MAIN_COLUMNS["gradient"]), *found.notes])
+    return "\n\n".join([gradient_sentence(found), facts, to_text(rows, width, MAIN_COLUMNS["gradient"]), *found.notes])
+
+
+def gradient_sentence(found: GradientReport) -> str:
+    """Say whether the gradients are the recorded ones."""
+    logged = [step for step in found.steps if step.reproduced is not None]
+    wrong = [step for step in logged if not step.reproduced]
+    if not logged:
+        return "No grad norm was logged for these steps, so the gradients cannot be compared with the recorded ones."
+    if not wrong:
+        steps = f"all {len(logged)} steps" if len(logged) > 1 else "the step"
+        return f"The recorded gradient norm was reproduced to its last digit in {steps} that logged one."
+    first = wrong[0]
+    why = f" ({'; '.join(first.notes)})" if first.notes else ""
+    return (
+        f"The recorded gradient norm was reproduced in {len(logged) - len(wrong)} of {len(logged)} steps; step {first.step} gives "
+        f"{first.grad_norm!r}, logged was {first.logged_norm!r}{why}. Distances to a gradient that differs say less."
+    )
 
 
 def gradient_rows(found: GradientReport, by: str = "step") -> Rows:
-    """A row a step and arm, a kind of module of these, or an arm over all steps."""
-    return {"step": by_step, "module": by_module, "arm": by_arm}[by](found.steps)
+    """Return one row per step and arm, per kind of module of these, or per arm over all steps."""
+    return {"step": _by_step, "module": _by_module, "arm": _by_arm}[by](found.steps)
 
 
-def by_step(steps: Sequence[GradientStep]) -> Rows:
-    """A row an optimizer step and arm."""
+def _by_step(steps: Sequence[GradientStep]) -> Rows:
     columns = (
         "step", "arm", "version", "grad_norm", "logged_norm", "cosine", "norm_ratio", "bias", "bias_error", "variance",
         "noise_scale", "progress_a", "progress_b", "progress_c",
@@ -44,8 +59,7 @@ def by_step(steps: Sequence[GradientStep]) -> Rows:
     return Rows(columns, rows)
 
 
-def by_module(steps: Sequence[GradientStep]) -> Rows:
-    """A row an optimizer step, arm and kind of module."""
+def _by_module(steps: Sequence[GradientStep]) -> Rows:
     return Rows(
         ("step", "arm", "version", "module", "num_parameters", *_FIGURES),
         [
@@ -56,19 +70,19 @@ def by_module(steps: Sequence[GradientStep]) -> Rows:
     )
 
 
-def by_arm(steps: Sequence[GradientStep]) -> Rows:
-    """A row an arm: means over the steps, and in how many the bias is beyond twice its error."""
+def _by_arm(steps: Sequence[GradientStep]) -> Rows:
+    """Average over the steps of an arm, and count the steps whose bias exceeds twice its error."""
     rows = []
     for name in dict.fromkeys(step.arm for step in steps):
         own = [step.whole for step in steps if step.arm == name]
         cosines = [whole.cosine for whole in own if whole.cosine is not None]
         ratios = [whole.norm_ratio for whole in own if whole.norm_ratio is not None]
         shares = [whole.bias / whole.norm * whole.norm_ratio for whole in own if whole.norm and whole.norm_ratio]
-        told = [whole for whole in own if whole.bias_error is not None]
-        biased = sum(whole.bias > 2 * (whole.bias_error or 0.0) for whole in told)
+        with_error = [whole for whole in own if whole.bias_error is not None]
+        biased = sum(whole.bias > 2 * (whole.bias_error or 0.0) for whole in with_error)
         rows.append((
             name, len(own), _mean(cosines), min(cosines, default=None), _mean(ratios), _mean(shares),
-            biased if told else None,
+            biased if with_error else None,
         ))  # fmt: skip
     columns = ("arm", "num_steps", "mean_cosine", "min_cosine", "mean_norm_ratio", "mean_bias_share", "num_biased")
     return Rows(columns, rows)

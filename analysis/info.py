@@ -1,4 +1,4 @@
-"""What a trace holds, who wrote it, and what is missing from it."""
+"""What a trace holds, who wrote it, and what is missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST, WEIGHTS
 from ..schemas.passes import REPLAY_PREFIX, STANDARD
@@ -15,15 +14,13 @@ from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState, command_ex
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
 from ..tracer.located.result_files import result_ids
+from .trace.columns import scored_passes
 from .trace.database import Database
 from .trace.samples import sample_sentence, sampled_passes
+from .trace.sampling import step_ranges
 from .trace.source import Source, open_source
 
 LIVE, FINISHED, KILLED, STOPPED = "live", "finished", "killed", "stopped"
-
-
-_Range = tuple[int, int, int]
-"""First and last step, and how many sequences they have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +29,17 @@ class WriterInfo:
 
     writer: str
     state: str
-    """`live`, `finished`, `killed` (it ended without closing) or `stopped` (its recording failed)."""
+    """`live`, `finished`, `killed` (exited without closing) or `stopped` (its recording failed)."""
     host: str
     pid: int
     rank: int | None
     attempt: int | None
-    """Attempt at training that it belongs to; None outside of training, and from releases that did not say."""
+    """Attempt at training it belongs to; None outside of training, or if not recorded."""
     known_by: str
-    """How it is known whether it still writes: it said so (`closed`), its `process` is there or not, its machine was
-    `restarted` since, or the `age` of its last sign."""
+    """What `state` is based on: it `closed`, its `process` is alive or not, its machine `restarted`, or the `age` of its
+    last sign of life."""
     silent_s: float | None
-    """Seconds since its last sign, where its age decided."""
+    """Seconds since its last sign of life, if `known_by` is `age`."""
     num_sequences: int
     num_tokens: int
     waited_s: float
@@ -65,7 +62,7 @@ class PassInfo:
     num_routed: int
     """Rows of scores that have router choices."""
     note: str | None
-    """What the contract says where there are no scores, or that they are of a sample."""
+    """The contract's note if there are no scores, or that they are a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +74,9 @@ class AttemptInfo:
     last_step: int
     num_sequences: int
     num_superseded: int
-    """Sequences of steps that a later attempt made again: views leave them out."""
+    """Sequences of steps that a later attempt repeated; views leave them out."""
     superseded: tuple[tuple[int, int], ...] = ()
-    """The steps that a later attempt made again, as first and last step of each run of steps."""
+    """The steps that a later attempt repeated, as (first, last) of each range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +94,7 @@ class TraceInfo(Result):
     source: str
     command: tuple[str, ...]
     exit_code: int | None
-    """How the recorded command ended; None while it runs or when there was none."""
+    """Exit code of the recorded command; None while it runs, or if there was none."""
     state: str
     """`live`, `finished`, `killed` or `stopped`."""
     capture: str
@@ -107,7 +104,7 @@ class TraceInfo(Result):
     model_dtypes: dict[str, int]
     tokenizer: str | None
     versions: dict[str, str]
-    """Versions of the libraries that decide numbers."""
+    """Versions of the libraries that affect numbers."""
     first_step: int | None
     last_step: int | None
     num_steps: int
@@ -116,28 +113,28 @@ class TraceInfo(Result):
     num_response_tokens: int
     num_metrics: int
     num_eval_sequences: int
-    """Sequences that were sampled to evaluate; in none of the numbers above."""
+    """Sequences sampled for evaluation; not counted above."""
     num_eval_steps: int
     passes: tuple[PassInfo, ...]
     writers: tuple[WriterInfo, ...]
     num_bytes: dict[str, int]
-    """Folder -> bytes; `dense` is what captured distributions take."""
+    """Folder -> bytes; `dense` has the captured distributions."""
     num_captured: int
     """Rows of scores that have captured distributions."""
     num_located: int = 0
     """Results of `locate`."""
     attempts: tuple[AttemptInfo, ...] = field(default=())
-    """Attempts at training, where there are several: a run that resumed from a checkpoint."""
+    """Attempts at training, if the run resumed from a checkpoint."""
     has_checksums: bool = True
-    """Whether every file has checksums; those of earlier releases have none, so that damage inside of them is not seen."""
+    """Whether every file has checksums; in files of earlier releases damage inside goes undetected."""
     judged: tuple[str, ...] = field(default=())
-    """How it is known that a process still writes or does not, where its process cannot be seen from here, a sentence each."""
+    """Why a process that cannot be seen from here counts as live or ended, one sentence each."""
     missing: tuple[str, ...] = field(default=())
-    """What the trace lacks, a sentence each."""
+    """What the trace lacks, one sentence each."""
     damaged: tuple[str, ...] = field(default=())
-    """What cannot be read or is missing and is in no answer, a sentence each."""
+    """What cannot be read or is missing, and so is in no answer; one sentence each."""
     ignored: tuple[str, ...] = field(default=())
-    """What lies there and is no part of the trace, a sentence each."""
+    """Files that are no part of the trace, one sentence each."""
 
 
 def info(trace: str | Database) -> TraceInfo:
@@ -154,21 +151,12 @@ def info(trace: str | Database) -> TraceInfo:
     model = next((state.model for state in source.writers if state.model), {})
     tokenizer = next((state.tokenizer for state in source.writers if state.tokenizer), {})
     versions = next((state.versions for state in source.writers if state.versions), {})
-    counts = _one(database, _COUNTS)
-    manifest = source.manifest
+    (counts,) = database.ask(_COUNTS).dicts()
     return TraceInfo(
         run=source.run,
         path=source.store.url,
-        run_id=manifest.run_id,
-        format_version=manifest.format_version,
-        created_at=manifest.created_at,
-        created_by=manifest.created_by,
-        source=manifest.source,
-        command=manifest.command,
         exit_code=command_exit_code(source.writers),
         state=_state(source, writers),
-        capture=manifest.capture,
-        capture_fraction=manifest.capture_fraction,
         model=model.get("name") or model.get("class"),
         num_parameters=model.get("num_parameters"),
         model_dtypes=dict(model.get("dtypes") or {}),
@@ -184,8 +172,14 @@ def info(trace: str | Database) -> TraceInfo:
         missing=(*_missing(database, source, writers), *_replay_lacks(source, counts), *_not_recorded(source)),
         damaged=tuple(source.damaged),
         ignored=tuple(source.snapshot.ignored),
+        **{name: getattr(source.manifest, name) for name in _OF_MANIFEST},
         **counts,
     )
+
+
+_OF_MANIFEST = (
+    "run_id", "format_version", "created_at", "created_by", "source", "command", "capture", "capture_fraction",
+)  # fmt: skip
 
 
 _COUNTS = """
@@ -251,13 +245,11 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Sequences whose names are compared at once; a larger step is one alone."""
+"""Sequences whose names are compared at once; a larger step is compared alone."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
-    cursor = database.connection.execute(_PASSES)
-    names = [column[0] for column in cursor.description]
-    found = [PassInfo(**dict(zip(names, row, strict=True))) for row in cursor.fetchall()]
+    found = [PassInfo(**row) for row in database.ask(_PASSES).dicts()]
     samples = {name: sample_sentence(*counts) for name, counts in sampled_passes(database).items()}
     found = [replace(each, note=samples.get(each.name, each.note)) for each in found]
     order = {name: place for place, name in enumerate(STANDARD)}
@@ -265,17 +257,17 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
 
 
 def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:
-    """What a reader would look for and not find."""
+    """Return what a reader would look for and not find."""
     found = []
-    ranges = list(_ranges(database))
-    total = sum(num_sequences for _, _, num_sequences in ranges)
+    sequences = dict(database.connection.execute(_STEPS).fetchall())
+    ranges, total = step_ranges(sequences, RANGE_SEQUENCES), sum(sequences.values())
     for name, count, first, last in _unscored(database, ranges):
         where = f"step {first}" if first == last else f"steps {first} to {last}"
         found.append(f"{count} of {total} sequences have no scores of pass {name!r} ({where})")
     count, step, seq_id = _twice(database, ranges)
     if count:
         found.append(
-            f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}): two processes gave the same seq_id; "
+            f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}): two processes used the same seq_id, so "
             "their pairs are counted more than once"
         )
     for writer in writers:
@@ -292,45 +284,30 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
 
 
 def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
-    """Why what was imported cannot be scored again, and what to do."""
+    """Return why an imported trace cannot be replayed, and what to do."""
     if not source.manifest.is_import or not counts["num_sequences"]:
         return []
     if not counts["num_response_tokens"]:
-        return [
-            "token ids, so that nothing can score these texts again: import a dump that has them, or record the run"
-        ]
+        return ["token ids, so these texts cannot be replayed: import a dump with token ids, or record the run"]
     if not counts["num_prompt_tokens"]:
         return [
-            "token ids of the prompts, so that replay cannot score it again: import files that have them; --map THEIRS=prompt_ids "
+            "token ids of the prompts, so it cannot be replayed: import files that have them; --map THEIRS=prompt_ids "
             "reads a field of another name"
         ]
     if source.store.exists(WEIGHTS):
         return []
     return [
-        "weights, so that replay cannot score it again: tim-trace weights "
-        f"{shlex.quote(source.store.url)} --attach VERSION DIR takes those of a Hugging Face folder"
+        f"weights, so it cannot be replayed; attach a Hugging Face folder: tim-trace weights {shlex.quote(source.store.url)} "
+        "--attach VERSION DIR"
     ]
 
 
-def _ranges(database: Database) -> Iterator[_Range]:
-    """Ranges of steps that cover all, of about RANGE_SEQUENCES each."""
-    first, last, total = None, 0, 0
-    for step, num_sequences in database.connection.execute(_STEPS).fetchall():
-        if first is not None and total + num_sequences > RANGE_SEQUENCES:
-            yield first, last, total
-            first, total = None, 0
-        first, last, total = step if first is None else first, step, total + num_sequences
-    if first is not None:
-        yield first, last, total
-
-
-def _unscored(database: Database, ranges: list[_Range]) -> Iterator[tuple[str, int, int, int]]:
-    """Pass, number of sequences that have no row of it, and the first and last step of these; not of replays."""
-    query = 'SELECT DISTINCT "pass" FROM scores ORDER BY "pass"'
-    names = [name for (name,) in database.connection.execute(query).fetchall() if not name.startswith(REPLAY_PREFIX)]
+def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
+    """Yield pass, number of sequences without a row of it, and their first and last step; replays are left out."""
+    names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in names}
-    for first, last, _ in ranges if names else ():
-        values = {"names": names, "first": first, "last": last}
+    for steps in ranges if names else ():
+        values = {"names": names, "first": steps.start, "last": steps.stop - 1}
         for name, *row in database.connection.execute(_UNSCORED, values).fetchall():
             found[name].append((row[0], row[1], row[2]))
     for name, rows in found.items():
@@ -338,34 +315,34 @@ def _unscored(database: Database, ranges: list[_Range]) -> Iterator[tuple[str, i
             yield name, sum(row[0] for row in rows), min(row[1] for row in rows), max(row[2] for row in rows)
 
 
-def _twice(database: Database, ranges: list[_Range]) -> tuple[int, int, str]:
-    """How many names of sequences there are several times, and the step and the name of the first."""
+def _twice(database: Database, ranges: Sequence[range]) -> tuple[int, int, str]:
+    """Return how many sequence names occur several times, and the step and name of the first."""
     found = [
         row
-        for first, last, _ in ranges
-        for row in database.connection.execute(_TWICE, {"first": first, "last": last}).fetchall()
+        for steps in ranges
+        for row in database.connection.execute(_TWICE, {"first": steps.start, "last": steps.stop - 1}).fetchall()
         if row[0]
     ]
     return (sum(row[0] for row in found), *found[0][1:]) if found else (0, 0, "")
 
 
 def _judged(source: Source) -> list[str]:
-    """What decided about writers that are open and whose process cannot be seen from here."""
+    """Return why open writers whose process cannot be seen from here count as live or ended."""
     found = []
     for state in source.writers:
         judged = source.snapshot.liveness[state.writer]
         who = f"writer {state.writer} (process {state.pid} on {state.host or 'an unknown host'})"
         if judged.how == RESTARTED:
-            found.append(f"{who} has ended: this machine was started anew since its last sign")
+            found.append(f"{who} has ended: this machine was restarted since its last sign of life")
         elif judged.how == AGE and judged.silent_s is None:
             found.append(
-                f"{who} counts as live: its process cannot be seen from here, and the age of its files is not known"
+                f"{who} counts as live: its process cannot be seen from here, and the age of its files is unknown"
             )
         elif judged.how == AGE:
             counts = "live" if judged.is_alive else "ended"
             found.append(
-                f"{who} counts as {counts}: its process cannot be seen from here, and it gave its last sign "
-                f"{duration(judged.silent_s or 0.0)} ago (ended after {duration(SILENT_S)} without one)"
+                f"{who} counts as {counts}: its process cannot be seen from here, and its last sign of life was "
+                f"{duration(judged.silent_s or 0.0)} ago (limit: {duration(SILENT_S)})"
             )
     return found
 
@@ -377,7 +354,7 @@ def _not_recorded(source: Source) -> list[str]:
 
 
 def attempts(database: Database) -> tuple[AttemptInfo, ...]:
-    """The attempts at training of a trace, where there are several."""
+    """Return the attempts at training of a trace, if there are several."""
     if not database.sources[0].newest:
         return ()
     rows = database.ask(_ATTEMPTS).dicts()
@@ -385,7 +362,7 @@ def attempts(database: Database) -> tuple[AttemptInfo, ...]:
 
 
 def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """First and last step of each run of steps, which come sorted.
+    """Return (first, last) of each range of sorted steps.
 
     >>> _runs([1, 2, 3, 7, 9, 10])
     ((1, 3), (7, 7), (9, 10))
@@ -396,7 +373,7 @@ def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def steps_text(runs: Sequence[tuple[int, int]]) -> str:
-    """Runs of steps in words.
+    """Render ranges of steps.
 
     >>> steps_text([(1, 3), (7, 7)])
     '1 to 3, 7'
@@ -424,7 +401,7 @@ def _writer(source: Source, state: WriterState, num_sequences: int, num_tokens: 
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that suits it.
+    """Render a time in a suitable unit.
 
     >>> duration(40.2), duration(900), duration(20_000), duration(3 * 86400)
     ('40 s', '15 min', '6 h', '3 d')
@@ -436,12 +413,12 @@ def duration(seconds: float) -> str:
 
 
 def state_of(source: Source) -> str:
-    """Whether a trace is `live`, `finished`, `killed` or `stopped`."""
+    """Return whether a trace is `live`, `finished`, `killed` or `stopped`."""
     return _state(source, [_writer(source, state, 0, 0) for state in source.writers if not state.is_launcher])
 
 
 def _state(source: Source, writers: list[WriterInfo]) -> str:
-    """The worst that happened, or that it goes on: also where `tim-trace record` runs and nothing writes yet."""
+    """Return the worst state of a writer, or `live`, also while `tim-trace record` runs and nothing is written yet."""
     if source.is_live:
         return LIVE
     states = {writer.state for writer in writers}
@@ -452,10 +429,3 @@ def _bytes(source: Source) -> dict[str, int]:
     sizes = {folder: source.store.size(folder) for folder in FOLDERS}
     sizes[MANIFEST] = len(source.store.read_bytes(MANIFEST))
     return {name: size for name, size in sizes.items() if size or name == DENSE}
-
-
-def _one(database: Database, query: str) -> dict[str, Any]:
-    cursor = database.connection.execute(query)
-    names = [column[0] for column in cursor.description]
-    (row,) = cursor.fetchall()
-    return dict(zip(names, row, strict=True))

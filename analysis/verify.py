@@ -1,4 +1,4 @@
-"""Reading all of a trace and comparing it with what its writers say they wrote."""
+"""Read all of a trace and compare it with what its writers say they wrote."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ COLUMNS = ("folder", "num_files", "num_bytes", "num_checked", "num_damaged")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(Result):
-    """What of a trace is as it was written."""
+    """Which files of a trace are as they were written."""
 
     _text = "tim_trace.analysis.verify:verification_text"
 
     trace: str
     folders: Rows
-    """A row a folder: files read, their bytes, how many have checksums, and how many are not as they were written."""
+    """One row per folder: files read, their bytes, how many have checksums, and how many are damaged."""
     damaged: tuple[str, ...]
-    """What is not as it was written or is missing, a sentence each."""
+    """What is damaged or missing, one sentence each."""
     ignored: tuple[str, ...]
-    """What lies there and is no part of the trace, a sentence each."""
+    """Files that are no part of the trace, one sentence each."""
     unchecked_writers: tuple[str, ...]
-    """Writers of earlier releases, whose files have no checksums: that they can be read is all that is known of them."""
+    """Writers of earlier releases, whose files have no checksums: they can be read, no more is known."""
 
     @property
     def is_whole(self) -> bool:
@@ -54,20 +54,11 @@ class Verification(Result):
         return not self.damaged
 
 
-@dataclass(slots=True)
-class _Count:
-    num_files: int = 0
-    num_bytes: int = 0
-    num_checked: int = 0
-    num_damaged: int = 0
-
-
 def verify(trace: str | os.PathLike[str], *, ray: str | None = None, progress: Progress = no_progress) -> Verification:
     """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
 
     Other verbs compare what they read; this one reads everything. With `ray`, an address or `local`, files, groups and versions
-    are divided among the actors of a Ray cluster. Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look
-    at.
+    are divided among the actors of a Ray cluster. Raises TraceNotFound, NewerTrace or DamagedTrace if there is no trace.
     """
     source = open_source(os.fspath(trace))
     found = _Verifier(source)
@@ -76,14 +67,7 @@ def verify(trace: str | os.PathLike[str], *, ray: str | None = None, progress: P
             advance(num_bytes)
     return Verification(
         trace=os.fspath(trace),
-        folders=Rows(
-            COLUMNS,
-            [
-                (name, c.num_files, c.num_bytes, c.num_checked, c.num_damaged)
-                for name, c in found.counts.items()
-                if c.num_files
-            ],
-        ),
+        folders=Rows(COLUMNS, [(name, *counts) for name, counts in found.counts.items() if counts[0]]),
         damaged=tuple(dict.fromkeys((*source.damaged, *found.damaged))),
         ignored=(*source.snapshot.ignored, *found.ignored),
         unchecked_writers=tuple(source.snapshot.unchecked),
@@ -91,7 +75,7 @@ def verify(trace: str | os.PathLike[str], *, ray: str | None = None, progress: P
 
 
 def verification_text(found: Verification, width: int | None = None) -> str:
-    """Write what was read, for reading: a row a folder, and what is damaged or is no part of the trace."""
+    """Render a verification: one row per folder, and what is damaged or no part of the trace."""
     lines = [to_text(found.folders, width)]
     lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
     lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
@@ -100,38 +84,39 @@ def verification_text(found: Verification, width: int | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What is read at once, and compared with what its writer said of it."""
+    """What is read at once and compared with its writer's account."""
 
     folder: str
     name: str
-    """No other part of the folder has it."""
+    """Unique in the folder."""
     num_bytes: int
     is_checked: bool
     """Whether its writer left checksums."""
     read: Callable[[], Any]
-    """Raises what is wrong with it."""
+    """Raises an error that says what is wrong."""
     of_parts: Callable[[], list[str]] = list
-    """What is wrong with the parts of one that cannot be read."""
+    """Returns what is wrong with its parts if it cannot be read."""
 
 
 class _Verifier:
-    """Goes through a trace, folder by folder."""
+    """Reads a trace folder by folder."""
 
     def __init__(self, source: Source):
         self.source, self.snapshot, self.store = source, source.snapshot, source.store
         folders = (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE)
-        self.counts: dict[str, _Count] = {name: _Count() for name in folders}
+        self.counts = {name: [0] * (len(COLUMNS) - 1) for name in folders}
+        """Folder -> the other columns of COLUMNS."""
         self.damaged: list[str] = []
         self.ignored: list[str] = []
         self._records = self.snapshot.accounted
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that will be read, of the folders that are large."""
+        """Bytes to read in the large folders."""
         return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE))
 
     def run(self, ray: str | None) -> Iterator[int]:
-        """Read everything, and tell after each part how many bytes it had."""
+        """Read everything; yield the bytes of each part after it."""
         entries = list(self.parts())
         parts = [entry for entry in entries if isinstance(entry, _Part)]
         if ray is None:
@@ -150,22 +135,20 @@ class _Verifier:
             yield part.num_bytes
 
     def parts(self) -> Iterator[_Part | str]:
-        """What is to be read, but for the results of `locate`, and in its place what is wrong with what cannot be."""
+        """Yield the parts to read, except the results of `locate`; in place of an unreadable part, what is wrong with it."""
         for table in TABLES:
             for entry in self.snapshot.files[table]:
                 yield self._file(table, entry.relative, entry.file)
         sums = {file.relative: file for pairs in self.source.sums.values() for file in pairs.values()}
         for file in sums.values():
             yield self._file(SUMS, file.relative, file)
+        if outdated := [name for name in self.store.files(SUMS) if f"{SUMS}/{name}" not in sums]:
+            self.ignored.append(
+                f"{self.store.shown(SUMS)}: {len(outdated)} files do not match the trace and are recomputed when needed: "
+                f"{', '.join(outdated)}"
+            )
         self.ignored += [
-            f"{self.store.shown(f'{SUMS}/{name}')}: does not belong to the files that are there, or is not as it was written; it "
-            "is made anew when it is needed"
-            for name in self.store.files(SUMS)
-            if f"{SUMS}/{name}" not in sums
-        ]
-        self.ignored += [
-            f"{self.store.shown(relative)}: is not what its name says; it is only a copy, and the next writing of sums or of the "
-            "trace makes it anew"
+            f"{self.store.shown(relative)}: is outdated or damaged; it is only a copy and is rewritten with the next sums"
             for relative in passed_over(self.store)
         ]
         for relative, record in self._records.items():
@@ -176,43 +159,40 @@ class _Verifier:
         yield from self._weights()
 
     def damage_of(self, part: _Part) -> list[str]:
-        """Read a part: what is wrong with it, a sentence each."""
+        """Read a part; return what is wrong with it, one sentence each."""
         try:
             part.read()
         except TimTraceError as error:
             found = str(error)
-        except Exception as error:  # whatever a library says of bytes that nobody wrote so
+        except Exception as error:  # whatever a library raises on damaged bytes
             found = f"{self.store.shown(part.name)}: {first_line(error)}; restore it from a copy"
         else:
             return []
         return [found, *part.of_parts()]
 
     def _note(self, part: _Part, damage: list[str]) -> None:
-        count = self.counts[part.folder]
-        count.num_files += 1
-        count.num_bytes += part.num_bytes
-        count.num_checked += part.is_checked
-        count.num_damaged += bool(damage)
+        added = (1, part.num_bytes, part.is_checked, bool(damage))
+        self.counts[part.folder] = [count + more for count, more in zip(self.counts[part.folder], added, strict=True)]
         self.damaged += damage
 
     def _file(self, folder: str, relative: str, file: VerifiedFile) -> _Part | str:
         record = self._records.get(relative)
         try:
             is_checked = file.has_checksums
-        except (DamagedTrace, QueryFailed) as error:  # of a footer that is read now
+        except (DamagedTrace, QueryFailed) as error:  # its footer is only read now
             return str(error)
 
         def read() -> None:
             whole = file.verify()
             if record is not None and whole != record.hash:
-                raise ValueError("its content is not what its writer wrote")
+                raise ValueError("its content differs from what its writer wrote")
             if not is_checked:
                 import pyarrow as pa
                 from pyarrow.parquet import read_table
 
                 read_table(pa.BufferReader(self.store.read_bytes(relative)))
             if record is not None and record.steps not in (None, found := _steps(file)):
-                raise ValueError(f"its rows are of the steps {found}, where its writer says {record.steps}")
+                raise ValueError(f"its rows cover steps {found}, but its writer recorded {record.steps}")
 
         return _Part(folder=folder, name=relative, num_bytes=file.num_bytes, is_checked=is_checked, read=read)
 
@@ -224,12 +204,12 @@ class _Verifier:
             except FileNotFoundError:
                 raise DamagedTrace(f"{self.store.shown(relative)}: is missing; restore the file from a copy") from None
             if not is_of_size or whole_hash(content) != record.hash:
-                raise ValueError("its content is not what its writer wrote")
+                raise ValueError("its content differs from what its writer wrote")
 
         return _Part(folder=folder, name=relative, num_bytes=record.num_bytes, is_checked=True, read=read)
 
     def _groups(self) -> Iterator[_Part | str]:
-        """The sealed groups of captured distributions, and the journals of others."""
+        """Yield the sealed groups of captured distributions, and the journals of unsealed ones."""
         for name in self.store.folders(DENSE):
             relative, segment = f"{DENSE}/{name}", Segment.parse(name)
             if segment is None:
@@ -250,7 +230,7 @@ class _Verifier:
                 )  # fmt: skip
 
     def _ask_for_groups(self) -> None:
-        """Look for the groups of captured distributions that scores name."""
+        """Open the groups of captured distributions that scores refer to."""
         query = """
             SELECT DISTINCT dense FROM all_scores WHERE dense IS NOT NULL
             UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL
@@ -264,7 +244,7 @@ class _Verifier:
             self.damaged.append(str(error))
 
     def _journal(self, segment: Segment) -> None:
-        """Captured distributions that are not sealed yet. Raises DamagedTrace."""
+        """Read captured distributions that are not sealed yet. Raises DamagedTrace."""
         where, content = self.store.shown(segment.journal(DENSE_TABLE)), read_journal(self.store, segment, DENSE_TABLE)
         if content.damage is not None:
             raise DamagedTrace(f"{where}: {content.damage}; what follows is in no answer, restore the file from a copy")
@@ -278,9 +258,9 @@ class _Verifier:
         SealedGroup(self.store, segment, sealed_root(self.store, segment)).verify()
 
     def _weights(self) -> Iterator[_Part | str]:
-        """Every version of the weights, to be rebuilt and compared with its hashes."""
+        """Yield every version of the weights, to be rebuilt and compared with its hashes."""
         reader = open_weights(self.store)
-        if not isinstance(reader, WeightReader):  # checkpoints, which lie elsewhere and are the run's own
+        if not isinstance(reader, WeightReader):  # checkpoints outside of the trace
             return
         yield from reader.damaged
         for relative, record in self._records.items():
@@ -297,7 +277,7 @@ class _Verifier:
                 )  # fmt: skip
 
     def _results(self) -> Iterator[_Part]:
-        """The results of `locate`, header and tables; a header is read before its tables are known."""
+        """Yield the results of `locate`; the tables of a result are known once its header is read."""
         seen: set[str] = set()
         for result in result_files.result_ids(self.store):
             relative = result_files.header_path(result)
@@ -319,11 +299,11 @@ class _Verifier:
             names = result_files.unfinished_names(self.store, question)
             unfinished |= set(names)
             self.ignored.append(
-                f"{self.store.shown(f'{LOCATE}/{question}-unfinished*')}: {len(names)} files of a locate that was interrupted, or "
-                "runs now; the same question again goes on from there, or remove them"
+                f"{self.store.shown(f'{LOCATE}/{question}-unfinished*')}: {len(names)} files of a `locate` that was interrupted or is "
+                "still running; run the same command again to resume it, or remove them"
             )
         self.ignored += [
-            f"{self.store.shown(f'{LOCATE}/{name}')}: is of no result of locate that can be read; remove it"
+            f"{self.store.shown(f'{LOCATE}/{name}')}: belongs to no readable result of `locate`; remove it"
             for name in self.store.files(LOCATE)
             if f"{LOCATE}/{name}" not in seen | unfinished
         ]
@@ -334,7 +314,7 @@ _Names = list[tuple[str, str]]
 
 
 def _units(parts: list[_Part]) -> list[_Names]:
-    """Neighbouring parts that are read by one actor; of the versions of weights each is made from those before it."""
+    """Group neighbouring parts for one actor each: a version of the weights is built from those before it."""
     most = max(sum(part.num_bytes for part in parts) // UNITS, 1)
     units: list[_Names] = []
     num_bytes = most
@@ -348,7 +328,7 @@ def _units(parts: list[_Part]) -> list[_Names]:
 
 
 def _damages(database: Database, names: _Names) -> Iterator[list[str]]:
-    """What is wrong with each of some parts."""
+    """Yield what is wrong with each of some parts."""
     verifier, parts = _parts_of(database)
     for name in names:
         yield verifier.damage_of(parts[name])
@@ -362,7 +342,7 @@ def _parts_of(database: Database) -> tuple[_Verifier, dict[tuple[str, str], _Par
 
 
 def _steps(file: VerifiedFile) -> tuple[int, int]:
-    """First and last step of a file's rows."""
+    """Return the first and last step of a file's rows."""
     import pyarrow as pa
     import pyarrow.compute as pc
     from pyarrow.parquet import read_table

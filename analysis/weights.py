@@ -1,4 +1,4 @@
-"""The recorded weights: which versions there are, what they take, and how much of them changes."""
+"""The recorded weights: versions, sizes, and how much of them changes."""
 
 from __future__ import annotations
 
@@ -40,23 +40,22 @@ def weights(
     weights_from: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Rows:
-    """List the versions of the weights: what they take, and which share of their elements changed.
+    """List the versions of the weights: their size, and the share of elements that changed.
 
-    By `version` a row has the elements and bytes of the weights, the bytes on disk, the share of elements whose bits
-    differ from the version before (arXiv 2602.03839: 98 % and more stay equal in bfloat16 at usual learning rates), and
-    the hash of the version's whole history. With `verify` each version is rebuilt and its hashes are compared; the
-    column `verified` says `ok` or what is wrong. By `module` layers are taken together, and `num_unchanged` counts
-    the versions in which no element changed.
+    By `version` a row has the elements and bytes of the weights, the bytes on disk, the share of elements whose bits differ
+    from the version before (arXiv 2602.03839: 98% and more stay equal in bfloat16 at usual learning rates), and the hash of
+    the version's whole history. With `verify` each version is rebuilt and compared with its hashes; the column `verified` says
+    `ok` or what is wrong. By `module`, layers are grouped, and `num_unchanged` counts the versions without a changed element.
 
-    With `engine` a row is a tensor of the engine, or by `module` those of a layer together: the trainer's version as it last
-    began to sample, the version at which the tensor was given last, the latest one whose bits the engine has, whether these
-    are the trainer's, at how many versions they were not, and why: a code of WEIGHT_CAUSES.
+    With `engine` a row is a tensor of the engine, or by `module` a group of layers: the trainer's version as the engine last
+    began to sample, the version at which the tensor was given last, the latest version whose bits the engine has, whether they
+    agree, at how many versions they differed, and why: a code of WEIGHT_CAUSES.
 
-    With `dtype` (fp32, bf16 or fp16) elements, bytes and shares are those of the weights rounded to it: what an engine
-    of that dtype loads, where the trainer keeps a master of more bits. `weights_from` is the folder of the run's checkpoints,
-    where the trace has no weights of its own.
+    With `dtype` (fp32, bf16 or fp16) elements, bytes and shares are those of the weights rounded to it, which is what an engine
+    of that dtype loads from a trainer with more bits. `weights_from` is the folder of the run's checkpoints, for a trace
+    without weights.
 
-    Raises WeightsMissing when the trace has none, TraceNotFound, NewerTrace.
+    Raises WeightsMissing if there are no weights, TraceNotFound, NewerTrace.
     """
     if by not in ("version", "module"):
         raise InvalidOption(f"got {by!r}; use version or module", option="by")
@@ -65,7 +64,7 @@ def weights(
     if engine:
         if dtype is not None or verify:
             raise InvalidOption(
-                f"goes with neither {option('dtype')} nor {option('verify')}, which are of the trainer's weights",
+                f"excludes {option('dtype')} and {option('verify')}, which are about the trainer's weights",
                 option="engine",
             )
         return engine_weights(trace, by="module" if by == "module" else "tensor")
@@ -73,7 +72,7 @@ def weights(
     if isinstance(reader, CheckpointReader):
         if by == "module":
             raise InvalidOption(
-                f"{trace}: its weights are checkpoints, which tell no changes; use {option('by', 'version')}"
+                f"{trace}: its weights are checkpoints, which do not record changes; use {option('by', 'version')}"
             )
         rows = _of_checkpoints(reader)
     else:
@@ -84,7 +83,7 @@ def weights(
 
 
 def engine_dtype(trace: str | os.PathLike[str]) -> str | None:
-    """The dtype in which the engine held the weights, as `--dtype` takes it, where the trainer's has another."""
+    """Return the engine's dtype of the weights, as `--dtype` takes it, if it differs from the trainer's."""
     store = Store(trace)
     reader = open_weights(store)
     if not isinstance(reader, WeightReader) or not reader.parts:
@@ -94,7 +93,7 @@ def engine_dtype(trace: str | os.PathLike[str]) -> str | None:
     for name in store.files(f"{PASSES}/{ROLLOUT}"):
         try:
             engine = contracts.engine_dtype(read_contract(store, ROLLOUT, name.removesuffix(".json")))
-        except DamagedTrace:  # which the answer over the trace names
+        except DamagedTrace:  # reported by the verbs that read it
             continue
         if engine in short and engine not in stored:
             return short[engine]
@@ -109,15 +108,15 @@ def export(
     dtype: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a version's weights as a folder that transformers' `from_pretrained` loads; rounded, where a `dtype` is given.
+    """Write a version's weights, rounded to `dtype` if given, as a folder that transformers' `from_pretrained` loads.
 
-    Of a model with adapters the folder is the model below them, and each adapter a folder in it by its name, which peft's
-    `PeftModel.from_pretrained` loads on top.
+    A model with adapters becomes the base model, with a folder for each adapter that peft's `PeftModel.from_pretrained` loads
+    on top.
 
-    Of the files that the trace keeps as its tokenizer those are written that can be one: no code, no pickle, no config of a
-    model. Load the folder of a stranger's trace without trust_remote_code.
+    Tokenizer files are written only if they can be part of a tokenizer: no code, no pickle, no model config. Load the folder
+    of a stranger's trace without trust_remote_code.
 
-    Raises WeightsMissing, DamagedTrace, InvalidOption when something lies at `folder`.
+    Raises WeightsMissing, DamagedTrace, InvalidOption if `folder` exists.
     """
     store = Store(trace)
     tensors = _open(trace, weights_from).load(version)
@@ -125,7 +124,7 @@ def export(
         tensors = rounded(tensors, torch_name(dtype))
     model = next((state.model for state in store.writers()[0] if state.model.get("config")), None)
     if model is None:
-        raise WeightsMissing(f"{trace}: has no model config, so that no folder can be written of its weights")
+        raise WeightsMissing(f"{trace}: has no model config, so its weights cannot be exported")
     tokenizer = {name: store.read_bytes(f"{TOKENIZER}/{name}") for name in store.files(TOKENIZER) if is_tokenizer(name)}
     target = Path(folder)
     own = {name: adapters.exported_config(name, config) for name, config in (model.get("adapters") or {}).items()}
@@ -177,7 +176,7 @@ def _by_version(reader: WeightReader) -> Rows:
 
 
 def _share(parts: Sequence[WeightVersion], elements: int) -> float | None:
-    """Share of elements that changed; None where a part has no version before it."""
+    """Return the share of elements that changed; None if a part has no version before it."""
     counts = [part.num_changed for part in parts]
     known = [sum(count.values()) for count in counts if count is not None]
     return sum(known) / elements if len(known) == len(counts) and elements else None

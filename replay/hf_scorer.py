@@ -12,10 +12,11 @@ from typing import Any
 from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from ..schemas.errors import CannotReplay, TimTraceWarning, option
+from ..schemas.modules import has_experts
 from ..tracer import environment
 from ..tracer.dense import Distribution
 from ..tracer.projection import Projection
-from ..tracer.routing import Router, has_experts
+from ..tracer.routing import Router
 from ..tracer.staging import to_numpy
 from ..tracer.store import first_line
 from ..tracer.weights.reader import Tensor

@@ -19,11 +19,12 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, DamagedTrace, tell_damage
 from ..schemas.layout import PASSES, SCORES, SEQUENCES
+from ..schemas.modules import has_experts
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.tables import TABLES
 from ..tracer.adopt import adopt
 from ..tracer.contracts import read_contract
-from ..tracer.routing import Routing, has_experts, read_routing
+from ..tracer.routing import Routing, read_routing
 from ..tracer.snapshot import newest_attempts, take_snapshot
 from ..tracer.store import Store, first_line
 from ..tracer.trace_files import PROTOCOL, TraceFiles

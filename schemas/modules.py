@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 EMBEDDING, ATTENTION, MLP, NORM, HEAD, OTHER = "embedding", "attention", "mlp", "norm", "head", "other"
 KINDS = (EMBEDDING, ATTENTION, MLP, NORM, HEAD, OTHER)
@@ -15,6 +17,9 @@ _WORDS = (
     (MLP, r"mlp|ffn|feed_forward|expert|moe|router|fc\d?|dense_h"),
 )
 """A kind of module -> what a part of its tensors' names has in it; the first that is found counts."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configs."""
 
 
 def module_of(name: str) -> str:
@@ -38,3 +43,9 @@ def kind_of(name: str) -> str:
         if re.search(words, name):
             return kind
     return OTHER
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Return whether a model's config describes a mixture of experts."""
+    text = config.get("text_config") or config
+    return any(text.get(name) for name in _EXPERTS)

@@ -19,11 +19,16 @@ class Result:
     """Module and function that write it, as module:function."""
 
     def __str__(self) -> str:
-        module, _, function = self._text.partition(":")
-        return str(getattr(import_module(module), function)(self))
+        return rendered(self, self._text)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def rendered(result: Result, renderer: str) -> str:
+    """Render a result with a function named as module:function."""
+    module, _, function = renderer.partition(":")
+    return str(getattr(import_module(module), function)(result))
 
 
 class Table(Result):

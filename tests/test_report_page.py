@@ -343,7 +343,7 @@ def test_bins_that_hold_what_is_beyond_are_marked(opened):
     assert shown.ask(labels) == {
         "ratio-positive": ["beyond", "beyond"],
         "ratio-negative": ["beyond", "beyond"],
-        "d-by-probability": ["above and beyond", "below and beyond"],
+        "d-by-probability": ["all above", "all below"],
     }
     bins = "timTrace.state.views['ratio-positive'].model.renderers[0].data_source.data.bin"
     assert shown.ask(f"{bins}[0]").startswith("below -")

@@ -7,7 +7,7 @@ width), B rows, W width.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,6 @@ EXPERT_IDS, EXPERT_WEIGHTS = "expert_ids", "expert_weights"
 NOT_ROUTED = -1
 """The id where a pass gave a token no routing."""
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configs call the number of experts."""
 _ROUTER = re.compile(r"Router|Gate$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -242,9 +240,3 @@ def _arrays(store: Store, group: str, start: int, count: int) -> dict[str, np.nd
     arrays = read_dense(store, group, start, count)
     whole = EXPERT_IDS in arrays and all(len(values) == count for values in arrays.values())
     return arrays if whole else None
-
-
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config is that of a mixture of experts."""
-    text = config.get("text_config") or config
-    return any(text.get(name) for name in _EXPERTS)

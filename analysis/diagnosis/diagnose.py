@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 
 from ...replay.arms import parse_arm
+from ...schemas.modules import has_experts
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
-from ...tracer.routing import has_experts
 from ..advice import Advice
 from ..alarms.read import read_alarms
 from ..attribution.attribute import explain

@@ -1,4 +1,4 @@
-"""The way out of a trace: its sequences or its figures in the files of other tools."""
+"""Export a trace: its sequences or its figures in the files of other tools."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ...schemas.errors import InvalidOption, NotInstalled
 from ...schemas.layout import METRICS, SEQUENCES
@@ -20,20 +18,17 @@ from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
 from ..report.targets import explained, local, refuse
 from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
-from .event_file import NAME, write_events
-from .json_lines import write_lines
-from .mlflow_run import NAME as MLFLOW_NAME
-from .mlflow_run import write_mlflow
-from .sequences import metric_batches, sequence_tables
-from .series import StepFigures, num_texts, settings_of, step_figures
-from .wandb_run import write_wandb
+from .sequences import metric_batches, sequence_tables, write_lines, write_parquet
+from .series import num_texts, step_figures
+from .trackers import EVENTS, MLFLOW_STORE, write_events, write_mlflow, write_wandb
 
 PARQUET, JSONL, TENSORBOARD, WANDB, MLFLOW = "parquet", "jsonl", "tensorboard", "wandb", "mlflow"
 FORMATS = (PARQUET, JSONL, TENSORBOARD, WANDB, MLFLOW)
 _GROWING = {WANDB: write_wandb, MLFLOW: write_mlflow}
-"""Formats to which a further run is added -> what writes one."""
+"""Formats that add a new run to what is there -> its writer."""
 
 _Write = Callable[[Path, Iterator[pa.Table | pa.RecordBatch]], int]
 
@@ -42,15 +37,15 @@ _Write = Callable[[Path, Iterator[pa.Table | pa.RecordBatch]], int]
 class Exported(Result):
     """What was written."""
 
-    _text = "tim_trace.analysis.export.text:exported_text"
+    _text = "tim_trace.analysis.export.export:exported_text"
 
     format: str
     output: str
     """The folder."""
     files: tuple[str, ...]
-    """Names in the folder; of wandb the folder of its run."""
+    """Names in the folder; for wandb the folder of its run."""
     num_sequences: int
-    """0 where figures were written."""
+    """0 if figures were written."""
     num_values: int
     """Numbers of steps, or logged values beside the sequences."""
     num_texts: int
@@ -69,25 +64,25 @@ def export_run(
 ) -> Exported:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
-    `to` parquet or jsonl: `sequences`, one row a sequence with token ids, mask, rewards, advantages, sampling settings, the
-    logprobs of every pass (`PASS_logprobs`, nats; of `current` those of the first iteration) and `d`, which is
-    logprob(a) - logprob(b) of `pair` for every response token, NULL where either is; and `metrics`, what was logged. `import
-    parquet` reads both. `to` tensorboard, wandb or mlflow: the columns of `pair_steps` as `a-b/NAME` and every logged number under its
-    own name, in double precision; wandb's run is written offline, with the hyperparameters as its config, and mlflow's to the SQLite
-    file mlflow.db, with them as its parameters.
+    `to` parquet or jsonl: `sequences`, one row per sequence with token ids, mask, rewards, advantages, sampling settings, the
+    logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`, which is logprob(a) - logprob(b) of
+    `pair` for every response token, NULL if either is; and `metrics`, what was logged. `import parquet` reads both. `to`
+    tensorboard, wandb or mlflow: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own name, in
+    double precision; W&B's run is written offline with the hyperparameters as its config, MLflow's to the SQLite file
+    mlflow.db with the hyperparameters as its parameters.
 
-    `output` is a folder, which is made. `steps` (3:80, -10:) takes a part of the run. Some steps are in memory at a time. Files
-    that lie there are replaced with `force` alone; a run of wandb or mlflow is always a new one.
+    `output` is a folder, created if missing. `steps` (3:80, -10:) selects a part of the run. A few steps are in memory at a
+    time. Existing files are replaced only with `force`; wandb and mlflow always add a new run.
 
-    Raises InvalidOption, FileThere, StorageError, NotInstalled where the tool's library is missing, TraceNotFound, NewerTrace
-    or DamagedTrace.
+    Raises InvalidOption, FileThere, StorageError, NotInstalled if the tool's library is missing, TraceNotFound, NewerTrace or
+    DamagedTrace.
     """
     if to not in FORMATS:
         raise InvalidOption(f"got {to!r}; use {', '.join(FORMATS)}", option="to")
     names, folder = parse_pair(pair), local(output)
     files = {
         PARQUET: (f"{SEQUENCES}.parquet", f"{METRICS}.parquet"), JSONL: (f"{SEQUENCES}.jsonl", f"{METRICS}.jsonl"),
-        TENSORBOARD: (NAME,), WANDB: ("wandb",), MLFLOW: (MLFLOW_NAME,),
+        TENSORBOARD: (EVENTS,), WANDB: ("wandb",), MLFLOW: (MLFLOW_STORE,),
     }[to]  # fmt: skip
     if to not in _GROWING:
         refuse([folder / name for name in files], force)
@@ -95,7 +90,7 @@ def export_run(
     num_sequences = num_values = texts = 0
     with explained(output), database.telling(progress):
         if to in (PARQUET, JSONL):
-            write = _write_parquet if to == PARQUET else write_lines
+            write = write_parquet if to == PARQUET else write_lines
             num_sequences = _written(
                 folder / files[0], _counted(sequence_tables(database, names), database, progress), write
             )
@@ -109,11 +104,11 @@ def export_run(
 
 
 def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int:
-    figures: Iterator[StepFigures] = step_figures(database, pair)
+    figures = step_figures(database, pair)
     with _installed(to):
         if to in _GROWING:
-            return _GROWING[to](folder, database.sources[0].run, settings_of(database), figures)
-        with whole_file(folder / NAME) as path:
+            return _GROWING[to](folder, database.sources[0].run, read_hyperparameters(database), figures)
+        with whole_file(folder / EVENTS) as path:
             return write_events(path, figures)
 
 
@@ -126,7 +121,7 @@ def _installed(library: str) -> Iterator[None]:
 
 
 def _counted(tables: Iterator[pa.Table], database: Database, progress: Progress) -> Iterator[pa.Table]:
-    """Tell a progress of the sequences as they are written."""
+    """Advance a progress bar as sequences are written."""
     ((total,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     with progress("exporting", total) as advance:
         for table in tables:
@@ -139,13 +134,16 @@ def _written(path: Path, rows: Iterator[pa.Table | pa.RecordBatch], write: _Writ
         return write(temporary, rows)
 
 
-def _write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
-    """Write rows, each part a row group, and return how many; the first part has the columns."""
-    first = next(rows)
-    num_rows = 0
-    with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
-        for part in chain([first], rows):
-            table = part if isinstance(part, pa.Table) else pa.Table.from_batches([part])
-            writer.write_table(table)
-            num_rows += table.num_rows
-    return num_rows
+def exported_text(exported: Exported) -> str:
+    """Render what was written, and the command that reads it."""
+    if exported.format in (PARQUET, JSONL):
+        what = f"{exported.num_sequences:,} sequences and {exported.num_values:,} logged values"
+    else:
+        left_out = f"; {exported.num_texts:,} logged texts left out" if exported.num_texts else ""
+        what = f"{exported.num_values:,} numbers{left_out}"
+    then = {
+        TENSORBOARD: f"\nnext: tensorboard --logdir {exported.output}",
+        MLFLOW: f"\nnext: mlflow ui --backend-store-uri sqlite:///{exported.output}/{MLFLOW_STORE}",
+        WANDB: f"\nnext: wandb sync {exported.output}/wandb/offline-run-*",
+    }.get(exported.format, "")
+    return f"wrote {what} to {', '.join(f'{exported.output}/{name}' for name in exported.files)}{then}"

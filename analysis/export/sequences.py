@@ -1,19 +1,29 @@
-"""One row a sequence: its tokens, the logprobs of every pass, and d of a pair."""
+"""One row per sequence: its tokens, the logprobs of every pass, and d of a pair; in Parquet or JSON Lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import SEQUENCES_TABLE
-from ..trace.database import Database, step_condition
+from ..trace.columns import scored_passes
+from ..trace.database import Database
 from ..trace.quoting import quoted
+from ..trace.sampling import step_ranges
 from ..trace.source import Pair
 
 CHUNK_TOKENS = 1 << 20
-"""Tokens of prompts and responses that are in memory at once; a step that has more is taken as a whole."""
+"""Tokens of prompts and responses in memory at once; a larger step is read whole."""
+_JSON_ROWS = 256
+"""Rows that are Python objects at once."""
 
 _COLUMNS = tuple(column.name for column in SEQUENCES_TABLE.columns if column.name not in ("attempt", "writer"))
 
@@ -25,64 +35,88 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 
 
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
-    """The sequences of a trace by step and name, some steps a table; a trace without sequences gives one of no row."""
-    query = _RowQuery(database, pair)
-    yield from (database.connection.sql(query(steps)).to_arrow_table() for steps in _chunks(database) or [[]])
+    """Yield the sequences of a trace by step and name, a few steps per table; one empty table without sequences."""
+    passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
+    tokens = dict(database.connection.execute(_STEPS).fetchall())
+    for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:
+        yield database.connection.sql(_row_query(passes, pair, steps)).to_arrow_table()
 
 
 def metric_batches(database: Database) -> Iterator[pa.RecordBatch]:
-    """What was logged, by step; the first batch has no row."""
+    """Yield what was logged, by step, after an empty batch."""
     rows = database.connection.batches(_METRICS)
     yield pa.RecordBatch.from_pylist([], rows.schema)
     yield from rows
 
 
 def passes_of(database: Database) -> list[str]:
-    """The passes that have scores: the standard ones first, then by name."""
+    """Return the passes with scores: the standard ones first, then by name."""
     order = {name: place for place, name in enumerate(STANDARD)}
-    names = [name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores').fetchall()]
-    return sorted(names, key=lambda name: (order.get(name, len(order)), name))
+    return sorted(scored_passes(database), key=lambda name: (order.get(name, len(order)), name))
 
 
-def _chunks(database: Database) -> list[list[int]]:
-    chunks: list[list[int]] = []
-    filled = CHUNK_TOKENS
-    for step, tokens in database.connection.execute(_STEPS).fetchall():
-        if filled + tokens > CHUNK_TOKENS:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append(step)
-        filled += tokens
-    return chunks
-
-
-class _RowQuery:
-    """SQL of the rows of some steps."""
-
-    def __init__(self, database: Database, pair: Pair):
-        self._passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
-        self._pair = pair
-
-    def __call__(self, steps: list[int]) -> str:
-        within = step_condition(steps)
-        columns = [f"s.{name}" for name in _COLUMNS]
-        columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in self._passes.items()]
-        entropies = [f"{self._passes[name]}.entropy" for name in (TRAIN, CURRENT, ROLLOUT) if name in self._passes]
-        columns.append(f"coalesce({', '.join([*entropies, 'NULL::FLOAT[]'])}) AS entropy")
-        columns.append(f"{self._difference()} AS d")
-        joins = "".join(
-            f" LEFT JOIN (SELECT step, seq_id, logprobs, entropy FROM scores WHERE {within} AND iteration = 0 "
-            f'AND "pass" = {quoted(name)}) AS {table} ON {table}.step = s.step AND {table}.seq_id = s.seq_id'
-            for name, table in self._passes.items()
-        )
-        rows = f"(SELECT * FROM sequences WHERE {within}) AS s{joins}"
-        return f"SELECT {', '.join(columns)} FROM {rows} ORDER BY s.step, s.seq_id"
-
-    def _difference(self) -> str:
-        if not set(self._pair) <= set(self._passes):
-            return "NULL::DOUBLE[]"
-        a, b = (f"{self._passes[name]}.logprobs" for name in self._pair)
-        return (
+def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
+    """Return the query for the rows of some steps; `passes` are those with scores -> alias."""
+    within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
+    columns = [f"s.{name}" for name in _COLUMNS]
+    columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]
+    entropies = [f"{passes[name]}.entropy" for name in (TRAIN, CURRENT, ROLLOUT) if name in passes]
+    columns.append(f"coalesce({', '.join([*entropies, 'NULL::FLOAT[]'])}) AS entropy")
+    d = "NULL::DOUBLE[]"
+    if set(pair) <= set(passes):
+        a, b = (f"{passes[name]}.logprobs" for name in pair)
+        d = (
             f"CASE WHEN {a} IS NOT NULL AND {b} IS NOT NULL "
             f"THEN list_transform(list_zip({a}, {b}), lambda x: x[1]::DOUBLE - x[2]::DOUBLE) END"
         )
+    joins = "".join(
+        f" LEFT JOIN (SELECT step, seq_id, logprobs, entropy FROM scores WHERE {within} AND iteration = 0 "
+        f'AND "pass" = {quoted(name)}) AS {table} ON {table}.step = s.step AND {table}.seq_id = s.seq_id'
+        for name, table in passes.items()
+    )
+    rows = f"(SELECT * FROM sequences WHERE {within}) AS s{joins}"
+    return f"SELECT {', '.join(columns)}, {d} AS d FROM {rows} ORDER BY s.step, s.seq_id"
+
+
+# --- files ----------------------------------------------------------------------------------------------------------------
+
+
+def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
+    """Write rows as Parquet, one row group per part; return how many. The first part has the columns."""
+    first = next(rows)
+    num_rows = 0
+    with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
+        for part in chain([first], rows):
+            table = part if isinstance(part, pa.Table) else pa.Table.from_batches([part])
+            writer.write_table(table)
+            num_rows += table.num_rows
+    return num_rows
+
+
+def write_lines(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
+    """Write rows as JSON Lines; return how many. NaN and infinities become the texts NaN, Infinity and -Infinity."""
+    num_rows = 0
+    with path.open("w", encoding="utf-8") as file:
+        for part in rows:
+            for start in range(0, part.num_rows, _JSON_ROWS):
+                for row in part.slice(start, _JSON_ROWS).to_pylist(maps_as_pydicts="lossy"):
+                    file.write(f"{_line(row)}\n")
+            num_rows += part.num_rows
+    return num_rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # NaN or an infinity, which few rows have
+        return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,4 +1,4 @@
-"""The figures of each step: those of a pair of passes, and what the trainer logged."""
+"""The figures of each step: statistics of a pair of passes, and what the trainer logged."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
-from typing import Any
 
 from ...schemas.layout import HYPERPARAMETER
 from ..trace.database import Database
-from ..trace.hyperparameters import read_hyperparameters
 from ..trace.quoting import quoted_pair
 from ..trace.source import Pair
 from ..trace.sums import ensure
@@ -34,12 +32,12 @@ class StepFigures:
 
     step: int
     logged_s: float
-    """When the step was logged, seconds since 1970; of a step without a log when the trace was begun."""
+    """When the step was logged, seconds since 1970; for an unlogged step, when the trace was created."""
     values: dict[str, float] = field(default_factory=dict)
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
-    """The numbers of every step in order: `a-b/NAME` of the pair's columns, and the trainer's under its own names."""
+    """Yield the numbers of every step in order: the pair's columns as `a-b/NAME`, and the trainer's under its own names."""
     begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
     of_pair = _pair_figures(database, pair)
     for step, rows in groupby(_logged(database), key=lambda row: row[0]):
@@ -54,13 +52,8 @@ def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
         yield StepFigures(step=step, logged_s=begun_s, values=values)
 
 
-def settings_of(database: Database) -> dict[str, Any]:
-    """The run's hyperparameters, by name."""
-    return read_hyperparameters(database)
-
-
 def num_texts(database: Database) -> int:
-    """Logged values that are no numbers, and so in no series."""
+    """Return the number of logged values that are no numbers, and so in no series."""
     return int(database.connection.execute(_TEXTS).fetchall()[0][0])
 
 
@@ -70,7 +63,7 @@ def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]
 
 
 def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]:
-    """Step -> column -> value, in the order of steps; empty where a pass of the pair is not there."""
+    """Return step -> column -> value, by step; empty if a pass of the pair is missing."""
     if not set(pair) <= set(passes_of(database)):
         return {}
     ensure(database, pair, of_run=False)

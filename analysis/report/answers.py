@@ -1,131 +1,183 @@
-"""The five questions that a run is asked, each with the code of its answer, and what to do next."""
+"""The five questions that a report answers for a run, each with a code and a text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-from ..advice import Advice
-from ..attribution.text import note_sentences, verdict_sentence
-from ..dynamics.text import unanswered_sentences
-from ..objective.judged import Estimate
+from ..alarms.text import alarm_sentence, fired
+from ..attribution.attribution import Attribution
+from ..attribution.suspect import Suspect
+from ..attribution.text import verdict_sentence
+from ..check.text import evidence_text
+from ..diagnosis.text import cause_title, effect_text, numerics_text, size_text
+from ..facts.change_text import interval_text
+from ..objective.judged import Estimate, Objective
 from ..objective.verdict import LARGE, SMALL, is_opposed
-from . import text
 from .commands import command
 from .subject import Subject
-from .text import AnswerText
 
 GOOD, NOTICE, BAD, OPEN = "good", "notice", "bad", "open"
-"""Severity of an answer: fine, worth a look, wrong, or not to be told from this trace."""
+"""Severity of an answer: fine, worth a look, wrong, or undecided."""
 
-_LIKELY = 0.05
-"""Probability of a suspect from which it is worth a rerun."""
+_EFFECTS = {
+    "undecided": "bias not measurable",
+    "negligible": "negligible",
+    "noise": "noise, no measurable bias",
+    "large_noise": "large noise, no measurable bias",
+    "small_push": "small bias",
+    "small_push_large_noise": "small bias, large noise",
+    "large_push": "large bias",
+    "opposed": "no clear direction: without the clip the sign flips",
+}
+"""Code of the effect on the objective -> its name."""
+
+_SIZES = {
+    "equal": "no mismatch",
+    "unpublished": "no published value for these dtypes",
+    "above": "above the published range",
+    "within": "normal",
+    "below": "normal",
+    "not_valid": "unknown until the comparison is valid",
+}
+"""Code of a size -> its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The answer to one of the questions."""
 
-    question: str
-    """Of text.QUESTIONS."""
     code: str
-    """validity: `valid`, or the code of the first fault; factor: that of the first finding, or `replay`; size: of text.SIZES;
-    objective: of text.EFFECTS; fall: `none`, `unknown_cause`, or the code of the cause. `unknown` where a trace cannot tell."""
+    """validity: `valid`, or the code of the first fault; factor: the code of the first finding, or `replay`; size and
+    objective: a code of the tables above, or `in_ratio`; fall: `none`, `unknown_cause`, or the code of the cause. `unknown` if
+    the trace cannot answer."""
     severity: str
     """`good`, `notice`, `bad` or `open`."""
-    text: AnswerText
-    command: str
+    short: str
+    """The answer in a few words."""
+    figure: str = ""
+    """The number behind it, with its unit; empty if there is none."""
+    basis: str = ""
+    """What it rests on: tokens, an interval, a probability."""
+    detail: str
+    """The evidence, in the words of the command that found it."""
+    question: str = ""
+    """A code of QUESTIONS."""
+    command: str = ""
     """The command that says more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """The first screen: what a reader who stops there has to know."""
-
-    sentence: str
-    """The story of the run: see diagnosis.text."""
-    answers: tuple[Answer, ...]
-    next: tuple[Advice, ...]
-    """Commands, and what else would settle what is open; the first is the one to begin with."""
-    recorded: tuple[str, ...]
-    not_recorded: tuple[str, ...]
-    """What the trace lacks, and what that leaves open."""
+def _unknown(detail: str, short: str = "unknown") -> Answer:
+    return Answer(code="unknown", severity=OPEN, short=short, detail=detail)
 
 
-def summarise(subject: Subject) -> RunSummary:
-    """Put the answers of check, diagnose, objective and attribute together."""
-    answers = (
-        validity_answer(subject),
-        factor_answer(subject),
-        size_answer(subject),
-        objective_answer(subject),
-        fall_answer(subject),
-    )
-    return RunSummary(
-        sentence=text.headline(subject.diagnosis, subject.attribution),
-        answers=answers,
-        next=_next(subject),
-        recorded=text.recorded(subject.info),
-        not_recorded=_not_recorded(subject),
-    )
+# --- validity, factor, size -------------------------------------------------------------------------------------------------
 
 
 def validity_answer(subject: Subject) -> Answer:
-    verb = command(subject, "check")
     if subject.diagnosis is None:
-        why = subject.unanswered.get("diagnosis", "")
-        words = text.unknown(why, "nothing to compare")
-        return _answer("validity", "unknown", OPEN, words, verb)
+        return _unknown(subject.unanswered.get("diagnosis", ""), "nothing to compare")
     checked = subject.diagnosis.checked
-    code, severity = ("valid", GOOD) if checked.is_valid else (checked.findings[0].code, BAD)
-    return _answer("validity", code, severity, text.validity(checked), verb)
+    first = checked.findings[0]
+    if checked.num_sampled_tokens >= checked.num_tokens:
+        basis = f"all {checked.num_tokens:,} tokens inspected individually"
+    else:
+        basis = (
+            f"{checked.num_tokens:,} tokens (statistics on all, {checked.num_sampled_tokens:,} inspected individually)"
+        )
+    return Answer(
+        code="valid" if checked.is_valid else first.code,
+        severity=GOOD if checked.is_valid else BAD,
+        short="valid" if checked.is_valid else f"not valid: {first.title}",
+        figure=f"{checked.rms_d:.3g} nats rms between {checked.pair.replace(':', ' and ')}",
+        basis=basis,
+        detail=evidence_text(first),
+    )
 
 
 def factor_answer(subject: Subject) -> Answer:
-    found, verb = subject.diagnosis, command(subject, "diagnose")
+    found = subject.diagnosis
     if found is None:
-        words = text.unknown("a mismatch needs two passes")
-        return _answer("factor", "unknown", OPEN, words, verb)
-    replay = found.settled_by
-    if replay is not None:
-        severity = GOOD if found.checked.is_valid else BAD
-        return _answer("factor", "replay", severity, text.settled_factor(found, replay), verb)
+        return _unknown("a mismatch needs two passes")
+    numerics = numerics_text(found.numerics)
+    if (replay := found.settled_by) is not None:
+        return Answer(
+            code="replay",
+            severity=GOOD if found.checked.is_valid else BAD,
+            short=f"confirmed by a replay: {replay.arm}",
+            figure=f"{replay.removed:.1%} of the mean square of d removed",
+            basis=f"{replay.num_tokens:,} tokens replayed",
+            detail=f"{effect_text(replay)}. {numerics}",
+        )
     first = found.checked.findings[0]
-    return _answer("factor", first.code, NOTICE if first.fails else GOOD, text.factor(found), verb)
+    size = f"{first.effect:.3g} nats rms on " if math.isfinite(first.effect) else ""
+    return Answer(
+        code=first.code,
+        severity=NOTICE if first.fails else GOOD,
+        short=first.title,
+        figure=f"{size}{first.share:.1%} of the tokens",
+        basis="from logprobs and contracts; a replay would confirm it" if found.next else "from logprobs",
+        detail=numerics,
+    )
 
 
 def size_answer(subject: Subject) -> Answer:
-    found, verb = subject.diagnosis, command(subject, "diagnose")
+    found = subject.diagnosis
     if found is None:
-        words = text.unknown("a mismatch needs two passes")
-        return _answer("size", "unknown", OPEN, words, verb)
+        return _unknown("a mismatch needs two passes")
     code = found.size.code if found.checked.is_valid else "not_valid"
-    sounding = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"
-    severity = (
-        NOTICE if found.size.code == "above" or sounding else OPEN if code in ("unpublished", "not_valid") else GOOD
+    is_alarming = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"
+    is_high = found.size.code == "above" or is_alarming
+    alarms = [alarm_sentence(each) for each in found.alarms.raised]
+    return Answer(
+        code=code,
+        severity=NOTICE if is_high else OPEN if code in ("unpublished", "not_valid") else GOOD,
+        short=_SIZES[code],
+        figure=fired(len(alarms), len(found.alarms.judged)),
+        basis="" if code == "unpublished" else "compared with published values for these dtypes",
+        detail=size_text(found.size, is_valid=found.checked.is_valid)
+        + (f" Fired: {'; '.join(alarms)}." if alarms else ""),
     )
-    return _answer("size", code, severity, text.size(found, code), verb)
+
+
+# --- objective ----------------------------------------------------------------------------------------------------------
 
 
 def objective_answer(subject: Subject) -> Answer:
-    found, verb = subject.objective, command(subject, "objective")
-    relative = found.figures.get("relative_bias") if found else None
-    if found is None or relative is None or relative.value is None:
-        words = text.no_effect(found, subject.unanswered.get("objective", ""))
-        return _answer("objective", "unknown", OPEN, words, verb)
+    found = subject.objective
+    if found is None:
+        return _unknown(subject.unanswered.get("objective", ""))
+    relative = found.figures.get("relative_bias")
+    if relative is None or relative.value is None:
+        return _unknown(" ".join((*found.verdict, *found.cannot)))
+    detail = " ".join(found.verdict)
     if any(part.code == "in_ratio" for part in found.verdict_codes):
-        return _answer("objective", "in_ratio", NOTICE, text.in_ratio(found, subject.part), verb)
+        return Answer(
+            code="in_ratio",
+            severity=NOTICE,
+            short="part of the ratio, so clipping and weights see it",
+            figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio",
+            basis=subject.part,
+            detail=detail,
+        )
     size, push = abs(found.value("relative_abs_bias") or 0.0), abs(relative.value)
     unclipped = found.figures.get("unclipped_relative_bias")
     pushes = not _straddles(relative) and push >= SMALL
-    severity = BAD if size >= LARGE else NOTICE if pushes else GOOD
     code = _effect(relative, push, size) if pushes or size >= SMALL else "negligible"
     if code in ("small_push", "small_push_large_noise", "large_push") and is_opposed(relative, unclipped):
         code = "opposed"
-    return _answer("objective", code, severity, text.effect(found, code, relative, unclipped, subject.part), verb)
+    return Answer(
+        code=code,
+        severity=BAD if size >= LARGE else NOTICE if pushes else GOOD,
+        short=_EFFECTS[code],
+        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} without cancelling{_free(found, unclipped)}",
+        basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
+        detail=detail,
+    )
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Of text.EFFECTS: one way by how much, or no way, and how large what cancels is."""
+    """Return the code of the direction and size of the net bias, or of the size of what cancels."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):
@@ -141,64 +193,84 @@ def _straddles(estimate: Estimate) -> bool:
     return estimate.low is None or estimate.high is None or estimate.low <= 0 <= estimate.high
 
 
+def _free(found: Objective, unclipped: Estimate | None) -> str:
+    if unclipped is None or unclipped.value is None:
+        return ""
+    interval = _interval(unclipped, found)
+    return f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
+
+
+def _interval(estimate: Estimate, found: Objective) -> str:
+    if estimate.low is None or estimate.high is None:
+        return ""
+    return f"{found.confidence:.0%} CI {_percent(estimate.low, '+')} to {_percent(estimate.high, '+')}"
+
+
+def _percent(share: float, sign: str = "") -> str:
+    return f"{share * 100:{sign}.3g}%"
+
+
+# --- collapse -------------------------------------------------------------------------------------------------------------
+
+
 def fall_answer(subject: Subject) -> Answer:
-    found, verb = subject.attribution, command(subject, "attribute")
-    if found is not None and found.fall is None and found.not_finite:
-        return _answer("fall", "not_finite", BAD, text.no_numbers(found), verb)
-    if found is None or not found.outcome:
-        why = verdict_sentence(found) if found else subject.unanswered.get("attribution", "")
-        return _answer("fall", "unknown", OPEN, text.unknown(why), verb)
-    if found.silent is not None:
-        return _answer("fall", "unseen", OPEN, text.unseen_fall(found.silent, found), verb)
-    if found.fall is None:
-        return _answer("fall", "none", GOOD, text.no_fall(found), verb)
-    return _answer(
-        "fall",
-        found.cause or "unknown_cause",
-        BAD,
-        text.fall(found, subject.diagnosis.checked if subject.diagnosis else None),
-        verb,
+    found = subject.attribution
+    if found is None:
+        return _unknown(subject.unanswered.get("attribution", ""))
+    detail, steps = verdict_sentence(found), f"{found.num_steps:,} steps"
+    if found.fall is None and found.not_finite:
+        return Answer(
+            code="not_finite",
+            severity=BAD,
+            short=f"{', '.join(each.series for each in found.not_finite)} NaN or infinite to the end",
+            figure=f"from step {found.not_finite[0].step} on",
+            basis=steps,
+            detail=detail,
+        )
+    if not found.outcome:
+        return _unknown(detail)
+    if (silent := found.silent) is not None:
+        first = silent.suspects[0]
+        return Answer(
+            code="unseen",
+            severity=OPEN,
+            short=f"not detected, but the recorded reward is no longer meaningful: {first.title}",
+            figure=f"from step {silent.step} (interval {silent.low}-{silent.high})",
+            basis=_probability(found, first),
+            detail=detail,
+        )
+    fall = found.fall
+    if fall is None:
+        return Answer(code="none", severity=GOOD, short="no collapse", basis=steps, detail=detail)
+    first = found.first_suspect or found.suspects[0]
+    title = cause_title(first, subject.diagnosis.checked if subject.diagnosis else None)
+    return Answer(
+        code=found.cause or "unknown_cause",
+        severity=BAD,
+        short=f"it collapsed: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{title}",
+        figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step}{interval_text(*fall.interval)}",
+        basis=_probability(found, first),
+        detail=detail,
     )
 
 
-def _answer(question: str, code: str, severity: str, words: AnswerText, verb: str) -> Answer:
-    return Answer(question=question, code=code, severity=severity, text=words, command=verb)
+def _probability(found: Attribution, first: Suspect) -> str:
+    return f"{first.probability:.0%} by {found.kind}" + (" of one run" if found.control is None else "")
 
 
-def _next(subject: Subject) -> tuple[Advice, ...]:
-    """What would settle most, first: a comparison that is not valid, then the cause of a fall, then what is open."""
-    found: list[Advice] = []
-    diagnosis, attribution = subject.diagnosis, subject.attribution
-    if diagnosis and not diagnosis.checked.is_valid:
-        found += diagnosis.next
-    if attribution and attribution.fall:
-        found += [
-            suspect.next for suspect in attribution.suspects[:2] if suspect.next and suspect.probability >= _LIKELY
-        ]
-        if attribution.control is None:
-            rerun = command(subject, "attribute", "--control", "RUN2")
-            found.append(Advice(rerun, "RUN2: a rerun with the same seeds and one change"))
-    if diagnosis and diagnosis.checked.is_valid:
-        found += diagnosis.next
-    if diagnosis is None:
-        found.append(Advice(command(subject, "info")))
-    if not found:
-        level = 3 * max((diagnosis.metrics.get("k3", 0.0) if diagnosis else 0.0), 1e-6)
-        found.append(Advice(command(subject, "gate", "--fail-on", "check", "--fail-on", f"tim.k3>{level:.1g}")))
-    first: dict[str, Advice] = {}
-    for advice in found:
-        first.setdefault(advice.command or advice.remark, advice)
-    return tuple(first.values())
+QUESTIONS = {
+    "validity": ("Is the comparison valid?", validity_answer, "check"),
+    "factor": ("What causes the mismatch?", factor_answer, "diagnose"),
+    "size": ("Is its size normal?", size_answer, "diagnose"),
+    "objective": ("Did it bias the objective?", objective_answer, "objective"),
+    "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
+}
+"""Code of a question -> the question, what answers it, and the verb that says more."""
 
 
-def _not_recorded(subject: Subject) -> tuple[str, ...]:
-    """What a trace lacks, and what that leaves open."""
-    told = [*subject.info.missing, *subject.info.damaged]
-    if subject.dynamics:
-        told += unanswered_sentences(subject.dynamics)
-    if subject.objective:
-        told += subject.objective.cannot
-    if subject.attribution:
-        told += note_sentences(subject.attribution)
-    told += [f"{what}: {why}" for what, why in subject.unanswered.items()]
-    return tuple(dict.fromkeys(told))
+def answers(subject: Subject) -> tuple[Answer, ...]:
+    """Answer every question for a run."""
+    return tuple(
+        replace(answer(subject), question=code, command=command(subject, verb))
+        for code, (_, answer, verb) in QUESTIONS.items()
+    )

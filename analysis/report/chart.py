@@ -1,6 +1,6 @@
-"""What a figure shows, apart from how it is drawn: a page, a paper and a CSV file are made of the same chart.
+"""What a figure shows, apart from how it is drawn: pages, papers and CSV files share these charts.
 
-Shapes: n points of a line, S steps that have values of their own, B bins.
+Shapes: n points of a line, B bins.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ Array = np.ndarray
 LINEAR, LOG = "linear", "log"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#888888")
-"""Okabe and Ito's, the yellow darkened so that it is seen on white: told apart with any kind of colour vision."""
+"""Okabe and Ito's colours, distinct with any colour vision; yellow is darkened to be visible on white."""
 
 MARK = "#D55E00"
-"""Of places at which something happened, and of the envelope over a density."""
+"""Colour of changes, and of the envelope over a density."""
 
 BAND = "#009E73"
-"""Of ranges that were published."""
+"""Colour of published ranges."""
 
 _FEW = 40
-"""Points of a line up to which each is marked."""
+"""Lines with at most this many points have a dot at each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Points that belong together, from left to right."""
+    """A line of points, from left to right."""
 
     name: str
     x: Array
     """[n]"""
     y: Array
-    """[n] float64; NaN where there is no value."""
+    """[n] float64; NaN for a missing value."""
     is_side: bool = False
-    """Whether it only stands beside the others, and is drawn thin and broken."""
+    """Whether it is secondary, drawn thin and dashed."""
 
     @property
     def dots(self) -> Array:
-        """[n] bool points that are drawn as dots: all of a short line, else those without a neighbour, which a line hides."""
+        """[n] bool: points drawn as dots: all of a short line, else those without a neighbour, which no line reaches."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:
             return np.asarray(known)
@@ -50,12 +50,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A place on the x axis at which something happened."""
+    """A change at a place of the x axis."""
 
     x: float
     low: float
     high: float
-    """The interval of the place; equal to x where it is sure."""
+    """The interval of the place; equal to x if it is exact."""
     text: str
 
 
@@ -73,20 +73,20 @@ class Chart:
     """What every figure has."""
 
     key: str
-    """Name of its file and of its place in the page."""
+    """Name of its file, and of its element in the page."""
     title: str
     unit: str
-    """Of the values; empty where they have none."""
+    """Of the values; empty if they have none."""
     note: str
-    """What it is and how it is read, for one who does not know the word."""
+    """What it shows and how to read it, for a reader new to the term."""
     sql: str
-    """A query over the trace that gives its values, or the command that prints them."""
+    """A query for its values, or the command that prints them."""
     remark: str = ""
-    """A sentence that stands beside it: what it leaves out."""
+    """A sentence beside it, such as what it leaves out."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to draw, but only a remark to make."""
+        """Whether there is nothing to draw, only a remark."""
         return False
 
 
@@ -101,7 +101,7 @@ class LineChart(Chart):
     marks: tuple[Mark, ...] = ()
     bands: tuple[Band, ...] = ()
     by_step: Mapping[int, tuple[Array, ...]] = field(default_factory=dict)
-    """Step -> the y of each line at this step alone."""
+    """Step -> the y of each line at this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +118,9 @@ class Heatmap(Chart):
     """[Y, X]"""
     curves: tuple[Line, ...] = ()
     is_open: bool = False
-    """Whether the outermost rows hold everything beyond the y axis as well."""
+    """Whether the outermost rows include everything beyond the y axis."""
     by_step: Mapping[int, Array] = field(default_factory=dict)
-    """Step -> [Y, X] at this step alone."""
+    """Step -> [Y, X] at this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +133,9 @@ class HistogramChart(Chart):
     counts: Mapping[str, Array]
     """Name -> [B]"""
     is_open: bool = False
-    """Whether the outermost bins hold everything beyond the axis as well."""
+    """Whether the outermost bins include everything beyond the axis."""
     by_step: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
-    """Step -> the counts at this step alone."""
+    """Step -> the counts at this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,19 +147,19 @@ class Bar:
     low: float | None = None
     high: float | None = None
     text: str = ""
-    """What it says, in words."""
+    """The value in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarChart(Chart):
-    """Named values side by side, in groups: one a colour."""
+    """Named values side by side, in groups of one colour."""
 
     groups: Mapping[str, tuple[Bar, ...]]
     x_label: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the bars, each once, in order."""
+        """Distinct names of the bars, in order."""
         return tuple(dict.fromkeys(bar.name for bars in self.groups.values() for bar in bars))
 
     @property

@@ -1,4 +1,4 @@
-"""Commands and queries of a report, to copy: those that say more, and those that give the values of a figure."""
+"""Commands and queries to copy from a report: what says more, and what gives the values of a figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAKES_STEPS = frozenset({"attribute", "check", "corrections", "diagnose", "dyna
 
 
 def command(subject: Subject, verb: str, *options: str) -> str:
-    """`tim-trace VERB` of the reported trace, with the steps, the pair and the control that the report was made with."""
+    """Return `tim-trace VERB` for the reported trace, with the steps, pair and baseline run of the report."""
     own: list[str] = []
     if verb in _TAKES_STEPS and subject.asked_steps != ALL_STEPS:
         own += ["--steps", subject.asked_steps]
@@ -52,7 +52,7 @@ GROUP BY step ORDER BY step"""
 
 
 def query_of_series(name: str, subject: Subject) -> str:
-    """A query over the trace that gives a series by step, or the command that prints it where no query does."""
+    """Return a query for a series by step, or else the command that prints it."""
     if name in _STEPS:
         return f"SELECT step, {_STEPS[name]} AS {name} FROM pair_steps({quoted_pair(subject.pair)}){_where(subject)} ORDER BY step"
     if name in _OF_SEQUENCES:
@@ -70,7 +70,7 @@ def query_of_series(name: str, subject: Subject) -> str:
 
 
 def query_of_metric(name: str, subject: Subject, first_step: int = 1) -> str:
-    """A query that gives what was logged under a name, by step."""
+    """Return a query for what was logged under a name, by step."""
     return (
         f"SELECT step, avg(value) FILTER (isfinite(value)) AS value FROM metrics WHERE name = {quoted(name)} "
         f"AND step >= {first_step}{_and(subject)} GROUP BY step ORDER BY step"

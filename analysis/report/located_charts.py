@@ -1,4 +1,4 @@
-"""Where two executions of the run part, as `locate` found it last: over layers, over depth, and what a patch removes."""
+"""Where two executions of the run diverge, from the newest result of `locate`: by layer, by depth, and what a patch removes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from . import chart, text
 from .chart import Band, Bar, BarChart, Chart, Line, LineChart
 
 _MOST_LINES = 5
-"""Kinds of operators that have a line; those of the largest errors."""
+"""Kinds of operators with a line: those with the largest errors."""
 _MOST_BARS = 12
-"""Patches that have a bar; those that remove most."""
+"""Patches with a bar: those that remove most."""
 _SQL = "SELECT {columns} FROM operators WHERE result = '{result}' ORDER BY side, forward_order"
 
 
 def located_charts(result: LocatedResult) -> Iterator[Chart]:
-    """The charts of one result; of what it does not hold there is none."""
+    """Yield the charts for what a result holds."""
     found = result.location
     if ratios := _ratios(found):
         highest = max(float(np.nanmax(line.y)) for line in ratios)
@@ -30,19 +30,19 @@ def located_charts(result: LocatedResult) -> Iterator[Chart]:
             key="located-ratio", title="Each operator's own error, by layer", unit="bounds of rounding",
             note=text.LOCATED_RATIO, sql=_SQL.format(columns="side, kind, layer, ratio", result=result.id), lines=ratios,
             x_label="layer", y_scale=chart.LOG,
-            bands=(Band(low=BEYOND, high=2 * max(BEYOND, highest), text="no rounding"),) if highest > BEYOND else (),
-            remark=f"{text.located(found)} {sentence(found)}",
+            bands=(Band(low=BEYOND, high=2 * max(BEYOND, highest), text="more than rounding"),) if highest > BEYOND else (),
+            remark=f"a: {found.a}, b: {found.b}; step {found.step}, {found.num_sequences} sequences. {sentence(found)}",
         )  # fmt: skip
     depth = _depth(found.operators)
     if depth is not None:
         yield LineChart(
-            key="located-depth", title="How far apart both are, by depth", unit="relative rms",
+            key="located-depth", title="Difference of the hidden states, by depth", unit="relative rms",
             note=text.LOCATED_DEPTH, sql=_SQL.format(columns="layer, operator, inherited", result=result.id),
             lines=(depth,), x_label="layer", y_scale=chart.LOG,
         )  # fmt: skip
     if carried := tuple(_carried(found)):
         yield LineChart(
-            key="located-carried", title="What of the gap each side has made up to a layer", unit="share of mean d squared",
+            key="located-carried", title="Mismatch accumulated up to a layer, by side", unit="share of mean d squared",
             note=text.LOCATED_CARRIED, sql=_SQL.format(columns="side, layer, operator, carried", result=result.id),
             lines=carried, x_label="layer",
         )  # fmt: skip
@@ -50,7 +50,7 @@ def located_charts(result: LocatedResult) -> Iterator[Chart]:
         best = sorted(found.patches, key=lambda each: -abs(each.removed))[:_MOST_BARS]
         sides = {taker: f"in {taker}" for taker in sorted({each.taker for each in best})}
         yield BarChart(
-            key="located-patches", title="What the other side's code removes", unit="share of mean d squared",
+            key="located-patches", title="What each patch with the other side's code removes", unit="share of mean d squared",
             note=text.LOCATED_PATCHES, sql=f"FROM patches WHERE result = '{result.id}'", x_label="share removed",
             groups={
                 name: tuple(
@@ -64,7 +64,7 @@ def located_charts(result: LocatedResult) -> Iterator[Chart]:
 
 
 def _ratios(found: Location) -> tuple[Line, ...]:
-    """A line a kind of operator and side: the largest own error in each layer, in units of the bound."""
+    """Return a line per kind of operator and side: the largest own error in each layer, in units of the bound."""
     largest: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for each in found.operators:
         if each.layer is not None and 0.0 < each.ratio < np.inf:
@@ -79,7 +79,7 @@ def _ratios(found: Location) -> tuple[Line, ...]:
 
 
 def _depth(operators: Sequence[OperatorError]) -> Line | None:
-    """The difference of what comes into each layer: of the inputs of its first operator that both have."""
+    """Return the difference of each layer's input: that of its first operator on both sides."""
     first: dict[int, tuple[int, float]] = {}
     for each in operators:
         if each.layer is not None and each.inherited and each.side == "b":
@@ -91,7 +91,7 @@ def _depth(operators: Sequence[OperatorError]) -> Line | None:
 
 
 def _carried(found: Location) -> Iterator[Line]:
-    """A line a side: the shares of the gap that its operators carry, added up from the front."""
+    """Yield a line per side: the cumulative share of the mismatch from its operators."""
     layers = sorted({each.layer for each in found.layers if each.layer is not None})
     for side, name in (("a", found.a), ("b", found.b)):
         own = {each.layer: each.carried for each in found.layers if each.side == side}

@@ -1,4 +1,4 @@
-"""How the mismatch lies over tokens, what it does to the loss, and what would remove it: one chart each."""
+"""Charts of the mismatch over tokens, of its effect on the loss, and of what would remove it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .located_charts import located_charts
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
-"""Corrections that cut and lower nothing."""
+"""Corrections that neither cut nor lower a weight."""
 
 _GROUPS = {
-    "d-by-": "Where the mismatch lies",
+    "d-by-": "Where the mismatch is",
     "ratio-": "What the loss sees of it",
     "contribution-": "What the loss sees of it",
     "arms": "What would remove or cut it",
     "corrections": "What would remove or cut it",
-    "located-": "Where both sides part",
+    "located-": "Where both sides diverge",
 }
-"""How the key of a chart begins -> the heading that it stands under."""
+"""Prefix of a chart's key -> its heading."""
 
 
 def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
-    """Heading -> the charts that stand under it."""
+    """Group charts under their headings."""
     found: dict[str, list[Chart]] = {}
     for one in charts:
         heading = next(text for start, text in _GROUPS.items() if one.key.startswith(start))
@@ -38,7 +38,7 @@ def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def mismatch_charts(subject: Subject) -> list[Chart]:
-    """The charts of one run; of what the trace does not hold there is none."""
+    """Return the charts for what a run's trace holds."""
     found: list[Chart] = []
     if subject.spread is not None:
         found += _spread_charts(subject, subject.spread)
@@ -115,28 +115,27 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
     column = _column_of(found.steps)
     steps = column("step")
     asked = command(subject, "objective", "--json")
-    drift = [
-        Line(name=name, x=steps, y=values)
-        for name, key in (("mismatch", "var_d"), ("policy drift", "var_drift"))
-        if np.isfinite(values := column(key)).any()
-    ]
+
+    def lines(keys: Mapping[str, str]) -> tuple[Line, ...]:
+        return tuple(
+            Line(name=name, x=steps, y=values, is_side=key == "relative_abs_bias")
+            for key, name in keys.items()
+            if np.isfinite(values := column(key)).any()
+        )
+
+    drift = lines({"var_d": "mismatch", "var_drift": "policy drift"})
     if drift and any(np.nanmax(line.y, initial=0.0) > 0 for line in drift):
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
             key="ratio-split", title="What the ratio is made of", unit="nats squared",
             note=text.RATIO_SPLIT, sql=asked,
-            lines=tuple(drift), x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
+            lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
-    bias = [
-        Line(name=name, x=steps, y=values, is_side=key == "relative_abs_bias")
-        for name, key in (("sum of b", "relative_bias"), ("sum of |b|", "relative_abs_bias"))
-        if np.isfinite(values := column(key)).any()
-    ]
-    if bias:
+    if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):
         yield LineChart(
             key="contribution-bias", title="What the mismatch adds to the objective", unit="share of sum |f|",
             note=text.BIAS, sql=asked,
-            lines=tuple(bias), x_label="step",
+            lines=bias, x_label="step",
         )  # fmt: skip
 
 

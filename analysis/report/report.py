@@ -1,71 +1,24 @@
-"""One or several runs as a report: everything that the analysis knows, to be drawn."""
+"""One or several runs as a report: everything that the analysis knows, as a page or as figures."""
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ... import __version__
 from ...schemas.errors import InvalidOption
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
 from ..trace.database import Traces
 from ..trace.pairs import parse_pair
-from .answers import RunSummary, summarise
-from .chart import Chart, LineChart
-from .mismatch_charts import mismatch_charts
-from .provenance import Provenance, provenance
-from .run_charts import constants, run_charts
+from .contents import Report, report_of
 from .subject import NUM_QUESTIONS, Subject, read_subject
 from .targets import explained, local, refuse
 
 if TYPE_CHECKING:
     from .paper.figure import PaperStyle
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """Everything that is known of a run, ready to be written. In a notebook it shows itself."""
-
-    subjects: tuple[Subject, ...]
-    """The runs; the first is the one that is reported, the others stand beside it."""
-    verdicts: tuple[RunSummary, ...]
-    """One a run."""
-    run: tuple[LineChart, ...]
-    """Charts of the series by step."""
-    constants: dict[str, float]
-    """Series of the first run that never move -> their value."""
-    mismatch: tuple[Chart, ...]
-    """Charts of the first run's mismatch."""
-    provenance: tuple[Provenance, ...]
-    """One a run."""
-    made_with: str
-    """Version of tim-trace."""
-
-    @property
-    def charts(self) -> tuple[Chart, ...]:
-        """Every chart, in order."""
-        return (*self.run, *self.mismatch)
-
-    @property
-    def title(self) -> str:
-        """The run and its verdict in a line."""
-        return f"{self.subjects[0].name}: {self.verdicts[0].sentence}"
-
-    def html(self) -> str:
-        """The report as one self-contained file of HTML."""
-        from .page.page import page  # Bokeh takes a second to load
-
-        return page(self)
-
-    def _repr_html_(self) -> str:
-        """The page in a frame of its own, so that its style and script stay there."""
-        return f'<iframe srcdoc="{html.escape(self.html())}" width="100%" height="900" style="border:0"></iframe>'
 
 
 def report(
@@ -84,18 +37,17 @@ def report(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Report:
-    """Put everything that is known of a run into one file of HTML, or into figures for papers.
+    """Write everything known of a run into one HTML file, or as figures for papers.
 
-    The first trace is the one that is reported; series of the others lie over its own. d = logprob(a) - logprob(b) of
-    `pair`, nats. `control` is a run with the same seeds that differs in one thing (see attribute). `steps` (3:80,
-    -10:, 2:200:2) takes a part of each of them. What a trace cannot
-    answer is said in the verdict, and the rest is answered. `output` is the file of HTML to write. What lies there is replaced
-    with `force` alone. In a notebook what is returned shows itself.
+    The first trace is the one that is reported; series of the others are drawn over its own. d = logprob(a) - logprob(b) of
+    `pair`, nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80, -10:, 2:200:2)
+    selects steps of every trace. The verdict says what a trace cannot answer. `output` is the HTML file to write; an existing
+    file is replaced only with `force`. The result shows its page in a notebook and prints as its verdict.
 
-    Figures for papers: `png` and `svg` are folders for a picture and a CSV file of each figure; `pdf` is a file (NAME.pdf) with
-    a page a figure and a folder of CSV files beside it, or a folder for one PDF a figure. `width` is inches, or a name that
-    gives single figures the width of a column and the overview that of the text: column (3.4 and 7), aaai, acl, acm, iclr,
-    icml, ieee, jmlr, nature or neurips. `font` is one of this machine. A figure has a title above it with `title` alone.
+    Figures for papers: `png` and `svg` are folders for a picture and a CSV file per figure; `pdf` is a file (NAME.pdf) with
+    one page per figure and a folder of CSV files beside it, or a folder for one PDF per figure. `width` is inches, or a name
+    that gives single figures the width of a column and the overview the width of the text: column (3.4 and 7), aaai, acl,
+    acm, iclr, icml, ieee, jmlr, nature or neurips. `font` is an installed font. Figures have a title only with `title`.
 
     Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -103,56 +55,43 @@ def report(
     given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
     if not given:
         raise InvalidOption("report: got no trace; name one folder or several")
-    pdf_file = pdf if pdf is not None and _is_file(pdf) else None
-    targets = {path: local(path) for path in (output, png, svg, pdf) if path is not None}
-    refuse([targets[path] for path in (output, pdf_file) if path is not None], force)
-    style = _style(width, font, title) if any(path is not None for path in (png, svg, pdf)) else None
-    made = _report(_subjects(given, names, control, steps, progress))
+    pictures = {kind: place for kind, place in (("png", png), ("svg", svg), ("pdf", pdf)) if place is not None}
+    files = [] if output is None else [local(output)]
+    files += [target for kind, place in pictures.items() if _is_file(kind, target := local(place))]
+    refuse(files, force)
+    if pictures:
+        from .paper.figure import paper_style  # matplotlib takes a second to load
+
+        style = paper_style(width, font, title)
+    made = report_of(_subjects(given, names, control, steps, progress))
     if output is not None:
+        from .page.page import page  # as Bokeh does
+
         with explained(output), whole_file(local(output)) as path:
-            path.write_text(made.html(), encoding="utf-8", errors="replace")
-    if style is not None:
-        _write_figures(made, {"png": png, "svg": svg, "pdf": pdf}, style, force)
+            path.write_text(page(made), encoding="utf-8", errors="replace")
+    if pictures:
+        _write_figures(made, pictures, style, force)
     return made
 
 
-def _style(width: str | float, font: str, title: bool) -> PaperStyle:
-    from .paper.figure import paper_style  # matplotlib takes a second to load
-
-    return paper_style(width, font, title)
-
-
-def _is_file(pdf: str | os.PathLike[str]) -> bool:
-    return os.path.splitext(pdf)[1].lower() == ".pdf"
+def _is_file(kind: str, place: str | os.PathLike[str]) -> bool:
+    return kind == "pdf" and os.path.splitext(place)[1].lower() == ".pdf"
 
 
 def _write_figures(
-    made: Report, places: Mapping[str, str | os.PathLike[str] | None], style: PaperStyle, force: bool
+    made: Report, pictures: Mapping[str, str | os.PathLike[str]], style: PaperStyle, force: bool
 ) -> None:
     from .paper.files import figures_of, write_figures, write_pdf
 
     figures = figures_of(made.charts, made.run)
     folders: dict[Path, list[str]] = {}
-    for kind, place in places.items():
-        if place is not None and kind == "pdf" and _is_file(place):
+    for kind, place in pictures.items():
+        if _is_file(kind, place):
             write_pdf(figures, place, title=made.title, style=style, force=force)
-        elif place is not None:
+        else:
             folders.setdefault(local(place), []).append(kind)
     for folder, kinds in folders.items():
         write_figures(figures, folder, *kinds, style=style, force=force)
-
-
-def _report(subjects: tuple[Subject, ...]) -> Report:
-    first = subjects[0]
-    return Report(
-        subjects=subjects,
-        verdicts=tuple(summarise(subject) for subject in subjects),
-        run=tuple(run_charts(subjects)),
-        constants=constants(first),
-        mismatch=tuple(mismatch_charts(first)),
-        provenance=tuple(provenance(subject) for subject in subjects),
-        made_with=__version__,
-    )
 
 
 def _subjects(
@@ -171,9 +110,9 @@ def _subjects(
 
 
 def _names(urls: Sequence[str]) -> list[str]:
-    """As much of the end of each path as tells it from the others."""
+    """Return the shortest ends of the paths that differ from each other."""
     parts = [url.rstrip("/").split("/") for url in urls]
-    # A folder of a run that holds its trace beside other things says nothing by the trace's own name.
+    # A trace that lies as RUN/trace is named by its run.
     least = 2 if all(part[-1] == "trace" and len(part) > 1 for part in parts) else 1
     for depth in range(least, max(least, max(len(part) for part in parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]

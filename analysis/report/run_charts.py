@@ -1,4 +1,4 @@
-"""What a run did by step: one chart a series, over one axis of steps."""
+"""The run by step: one chart per series, over one axis of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_MARKS = 8
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
-    """One chart a series that moves in any run, with the other runs and the replays beside it; marks are of the first run."""
+    """Return one chart per series that changes in any run, with replays and other runs; marks are those of the first run."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -29,7 +29,7 @@ def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
 
 
 def constants(subject: Subject) -> dict[str, float]:
-    """Series that have one value all along -> the value."""
+    """Return series with one value in all steps -> the value."""
     return {
         name: float(values[0])
         for name in SERIES
@@ -54,7 +54,7 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> LineChart | No
         key=name, title=term.title, unit=term.unit, note=f"{term.note} {_source(name, subjects)}".strip(),
         sql=query_of_series(name, first), lines=tuple(lines), x_label="step",
         y_scale=chart.LOG if is_log else chart.LINEAR,
-        marks=_marks(name, first), remark=text.not_finite(first.series[name].not_finite.tolist()) if name in first.series else "", bands=_floor(name, first),
+        marks=_marks(name, first), remark=text.not_finite(first.series[name].not_finite.tolist()) if name in first.series else "", bands=_published_k3(first) if name == "k3" else (),
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def _source(name: str, subjects: Sequence[Subject]) -> str:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Each replay in the place of pass a; a gap of 0 has no place on a logarithmic axis."""
+    """Return a line per replay in the place of pass a; a mismatch of 0 cannot be drawn on a logarithmic axis."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -86,7 +86,7 @@ def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
 
 
 def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
-    """Where the series changed; of many changes the largest."""
+    """Return the largest changes of the series."""
     moved = next((one for one in subject.dynamics.series if one.name == name), None) if subject.dynamics else None
     if moved is None:
         return ()
@@ -100,22 +100,13 @@ def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
     )  # fmt: skip
 
 
-_FLOOR = {"k3": "k3"}
-"""Series -> the published metric of the same definition."""
-
-
-def _floor(name: str, subject: Subject) -> tuple[Band, ...]:
-    """The range that healthy runs of these dtypes were measured in, by others."""
-    found = subject.diagnosis
-    if found is None or name not in _FLOOR:
-        return ()
+def _published_k3(subject: Subject) -> tuple[Band, ...]:
+    """Return the range of k3 that others measured in healthy runs of these dtypes."""
+    is_mixture = any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
     healthy = [
-        each.figure
-        for each in found.figures
-        if each.fits
-        and each.figure.metric == _FLOOR[name]
-        and not each.figure.is_fault
-        and each.figure.is_mixture == _is_mixture(subject)
+        figure
+        for figure in (each.figure for each in (subject.diagnosis.figures if subject.diagnosis else ()) if each.fits)
+        if figure.metric == "k3" and not figure.is_fault and figure.is_mixture == is_mixture
     ]
     low = min((figure.low for figure in healthy), default=0.0)
     high = max((figure.high for figure in healthy), default=0.0)
@@ -124,22 +115,12 @@ def _floor(name: str, subject: Subject) -> tuple[Band, ...]:
     return (Band(low=low, high=high, text=text.published(low, high, [figure.source for figure in healthy])),)
 
 
-def _is_mixture(subject: Subject) -> bool:
-    """Whether the model is a mixture of experts, as its class is called."""
-    return any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
-
-
 def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
-    lines = [
-        Line(name=subject.name, x=subject.evaluation.steps, y=subject.evaluation.values)
-        for subject in subjects
-        if subject.evaluation is not None
-    ]
-    if not lines:
+    found = [(subject, subject.evaluation) for subject in subjects if subject.evaluation is not None]
+    if not found:
         return None
-    first = next(subject for subject in subjects if subject.evaluation is not None)
-    assert first.evaluation is not None
-    name = first.evaluation.name
+    lines = [Line(name=subject.name, x=logged.steps, y=logged.values) for subject, logged in found]
+    first, name = found[0][0], found[0][1].name
     return LineChart(
         key="evaluation", title=name, unit=EVALUATION.unit, note=EVALUATION.note, sql=query_of_metric(name, first, 0),
         lines=tuple(lines), x_label="step",

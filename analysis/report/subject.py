@@ -1,4 +1,4 @@
-"""Everything that a report says of one run, as the analysis computes it."""
+"""Everything that a report shows of one run, as the analysis computes it."""
 
 from __future__ import annotations
 
@@ -30,27 +30,33 @@ from ..objective.objective import objective
 from ..rows import Rows
 from ..token_samples.token_sample import TokenSamples
 from ..token_samples.token_samples import read_token_samples
+from ..trace.columns import scored_passes
 from ..trace.database import Database, opened
 from ..trace.hyperparameters import read_hyperparameters
+from ..trace.sampling import evenly_spaced, tokens_by_step
 from ..trace.source import Pair
-from .sample import num_steps_within, without_most_steps
+from .text import steps_read
 
 Found = TypeVar("Found")
 
 NUM_QUESTIONS = 9
-"""Questions that are put to a run: what a progress bar counts."""
+"""Questions asked of a run: what a progress bar counts."""
+WHOLE = 30_000_000
+"""Runs with at most this many tokens are read whole."""
+MOST_TOKENS = 5_000_000
+"""Tokens read of a larger run, unless a single step has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One run. What could not be asked of it is None, and `unanswered` says why."""
+    """One run. What could not be computed is None, and `unanswered` says why."""
 
     trace: str
-    """As it was named, for commands to copy."""
+    """As it was given, for commands to copy."""
     asked_steps: str
-    """Which steps are reported, as they were asked for."""
+    """The reported steps, as they were given."""
     condition: str
-    """The same as a condition in SQL; empty for all of them."""
+    """The same as a condition in SQL; empty for all steps."""
     name: str
     pair: Pair
     info: TraceInfo
@@ -61,9 +67,9 @@ class Subject:
     attribution: Attribution | None
     corrections: Rows | None
     part: str
-    """Which steps the objective and the corrections are of, in words."""
+    """Which steps the objective and the corrections cover, in words."""
     arms: Mapping[str, tuple[Column, ...]]
-    """Name of a replay -> its mismatch with pass b by step: see dynamics.gap."""
+    """Name of a replay -> its mismatch with pass b by step."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
@@ -71,11 +77,11 @@ class Subject:
     settings: Mapping[str, Any]
     """Hyperparameters, by name."""
     evaluation: Column | None
-    """The logged evaluation that attribute judged; None where it judged the reward, or nothing."""
+    """The logged evaluation that attribute judged; None if it judged the reward, or nothing."""
     located: LocatedResult | None
-    """The newest result of `locate` that lies in the trace."""
+    """The newest result of `locate` in the trace."""
     unanswered: Mapping[str, str]
-    """What could not be asked -> why."""
+    """What could not be computed -> why."""
 
     @property
     def steps(self) -> np.ndarray:
@@ -92,7 +98,7 @@ def read_subject(
     steps: str,
     advance: Advance,
 ) -> Subject:
-    """Put every question to a trace, over one database. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
+    """Ask a trace every question, over one database. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
     database = Database(trace, steps)
     other = None if control is None else opened(control, steps)
     names, why = ":".join(pair), dict[str, str]()
@@ -128,18 +134,12 @@ def read_subject(
         trace=os.fspath(trace), asked_steps=steps, condition=database.step_condition(), name=name, pair=pair, info=held, series=series, diagnosis=diagnosed,
         dynamics=moved, objective=judged, attribution=attributed, corrections=corrected, part=of_part, arms=arms,
         spread=spread, excerpts=excerpts, evaluation=_evaluation(database, attributed), contracts=tuple(database.ask("FROM passes").dicts()),
-        settings=read_hyperparameters(database, database.sources[0].run), located=_located(database), unanswered=why,
+        settings=read_hyperparameters(database, database.sources[0].run), located=newest(database) if database.has_located else None, unanswered=why,
     )  # fmt: skip
 
 
-def _located(database: Database) -> LocatedResult | None:
-    if not database.has_located:
-        return None
-    return newest(database)
-
-
 def _notable(moved: Dynamics | None, attributed: Attribution | None) -> tuple[int, ...]:
-    """Steps that a reader will want to look at."""
+    """Return the steps that a reader will want to look at."""
     steps = {change.step for series in moved.series for change in series.changes} if moved else set()
     if attributed and attributed.fall:
         steps |= {attributed.fall.low, attributed.fall.step, attributed.fall.high}
@@ -157,11 +157,29 @@ def _evaluation(database: Database, attributed: Attribution | None) -> Column | 
 
 
 def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
-    query = 'SELECT DISTINCT "pass" FROM scores ORDER BY 1'
-    names = [name for (name,) in database.connection.execute(query).fetchall() if name.startswith(REPLAY_PREFIX)]
     found = {
         name: tuple(read_step_mismatch(database, (name, pair[1]), database.sources[0].run).columns)
-        for name in names
-        if name not in pair
+        for name in scored_passes(database)
+        if name.startswith(REPLAY_PREFIX) and name not in pair
     }
     return {name: columns for name, columns in found.items() if columns}
+
+
+# --- parts of large runs ------------------------------------------------------------------------------------------------
+
+
+def without_most_steps(database: Database) -> tuple[Database, str]:
+    """Return a database of evenly spaced steps with `MOST_TOKENS` tokens together, and in words which steps these are."""
+    tokens = tokens_by_step(database)
+    total = sum(tokens.values())
+    if total <= WHOLE:
+        return database, steps_read(len(tokens), len(tokens))
+    kept = evenly_spaced(list(tokens), max(1, int(len(tokens) * MOST_TOKENS / total)))
+    part = Database(database.sources[0])
+    part.keep_steps(kept)
+    return part, steps_read(len(kept), len(tokens))
+
+
+def num_steps_within(num_tokens: int, num_steps: int) -> int:
+    """Return how many steps have `MOST_TOKENS` tokens together: 200 at most, 10 at least."""
+    return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

@@ -1,4 +1,4 @@
-"""Files that a report is written to: what lies there stays, and what cannot be written is said."""
+"""Files that results are written to: existing files stay, and failures say why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...schemas.errors import FileThere, StorageError, option
 
 
 def refuse(paths: Sequence[Path], force: bool) -> None:
-    """Raise FileThere where a file lies, unless `force` replaces it, or a folder."""
+    """Raise FileThere for a folder, and for an existing file unless `force` replaces it."""
     there = [path for path in paths if path.is_dir() or (path.exists() and not force)]
     if not there:
         return
@@ -21,12 +21,12 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """A path to write to, as an absolute one.
+    """Return an absolute path to write to.
 
-    Raises StorageError for an address of another storage, and where the folder to write into does not exist: a typo makes none.
+    Raises StorageError for a URL, and if the folder to write into does not exist, so that a typo creates none.
     """
     if "://" in os.fspath(path):
-        raise StorageError(f"{path}: reports and figures are written to a local folder; name one, and copy it there")
+        raise StorageError(f"{path}: reports and figures are written to a local folder; write them there and copy them")
     target = Path(os.path.abspath(os.path.expanduser(path)))
     if not target.parent.is_dir():
         raise StorageError(f"{path}: there is no folder {target.parent}; make it first, or name another place")
@@ -35,7 +35,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise StorageError in the place of what the operating system says while a file is written."""
+    """Raise StorageError for errors of the operating system while a file is written."""
     try:
         yield
     except OSError as error:

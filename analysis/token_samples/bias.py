@@ -1,4 +1,4 @@
-"""What the mismatch adds to the contribution of each token of a sequence, as analysis.objective sums it up.
+"""The bias of each token's contribution to the objective, as analysis.objective sums it.
 
 Shapes: T tokens of one sequence.
 """
@@ -23,12 +23,12 @@ from ..trace.ragged import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """The loss whose bias is taken."""
+    """The loss whose bias is computed."""
 
     sides: PassRoles | None
-    """The passes that it takes; None where no token has a bias."""
+    """The passes it uses; None if no token has a bias."""
     told: str
-    """A sentence: of which loss, or why there is none."""
+    """A sentence: under which loss, or why there is no bias."""
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -43,10 +43,10 @@ class Bias:
         advantage: float | None,
         advantages_T: Array | None,
     ) -> Array | None:
-        """[T] bias as the loss applied it, NaN where the token does not count; None where there is nothing to take it of.
+        """Return the [T] bias as the loss applied it, NaN for tokens that do not count; None if it cannot be computed.
 
-        `logprobs` are [T] of the whole response, of each of `passes` that scored it; `recorded_T` says where all of these
-        gave a value.
+        `logprobs` are [T] over the whole response for each of `passes` that scored it; `recorded_T` marks tokens with a value
+        in all of them.
         """
         sides = self.sides
         if sides is None or not {*self.passes} <= logprobs.keys() or (advantage is None and advantages_T is None):
@@ -67,26 +67,26 @@ class Bias:
 
 
 def read_bias(database: Database, run: str) -> Bias:
-    """What the trace says of the run's loss; a loss over sequences has no bias of single tokens."""
+    """Read the run's loss; a loss over sequences has no bias of single tokens."""
     try:
         loss = read_loss(read_hyperparameters(database, run))
     except (InvalidRecord, ValueError) as error:
-        return Bias(sides=None, told=f"No bias: what the trace says of the loss cannot be read ({error}).")
+        return Bias(sides=None, told=f"No bias: the recorded loss cannot be read ({error}).")
     if loss is None:
-        return Bias(sides=None, told="No bias: the trace says of no loss that is known.")
+        return Bias(sides=None, told="No bias: no known loss was recorded.")
     if loss.level != TOKEN:
-        return Bias(sides=None, told=f"No bias of single tokens: the loss takes ratios of sequences ({loss.level}).")
+        return Bias(sides=None, told=f"No bias of single tokens: the loss uses ratios of sequences ({loss.level}).")
     sides = choose_sides(database, loss)
     if sides is None or MISMATCH not in sides.known:
-        return Bias(sides=None, told="No bias: the trace does not have both sides of the mismatch.")
+        return Bias(sides=None, told="No bias: one side of the mismatch was not recorded.")
     if ADVANTAGE not in sides.known:
-        return Bias(sides=None, told="No bias: the trace has no advantages.")
+        return Bias(sides=None, told="No bias: no advantages were recorded.")
     return Bias(sides=sides, told=_told(sides, sides.loss))
 
 
 def _told(sides: PassRoles, loss: Loss) -> str:
     correction = "without correction" if loss.correction == "none" else f"with correction {loss.correction}"
     return (
-        f"Bias under {loss.kind} {correction}, as the trace records it; trained from the logprobs of "
-        f"{sides.train}, sampled with those of {sides.rollout}, the loss's own are those of {sides.current} at the first inner iteration."
+        f"Bias under the recorded loss: {loss.kind} {correction}, trained from the logprobs of {sides.train}, sampled with "
+        f"{sides.rollout}, current logprobs from {sides.current} at the first inner iteration."
     )

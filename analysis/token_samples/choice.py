@@ -10,8 +10,7 @@ from hashlib import blake2b
 import numpy as np
 
 from ..trace.source import Pair
-from .sequence_mismatch import SequenceMismatch
-from .steps import LookedAt
+from .steps import LookedAt, SequenceMismatch
 from .token_sample import RANDOM, TYPICAL, WORST, WORST_OF_STEP
 
 PROMPT_TOKENS = 400
@@ -20,18 +19,18 @@ PROMPT_TOKENS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """How many sequences of each sort, and how much of them."""
+    """How many sequences of each sort are shown, and how much of them."""
 
-    worst: int
-    random: int
-    typical: int
-    per_step: int
-    """Worst ones of each step."""
-    max_steps: int
-    """Steps that have worst ones of their own."""
-    max_tokens: int
+    worst: int = 24
+    random: int = 16
+    typical: int = 8
+    per_step: int = 1
+    """Worst sequences of each step."""
+    max_steps: int = 200
+    """Steps that show their own worst sequences."""
+    max_tokens: int = 200_000
     """Shown tokens of all prompts and responses."""
-    max_sequence_tokens: int
+    max_sequence_tokens: int = 2_000
     """Shown response tokens of one sequence."""
 
 
@@ -104,61 +103,55 @@ def _within(gaps: SequenceMismatch, why: dict[int, list[str]], wanted: Wanted) -
     return Choice(why=kept, num_left_out=left_out)
 
 
-def told(
+def choice_text(
     choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
 ) -> str:
-    """The choice in sentences; `lacking` are passes of the pair without logprobs."""
+    """Render which sequences were chosen; `lacking` are passes of the pair without logprobs."""
     if not looked.num_sequences:
-        return f"Run {looked.run}: the trace holds no sequences with response tokens, so none is shown."
+        return f"Run {looked.run}: no sequences with response tokens."
     sentences = [_looked(looked, gaps), *_sorts(choice, gaps, looked, wanted, pair, lacking)]
     if choice.num_left_out:
         parts = ", ".join(f"{num:,} {reason}" for reason, num in choice.num_left_out.items())
-        sentences.append(
-            f"Left out whole, to stay under {wanted.max_tokens:,} shown tokens: {parts} (counted by the first reason)."
-        )
+        sentences.append(f"Left out to stay below {wanted.max_tokens:,} shown tokens: {parts}.")
     return " ".join(sentences)
 
 
 def _looked(looked: LookedAt, gaps: SequenceMismatch) -> str:
     whole = f"{looked.num_steps:,} steps, {looked.num_sequences:,} sequences, {looked.num_run_tokens:,} response tokens"
     if looked.is_all:
-        return f"Run {looked.run}: {whole}; every step was looked at."
+        return f"Run {looked.run}: {whole}, all searched."
     notable, worst = {*looked.notable}, looked.worst - {*looked.notable}
-    others = len(looked.steps) - len(notable) - len(worst)
-    parts = [f"{len(notable):,} notable" if notable else ""]
-    parts += [f"{len(worst):,} where the kept sums have the largest |d|" if worst else ""]
-    parts += [f"{others:,} spread evenly over the run" if others else ""]
+    parts = {
+        "notable": len(notable),
+        "with the largest |d|": len(worst),
+        "evenly spaced": len(looked.steps) - len(notable) - len(worst),
+    }
     return (
-        f"Run {looked.run}: {whole}; {len(looked.steps):,} steps with {len(gaps.seq_ids):,} sequences and "
-        f"{looked.num_tokens:,} response tokens were looked at ({', '.join(filter(None, parts))})."
+        f"Run {looked.run}: {whole}; searched {len(looked.steps):,} steps with {len(gaps.seq_ids):,} sequences and "
+        f"{looked.num_tokens:,} response tokens ({', '.join(f'{num:,} {what}' for what, num in parts.items() if num)})."
     )
 
 
 def _sorts(
     choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
 ) -> Iterable[str]:
-    """A sentence for each sort that is shown."""
+    """Yield a sentence for each sort that is shown."""
     counts = Counter(reason for reasons in choice.why.values() for reason in reasons)
-    over = "all steps" if looked.is_all else "these steps"
-    worst_of = "all steps" if looked.has_all_worst else over
-    evenly = over if looked.is_all else "the evenly spread ones of these steps"
+    searched = "all steps" if looked.is_all else "the searched steps"
+    evenly = "all steps" if looked.is_all else "the evenly spaced steps"
     if lacking:
         which = " and ".join(repr(name) for name in lacking)
-        yield f"There are no logprobs of the pass {which}, so no d: sequences were chosen at random alone."
+        yield f"Pass {which} has no logprobs, so there is no d and sequences are chosen at random."
     elif not (gaps.num_compared > 0).any():
-        yield f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}: sequences were chosen at random alone."
+        yield f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}, so sequences are chosen at random."
     else:
-        yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that the loss counts and that both passes have."
-    if counts[WORST]:
-        yield f"{counts[WORST]:,} worst: the largest |d| of one token in {worst_of}, equal ones by their sum of |d|."
-    if counts[TYPICAL]:
-        yield f"{counts[TYPICAL]:,} typical: mean |d| nearest to the median over sequences of {evenly}."
-    if counts[RANDOM]:
-        yield f"{counts[RANDOM]:,} random: first by a hash of step and name among the sequences of {evenly}."
-    if counts[WORST_OF_STEP]:
-        yield (
-            f"{counts[WORST_OF_STEP]:,} worst of step: the {wanted.per_step:,} with the largest |d| of one token in each "
-            f"of at most {wanted.max_steps:,} steps."
-        )
+        yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that the loss counts and both passes scored."
+    sorts = {
+        WORST: f"largest |d| of a token in {'all steps' if looked.has_all_worst else searched}",
+        TYPICAL: f"mean |d| closest to the median over sequences of {evenly}",
+        RANDOM: f"picked by hash from {evenly}",
+        WORST_OF_STEP: f"largest |d| of a token in each of up to {wanted.max_steps:,} steps",
+    }
+    yield from (f"{counts[name]:,} {name}: {what}." for name, what in sorts.items() if counts[name])
     if not choice.why:
         yield "No sequence is shown."

@@ -1,23 +1,22 @@
-"""What a tokenizer's vocabulary entry stands for, by the tokenizer's own decoder.
+"""Decode single vocabulary entries as the tokenizer's own decoder does.
 
-One token is read at a time, without its neighbours: bytes that are part of a character only are shown as bytes.
+Tokens are decoded without their neighbours, so bytes of an incomplete character are shown as bytes.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 _MOST, _MOST_BY = 10_000, 100
-"""Characters of a piece, and of what takes the place of a part of it: a decoder of a stranger must not make a piece grow."""
+"""Maximum characters of a piece and of a replacement, so that a stranger's decoder cannot make a piece grow."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> the byte that it stands for in byte-level BPE: bytes_to_unicode of GPT-2's encoder.py.
+    """Return character -> byte of byte-level BPE: bytes_to_unicode of GPT-2's encoder.py.
 
     Printable bytes of Latin-1 stand for themselves, the others are numbered from U+0100.
     """
@@ -31,21 +30,21 @@ _BYTE_OF = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """What of a decoder bears on single tokens."""
+    """The parts of a decoder that affect single tokens."""
 
     byte_level: bool = False
     """Whether characters stand for bytes (GPT-2, Qwen, Llama 3)."""
     byte_fallback: bool = False
     """Whether <0xE2> stands for a byte (SentencePiece)."""
     replaced: tuple[tuple[str, str], ...] = ()
-    """(what, by what), in order: a metaspace or an end of word by a space."""
+    """(old, new), in order: a metaspace or an end of word becomes a space."""
     prefix: str | None = None
-    """Of pieces that go on with a word (WordPiece); others begin one."""
+    """Prefix of pieces that continue a word (WordPiece)."""
     spaced: bool = False
-    """Whether every piece is a word of its own, as where there is no decoder."""
+    """Whether every piece is a word of its own, as without a decoder."""
 
     def text(self, piece: str) -> str:
-        """What a vocabulary entry stands for."""
+        """Decode a vocabulary entry."""
         if self.byte_level:
             return of_bytes(b"".join(_bytes(char) for char in piece))
         if self.byte_fallback and (found := _BYTE.fullmatch(piece)):
@@ -57,19 +56,14 @@ class Decoding:
         return f" {piece}" if self.spaced else piece
 
 
-def read_decoding(state: str | None) -> Decoding:
-    """The decoding that a decoder's JSON says; None: the tokenizer has no decoder, and joins its tokens with spaces."""
-    return decoding_of(None if state is None else json.loads(state))
-
-
 def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
-    """The same of a decoder as a tokenizer.json holds it. Raises KeyError and its kin for what is no decoder."""
+    """Read the decoder of a tokenizer.json; None joins tokens with spaces. Raises KeyError and its kin for anything else."""
     if decoder is None:
         return Decoding(spaced=True)
     parts = {str(part.get("type")): part for part in _parts(decoder)}
     replaced = [found for part in _parts(decoder) if (found := _replaced(part)) is not None]
     if any(not old or len(new) > _MOST_BY for old, new in replaced):
-        raise ValueError("its decoder replaces nothing, or by more than a mark")
+        raise ValueError("its decoder replaces an empty text, or has a replacement that is too long")
     return Decoding(
         byte_level="ByteLevel" in parts,
         byte_fallback="ByteFallback" in parts,
@@ -79,7 +73,7 @@ def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
 
 
 def of_bytes(content: bytes) -> str:
-    """Bytes as UTF-8; those that make no whole character as <0xE2>.
+    """Decode UTF-8; bytes of no complete character become <0xE2>.
 
     >>> of_bytes(b"a\\xe2\\x82")
     'a<0xE2><0x82>'
@@ -89,7 +83,7 @@ def of_bytes(content: bytes) -> str:
 
 
 def _bytes(char: str) -> bytes:
-    """A character of the byte alphabet as its byte; another one, which it should not hold, as itself."""
+    """Return the byte of a character of the byte alphabet; any other character in UTF-8."""
     return bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode("utf-8", "replace")
 
 

@@ -17,7 +17,7 @@ from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query
 from .bias import Bias
 from .choice import PROMPT_TOKENS, Choice
-from .sequence_mismatch import SequenceMismatch
+from .steps import SequenceMismatch
 from .token_sample import FINITE, INFINITE, NAN, NOT_RECORDED, TokenSample
 from .token_text import TokenText
 
@@ -29,30 +29,26 @@ def read_chosen(
     database: Database, run: str, gaps: SequenceMismatch, choice: Choice, *, pair: Pair, passes: Sequence[str], bias: Bias,
     text: TokenText, max_sequence_tokens: int,
 ) -> Iterator[TokenSample]:  # fmt: skip
-    """The chosen sequences, in the order of the choice; `passes` are those whose logprobs are shown."""
+    """Read the chosen sequences, in the order of the choice, with the logprobs of `passes`."""
     place = {(int(gaps.steps[row]), gaps.seq_ids[row]): row for row in choice.why}
     if not place:
         return
     read = list(dict.fromkeys([*passes, *bias.passes]))
     found: dict[int, TokenSample] = {}
-    held = () if gaps.lists is None else pair
-    for row in _rows(database, run, [*place], read, held):
+    for row in _rows(database, run, [*place], read):
         number = place[row["step"], row["seq_id"]]
-        row |= {f"p{read.index(name)}": values for name, values in zip(held, gaps.logprobs(number) or (), strict=True)}
         tokens = _Response(row, read)
         found.setdefault(number, tokens.excerpt(choice.why[number], pair, passes, bias, text, max_sequence_tokens))
     yield from (found[number] for number in choice.why)
 
 
-def _rows(
-    database: Database, run: str, keys: list[tuple[int, str]], passes: Sequence[str], held: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """One row a sequence: its columns as values, and its lists as Arrow arrays or None; logprobs of all passes but `held`."""
+def _rows(database: Database, run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield one row per sequence: its columns as values, and its lists as Arrow arrays or None."""
     connection = database.connection
     steps, seq_ids = zip(*keys, strict=True)
     connection.register("excerpt_keys", pa.table({"step": pa.array(steps, pa.int64()), "seq_id": pa.array(seq_ids)}))
     try:
-        for batch in connection.batches(_query(run, keys, passes, held), _BATCH_ROWS):
+        for batch in connection.batches(_query(run, keys, passes), _BATCH_ROWS):
             for number in range(batch.num_rows):
                 yield {name: _value(batch.column(name)[number]) for name in batch.schema.names}
     finally:
@@ -65,12 +61,12 @@ _OWN = (
 )  # fmt: skip
 
 
-def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str], held: Sequence[str]) -> str:
+def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
     # Literals reach the files: what lies between the chosen rows is not unpacked.
     names = ", ".join(quoted(seq_id) for seq_id in sorted({seq_id for _, seq_id in keys}))
     read = {f"p{number}": name for number, name in enumerate(passes)}
     return token_query(
-        {key: PassRows(name=name, scored=False, optional=True, logprobs=name not in held) for key, name in read.items()},
+        {key: PassRows(name=name, scored=False, optional=True) for key, name in read.items()},
         [*(f"s.{name}" for name in _OWN), *(f"{key}.entropy AS entropy_{key}" for key in read)],
         run=run, steps=sorted({step for step, _ in keys}), of_sequences=True,
         keys=f"seq_id IN ({names}) AND (step, seq_id) IN (SELECT (step, seq_id) FROM excerpt_keys)",

@@ -1,9 +1,15 @@
-"""Which steps of a run are looked at: all of a small one, else some, so that what is read stays small."""
+"""Which steps of a run are looked at for samples, and how far two passes differ in each of their sequences.
+
+A small run is looked at whole, a larger one in part, so that what is read stays small. Shapes: N sequences, ordered by step
+and name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ..trace.database import Database
 from ..trace.quoting import quoted
@@ -11,10 +17,9 @@ from ..trace.sampling import evenly_within, fitting
 from ..trace.source import Pair
 
 LOOKED_TOKENS = 4_000_000
-"""Response tokens that are looked at in any case."""
-
-KEPT_SHARE = 0.2
-"""Share of the run's tokens that is looked at where the trace keeps the pair's sums, so that no token is read to choose."""
+"""Response tokens that are always looked at."""
+SUMMED_SHARE = 0.2
+"""Share of the run's tokens looked at if the trace keeps the pair's sums, so that no token is read to choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +29,15 @@ class LookedAt:
     run: str
     steps: tuple[int, ...]
     spread: frozenset[int]
-    """Those that were taken evenly over the run; all of them where every step is looked at."""
+    """Steps taken evenly over the run; all steps if every step is looked at."""
     notable: tuple[int, ...]
-    """Those that were asked for, the most notable first."""
+    """Steps that were asked for, the most notable first."""
     worst: frozenset[int]
-    """Those that the kept sums point at."""
+    """Steps of the sequences with the largest |d|."""
     num_tokens: int
     """Response tokens of `steps`."""
     num_steps: int
-    """Of the run, and the next two alike."""
+    """Of the whole run; same for `num_sequences` and `num_run_tokens`."""
     num_sequences: int
     num_run_tokens: int
     has_all_worst: bool
@@ -44,23 +49,20 @@ class LookedAt:
         return len(self.steps) == self.num_steps
 
     def with_worst(self, most: int) -> set[int]:
-        """Steps that show their own worst sequences: the notable ones and others evenly spread, at most so many."""
+        """Return up to `most` steps that show their own worst sequences: notable ones first, others evenly spread."""
         first = list(self.notable[:most])
         others = [step for step in self.steps if step not in first]
         return {*first, *evenly_within(others, most - len(first))}
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose steps of a run that have response tokens: notable ones, those with the `worst` sequences, and others evenly.
-
-    The worst are known where the trace keeps the pair's sums.
-    """
+    """Choose steps with response tokens: notable ones, those of the `worst` sequences if sums are kept, others evenly."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
-    total, by_sums = sum(tokens.values()), pair in database.covered
-    most = max(LOOKED_TOKENS, int(total * KEPT_SHARE)) if by_sums else LOOKED_TOKENS
+    total, has_sums = sum(tokens.values()), pair in database.covered
+    most = max(LOOKED_TOKENS, int(total * SUMMED_SHARE)) if has_sums else LOOKED_TOKENS
     asked = [step for step in dict.fromkeys(notable) if step in tokens]
-    found = _worst(database, pair, run, worst) if by_sums and total > most else []
+    found = _worst(database, pair, run, worst) if has_sums and total > most else []
     chosen = {*tokens}
     spread, named = chosen, set[int]()
     if total > most:
@@ -74,7 +76,7 @@ def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], wo
         notable=tuple(step for step in asked if step in chosen), worst=frozenset(named - {*asked}),
         num_tokens=sum(tokens[step] for step in chosen), num_steps=len(tokens),
         num_sequences=sum(num for _, num, _ in rows), num_run_tokens=total,
-        has_all_worst=total <= most or (by_sums and {*found} <= chosen),
+        has_all_worst=total <= most or (has_sums and {*found} <= chosen),
     )  # fmt: skip
 
 
@@ -85,7 +87,7 @@ _STEPS = """
 
 
 def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
-    """The steps of the sequences with the largest |d|, the worst first."""
+    """Return the steps of the sequences with the largest |d|, the worst first."""
     query = f"""
         SELECT step FROM sequence_sums
         WHERE run = {quoted(run)} AND pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}
@@ -93,3 +95,53 @@ def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
         ORDER BY max_abs_d DESC, sum_abs_d DESC, step, seq_id LIMIT {most}
     """
     return [step for (step,) in dict.fromkeys(database.connection.execute(query).fetchall())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceMismatch:
+    """Sequences with response tokens, whether or not their passes can be compared."""
+
+    steps: np.ndarray
+    """[N]"""
+    seq_ids: list[str]
+    """[N]"""
+    lengths: np.ndarray
+    """[N] response tokens."""
+    prompt_lengths: np.ndarray
+    """[N] prompt tokens; 0 if not recorded."""
+    num_compared: np.ndarray
+    """[N] tokens that count and have a finite logprob in both passes."""
+    sum_abs_d: np.ndarray
+    """[N] nats; 0 if no token is comparable; same for `max_abs_d`."""
+    max_abs_d: np.ndarray
+
+    @property
+    def mean_abs_d(self) -> np.ndarray:
+        """[N] nats."""
+        return np.asarray(self.sum_abs_d / np.maximum(self.num_compared, 1))
+
+
+_MISMATCH = """
+    SELECT s.step, s.seq_id, num_response_tokens::BIGINT, coalesce(num_prompt_tokens, 0)::BIGINT,
+           coalesce(num_tokens, 0)::BIGINT, coalesce(sum_abs_d, 0)::DOUBLE, coalesce(max_abs_d, 0)::DOUBLE
+    FROM (SELECT * FROM sequences WHERE {within} AND num_response_tokens > 0) AS s
+    LEFT JOIN (
+        SELECT step, seq_id, num_tokens, sum_abs_d, max_abs_d FROM pair_sums({a}, {b})
+        WHERE {within} AND iteration_a = 0 AND iteration_b = 0
+    ) AS kept ON kept.step = s.step AND kept.seq_id = s.seq_id
+    ORDER BY s.step, s.seq_id
+"""
+
+
+def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
+    """Read the mismatch of every sequence of some steps: from the kept sums of the pair, else from its tokens."""
+    within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
+    query = _MISMATCH.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
+    database.connection.use_threads()
+    step, seq_id, *numbers = database.connection.sql(query).to_arrow_table().columns
+    names = ("lengths", "prompt_lengths", "num_compared", "sum_abs_d", "max_abs_d")
+    return SequenceMismatch(
+        steps=step.to_numpy(),
+        seq_ids=seq_id.to_pylist(),
+        **{name: column.to_numpy() for name, column in zip(names, numbers, strict=True)},
+    )

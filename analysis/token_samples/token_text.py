@@ -1,7 +1,7 @@
-"""Token ids as text, by the tokenizer that the trace keeps.
+"""Token ids as text, from the tokenizer in the trace.
 
-Its vocabulary is read as data. The tokenizer itself is not built: its regular expressions and normalizers, which can be of a
-stranger, do not run.
+Its vocabulary is read as data. The tokenizer itself is not built, so regular expressions and normalizers of a stranger never
+run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .visible import visible
 
 _FILE = f"{TOKENIZER}/tokenizer.json"
 MAX_BYTES = 128 << 20
-"""Of a tokenizer's file: several times the largest vocabularies."""
+"""Maximum size of a tokenizer's file, several times the largest vocabularies."""
 MAX_PIECE = 1000
-"""Characters of a token that are shown."""
+"""Maximum characters shown of a token."""
 
 
 class _Added(msgspec.Struct):
@@ -34,7 +34,7 @@ class _Added(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]
-    """Piece -> id; of Unigram, pieces with their log-probabilities in the order of their ids."""
+    """Piece -> id; for Unigram, pieces with their log-probabilities in the order of ids."""
 
 
 class _Document(msgspec.Struct):
@@ -45,11 +45,11 @@ class _Document(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What a tokenizer.json says of single tokens."""
+    """The tokens of a tokenizer.json."""
 
     pieces: dict[int, str]
     added: dict[int, str]
-    """Tokens that were added: they stand for their own content, whatever the alphabet of the others."""
+    """Added tokens, which stand for their own content whatever the alphabet of the others."""
     decoding: Decoding
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class Vocabulary:
 
 
 def read_vocabulary(content: bytes) -> Vocabulary:
-    """Read a tokenizer.json. Raises ValueError for what is none."""
+    """Read a tokenizer.json. Raises ValueError for anything else."""
     try:
         document = msgspec.json.decode(content, type=_Document)
         vocab = document.model.vocab
@@ -76,16 +76,16 @@ def read_vocabulary(content: bytes) -> Vocabulary:
 
 
 class TokenText:
-    """Says what a token id stands for; the text is made visible, and is not escaped for HTML."""
+    """Decodes token ids to visible text, not escaped for HTML."""
 
     def __init__(self, vocabulary: Vocabulary | None, told: str):
         self._vocabulary = vocabulary
         self.told = told
-        """A sentence: by which tokenizer, or why there are ids alone."""
+        """A sentence: from which tokenizer, or why there are only ids."""
         self._known: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """[T] the text of each token; a token that the tokenizer does not have is its id in angle brackets."""
+        """Return the text of each token; a token missing from the tokenizer is its id in angle brackets."""
         known = self._known
         for token_id in token_ids:
             if token_id not in known:
@@ -103,7 +103,7 @@ class TokenText:
 
 
 def read_token_text(source: Source) -> TokenText:
-    """The tokenizer of a trace, wherever that lies; where there is none that can be read, ids alone."""
+    """Read the tokenizer of a local or remote trace; ids only if there is none or it cannot be read."""
     store = source.store
     try:
         if not store.exists(TOKENIZER):
@@ -117,14 +117,14 @@ def read_token_text(source: Source) -> TokenText:
 
 
 def _content(source: Source) -> bytes:
-    """The file, as its writer accounts for it; one that was put there by hand has no account. Raises ValueError."""
+    """Read the file and check it against its writer's account, if there is one. Raises ValueError."""
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
-        raise ValueError(f"it has {size:,} bytes, which no vocabulary has")
+        raise ValueError(f"it has {size:,} bytes, more than any vocabulary")
     content = source.store.read_bytes(_FILE)
     accounts = [state.files[_FILE].hash for state in source.writers if state.files and _FILE in state.files]
     if accounts and whole_hash(content) not in accounts:
-        raise ValueError("it is not what was written")
+        raise ValueError("it differs from what was written")
     return content
 
 

@@ -34,12 +34,13 @@ def passes_with(
     database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
 ) -> frozenset[str]:
     """Passes whose scores have a value of a column, `of` these alone; `first_use`: at iteration 0."""
-    names = _passes(database) if of is None else of
+    names = scored_passes(database) if of is None else of
     return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
 
 
 @cached
-def _passes(database: Database) -> list[str]:
+def scored_passes(database: Database) -> list[str]:
+    """Return the passes that have scores, by name."""
     return [name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()]
 
 

@@ -1,1 +1,1 @@
-"""A view of a run while it is being recorded: what was counted, kept, judged, and how it is shown."""
+"""Watch a run while it is recorded: count, remember, judge and draw."""

@@ -1,10 +1,9 @@
-"""How many rows a trace has of each step: what tells a step that has grown from one that has not."""
+"""How many rows a trace has of each step, which shows the steps that have grown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,101 +16,97 @@ from ...tracer.snapshot import TableFile
 from ...tracer.verified_file import FileCursor
 from ..trace.source import Pair, Source
 
+_SUMMED = ["num_prompt_tokens", "num_response_tokens"]
+_COLUMNS = {
+    SEQUENCES: ["step", "attempt", *_SUMMED],
+    SCORES: ["step", "attempt", "pass"],
+    METRICS: ["step", "attempt"],
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """What is recorded of one step. Rows are only ever added, so that an equal extent is an equal content."""
+    """What is recorded of one step. Rows are only ever added, so equal extents have equal contents."""
 
-    num_sequences: int = 0
-    num_prompt_tokens: int = 0
-    num_tokens: int = 0
-    """Response tokens."""
-    num_scores: int = 0
-    """Rows of scores, less those of replays that are not asked for."""
-
-    def __add__(self, other: Extent) -> Extent:
-        return Extent(
-            num_sequences=self.num_sequences + other.num_sequences,
-            num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_scores=self.num_scores + other.num_scores,
-        )
+    num_sequences: int
+    num_prompt_tokens: int
+    num_response_tokens: int
+    num_scores: int
+    """Rows of scores, without those of replays that are not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """What is recorded by now."""
+    """What is recorded so far."""
 
-    steps: dict[int, Extent] = field(default_factory=dict)
+    steps: dict[int, Extent]
     """Steps that have sequences or scores."""
+    passes: frozenset[str]
+    num_metrics: int
+    """Logged values, hyperparameters included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What one file or journal holds."""
+
+    by_step: pa.Table | None = None
     passes: frozenset[str] = frozenset()
     num_metrics: int = 0
-    """Logged values, hyperparameters included."""
-    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Path of a sealed file of sequences or scores -> its first and last step."""
-
-    def __add__(self, other: Extents) -> Extents:
-        steps = dict(self.steps)
-        for step, extent in other.steps.items():
-            steps[step] = steps[step] + extent if step in steps else extent
-        return Extents(steps=steps, passes=self.passes | other.passes, num_metrics=self.num_metrics + other.num_metrics)
 
 
 class Surveyor:
-    """Counts again and again, and opens each sealed file once: it never changes."""
+    """Counts again and again, and opens each sealed file once, since it never changes."""
 
     def __init__(self, pair: Pair):
         self._pair = pair
         self._newest: dict[int, int] = {}
-        self._seen: set[str] = set()
-        self._sealed = Extents()
+        self._sealed: dict[str, _Counted] = {}
 
     def survey(self, source: Source) -> Extents:
-        """Count what lies there. Raises DamagedTrace."""
+        """Count what is there. Raises DamagedTrace."""
         files = {entry.relative: (table, entry) for table in _COLUMNS for entry in source.snapshot.files[table]}
-        if not self._seen <= set(files) or self._newest != source.newest:
-            # Somebody removed files, or steps were made again: what was counted of them is void.
-            self._newest, self._seen, self._sealed = source.newest, set(), Extents()
-        for path in [path for path in files if path not in self._seen]:
-            table, entry = files[path]
-            rows = _sealed_rows(source, table, entry)
-            self._sealed = self._sealed + self._count(table, rows) + Extents(ranges=_range(path, table, rows))
-            self._seen.add(path)
-        journaled = (
-            self._count(table, rows.select(_COLUMNS[table]))
-            for table, rows in source.journals.items()
-            if table in _COLUMNS
+        if not self._sealed.keys() <= files.keys() or self._newest != source.newest:
+            # Files were removed, or steps were trained again: the counts are out of date.
+            self._newest, self._sealed = source.newest, {}
+        for path, (table, entry) in files.items():
+            if path not in self._sealed:
+                self._sealed[path] = self._count(table, _sealed_rows(source, table, entry))
+        journals = {table: source.journals[table] for table in _COLUMNS if table in source.journals}
+        counted = [
+            *self._sealed.values(),
+            *(self._count(table, rows.select(_COLUMNS[table])) for table, rows in journals.items()),
+        ]
+        return Extents(
+            steps=_steps([each.by_step for each in counted if each.by_step is not None]),
+            passes=frozenset().union(*(each.passes for each in counted)),
+            num_metrics=sum(each.num_metrics for each in counted),
         )
-        return sum(journaled, self._sealed)
 
-    def _count(self, table: str, rows: pa.Table) -> Extents:
+    def _count(self, table: str, rows: pa.Table) -> _Counted:
         if self._newest:
             rows = _of_newest(rows, self._newest)
         if table == METRICS:
-            return Extents(num_metrics=rows.num_rows)
-        if table == SCORES:
-            counted = rows.group_by(["step", "pass"]).aggregate([([], "count_all")]).to_pylist()
-            return Extents(
-                steps=_summed(
-                    (row["step"], Extent(num_scores=row["count_all"])) for row in counted if self._is_asked(row)
-                ),
-                passes=frozenset(row["pass"] for row in counted),
-            )
-        counted = (
-            rows.group_by(["step"]).aggregate([([], "count_all"), *((name, "sum") for name in _LENGTHS)]).to_pylist()
-        )
-        return Extents(steps={row["step"]: _of_sequences(row) for row in counted})
-
-    def _is_asked(self, row: dict[str, Any]) -> bool:
-        return row["pass"] in self._pair or not row["pass"].startswith(REPLAY_PREFIX)
+            return _Counted(num_metrics=rows.num_rows)
+        if table == SEQUENCES:
+            return _Counted(_by_step(rows, "num_sequences", _SUMMED))
+        names = frozenset(pc.unique(rows["pass"]).to_pylist())
+        shown = [name for name in names if name in self._pair or not name.startswith(REPLAY_PREFIX)]
+        rows = rows.filter(pc.is_in(rows["pass"], pa.array(shown, rows["pass"].type)))
+        return _Counted(_by_step(rows, "num_scores"), names)
 
 
-_LENGTHS = ("num_prompt_tokens", "num_response_tokens")
-_COLUMNS = {
-    SEQUENCES: ["step", "attempt", *_LENGTHS],
-    SCORES: ["step", "attempt", "pass"],
-    METRICS: ["step", "attempt"],
-}
+def _by_step(rows: pa.Table, name: str, summed: Sequence[str] = ()) -> pa.Table:
+    found = rows.group_by("step").aggregate([([], "count_all"), *((column, "sum") for column in summed)])
+    return found.rename_columns([name if n == "count_all" else n.removesuffix("_sum") for n in found.column_names])
+
+
+def _steps(parts: Sequence[pa.Table]) -> dict[int, Extent]:
+    names = ["num_sequences", *_SUMMED, "num_scores"]
+    empty = pa.table({name: pa.array([], pa.int64()) for name in ("step", *names)})
+    whole = pa.concat_tables([empty, *parts], promote_options="permissive")
+    rows = whole.group_by("step").aggregate([(name, "sum") for name in names]).to_pylist()
+    return {row["step"]: Extent(**{name: row[f"{name}_sum"] or 0 for name in names}) for row in rows}
 
 
 def _sealed_rows(source: Source, table: str, entry: TableFile) -> pa.Table:
@@ -126,28 +121,6 @@ def _sealed_rows(source: Source, table: str, entry: TableFile) -> pa.Table:
 
 
 def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:
-    """The rows of each step's newest attempt at training, and those of none."""
+    """Return the rows of each step's newest attempt at training, and rows without an attempt."""
     wanted = pa.array([newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
     return rows.filter(pc.fill_null(pc.equal(rows["attempt"], wanted), True))
-
-
-def _range(path: str, table: str, rows: pa.Table) -> dict[str, tuple[int, int]]:
-    if table == METRICS or not rows.num_rows:
-        return {}
-    ends = pc.min_max(rows["step"]).as_py()
-    return {path: (ends["min"], ends["max"])}
-
-
-def _summed(parts: Iterable[tuple[int, Extent]]) -> dict[int, Extent]:
-    found: dict[int, Extent] = {}
-    for step, extent in parts:
-        found[step] = found[step] + extent if step in found else extent
-    return found
-
-
-def _of_sequences(row: dict[str, Any]) -> Extent:
-    return Extent(
-        num_sequences=row["count_all"],
-        num_prompt_tokens=row["num_prompt_tokens_sum"] or 0,
-        num_tokens=row["num_response_tokens_sum"] or 0,
-    )

@@ -1,18 +1,13 @@
-"""What was read of a run, by step: a refresh reads the steps that have grown, and no token of the others again."""
+"""What was read of a run, by step: a refresh reads only the steps that have grown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from ...schemas.layout import SCORES, SEQUENCES
 from ...schemas.loss import read_loss
-from ...tracer.snapshot import TableFile
 from ..alarms.figures import Figure, read_token_figures
 from ..alarms.repeats import Repeats
 from ..facts.mismatch import read_step_mismatch
@@ -21,18 +16,27 @@ from ..facts.read_series import read_logged, read_sampled
 from ..facts.series import KINDS, Column, Series, named
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
+from ..trace.sampling import fitting
 from ..trace.source import Pair, Source
 from .extent import Extent, Extents
-from .pace import Times, logged_times
 
 MOST_TOKENS = 10_000_000
-"""Response tokens that are read at once, the newest steps first; a larger step is one alone."""
+"""Response tokens read at once, the newest steps first; a larger step is read alone."""
+RATE_STEPS = 20
+"""Steps over which the rate is measured."""
+Times = list[tuple[int, float]]
+"""(step, seconds since 1970), steps ascending."""
+
+_LOGGED_TIMES = """
+SELECT step, epoch(max(logged_at)) FROM metrics WHERE step > 0 AND logged_at IS NOT NULL
+GROUP BY step ORDER BY step DESC LIMIT $steps
+"""
 
 
 class Memory:
-    """The series of a run as `dynamics.read_series` gives them, kept and brought up to date.
+    """The series of a run as `dynamics.read_series` gives them, kept up to date.
 
-    The share of changed weights is not among them: it would read what the versions say of themselves again each time.
+    The share of changed weights is left out, since every refresh would read all versions again.
     """
 
     def __init__(self, pair: Pair):
@@ -45,35 +49,38 @@ class Memory:
         self._num_metrics = -1
         self._logged: list[Column] = []
         self._values: dict[str, dict[int, tuple[float, bool]]] = {}
-        """Series -> step -> its value, and whether NaN or an infinity was recorded."""
+        """Series -> step -> value, and whether NaN or an infinity was recorded."""
         self._sources: dict[str, str] = {}
         self._of_tokens: dict[str, dict[int, float]] = {}
 
     def pending(self, extents: Extents) -> list[int]:
-        """Steps to be read, the newest first."""
+        """Return the steps to read, the newest first."""
         if not self._read.keys() <= extents.steps.keys():
             self._forget()
         return sorted((step for step, extent in extents.steps.items() if self._read.get(step) != extent), reverse=True)
 
     def is_behind(self, extents: Extents) -> bool:
-        """Whether something was recorded that was not read."""
+        """Return whether something recorded was not read yet."""
         return extents.num_metrics != self._num_metrics or bool(self.pending(extents))
 
     def read(self, source: Source, extents: Extents) -> None:
-        """Read what was logged, and the newest of the steps that are pending. Raises DamagedTrace."""
+        """Read the logged values and the newest pending steps. Raises DamagedTrace."""
         pending = self.pending(extents)
-        # Sums that the trace keeps serve when everything is read, and are few.
+        # With everything to read, the sums kept in the trace are cheaper than its tokens.
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
-        wanted = sorted(pending) if summed else _portion(pending, extents)
-        database = Database(source) if summed else _opened(source, extents, wanted)
+        tokens = {step: extents.steps[step].num_response_tokens for step in pending}
+        wanted = sorted(pending if summed else fitting(pending, tokens, MOST_TOKENS))
+        database = Database(source)
+        if not summed:
+            database.keep_steps(wanted)
         run = source.run
         self._logged = read_logged(database, run)
-        self.times = logged_times(database)
+        self.times = database.connection.execute(_LOGGED_TIMES, {"steps": RATE_STEPS + 1}).fetchall()[::-1]
         self._num_metrics = extents.num_metrics
         self._given = self._given | read_given(database, run)
         loss = read_loss(read_hyperparameters(database, run))
         basis = (self._given, loss, any(column.name == "entropy" for column in self._logged))
-        if basis != self._basis and self._read:  # steps that were read would be read otherwise now
+        if basis != self._basis and self._read:  # the settings changed: steps already read are out of date
             self._forget()
         self._basis = basis
         if wanted:
@@ -83,16 +90,16 @@ class Memory:
             self._read |= {step: extents.steps[step] for step in wanted}
 
     def series(self, steps: Iterable[int]) -> dict[str, Series]:
-        """Every series over `steps` and those with a logged value, in the order of `KINDS`."""
+        """Return every series over `steps` and all logged steps, in the order of `KINDS`."""
         columns = [self._column(name) for name in self._values if self._values[name]]
-        # Entropies of tokens go before logged ones.
+        # Entropies of tokens replace logged ones.
         found = {column.name: column for column in (*self._logged, *columns) if len(column.steps)}
         every = np.unique(np.concatenate([np.fromiter(steps, np.int64), *(c.steps for c in found.values())]))
         every = every.astype(np.int64)
         return {name: _on(every, found[name]) for name in KINDS if name in found}
 
     def token_figures(self) -> dict[str, Figure]:
-        """What alarms need and no series has, as `alarms.read_token_figures` gives it."""
+        """Return what alarms need besides the series, as `alarms.read_token_figures` does."""
         return {
             name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)]))
             for name, values in self._of_tokens.items()
@@ -137,49 +144,8 @@ class Memory:
         self.repeats = Repeats()
 
 
-def _portion(pending: Sequence[int], extents: Extents) -> list[int]:
-    """The first of the pending steps, as many as are read at once; ascending."""
-    chosen: list[int] = []
-    num_tokens = 0
-    for step in pending:
-        num_tokens += extents.steps[step].num_tokens
-        if chosen and num_tokens > MOST_TOKENS:
-            break
-        chosen.append(step)
-    return chosen[::-1]
-
-
-def _opened(source: Source, extents: Extents, steps: Sequence[int]) -> Database:
-    """The trace, of whose sequences and scores only these steps are left."""
-    database = Database(_narrowed(source, extents, steps))
-    database.keep_steps(steps)
-    return database
-
-
-def _narrowed(source: Source, extents: Extents, steps: Sequence[int]) -> Source:
-    """The source with those files and batches of its journals that have rows of the steps: the others are many."""
-    first, last = (steps[0], steps[-1]) if steps else (0, -1)
-    wanted = pa.array(steps, pa.int64())
-
-    def may_have(entry: TableFile) -> bool:
-        low, high = extents.ranges.get(entry.relative, (first, last))
-        return low <= last and first <= high
-
-    files, journals = dict(source.snapshot.files), dict(source.journals)
-    for table in (SEQUENCES, SCORES):
-        files[table] = [entry for entry in files[table] if may_have(entry)]
-        if table in journals:
-            journals[table] = _batches_with(source.journals[table], wanted)
-    return replace(source, snapshot=replace(source.snapshot, files=files, journals=journals))
-
-
-def _batches_with(rows: pa.Table, steps: pa.Array) -> pa.Table:
-    batches = [batch for batch in rows.to_batches() if pc.any(pc.is_in(batch["step"], value_set=steps)).as_py()]
-    return pa.Table.from_batches(batches, rows.schema)
-
-
 def _on(steps: np.ndarray, column: Column) -> Series:
-    """A column over all steps of the run."""
+    """Spread a column over all steps of the run."""
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, column.steps)] = column.values
     return named(column.name, steps, values, column.source, column.not_finite)

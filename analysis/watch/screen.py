@@ -1,4 +1,4 @@
-"""Drawing a watched run on a terminal, again and again."""
+"""Draw a watched run on a terminal, again and again."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PIPE_WIDTH = 100
 
 
 def can_redraw() -> bool:
-    """Whether stdout is a terminal that lets what was written be written over."""
+    """Return whether stdout is a terminal that can redraw."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Draw each view; with `again` in place of the one before, until they end or Ctrl-C. The last one stays.
+    """Draw each view; with `again` each replaces the one before, until they end or Ctrl-C. The last one stays.
 
-    What is drawn fits the terminal, and is drawn anew when its size changes.
+    A view fits the terminal, and is redrawn when the terminal is resized.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:
@@ -55,7 +55,7 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
 
 
 def watched_text(seen: Watched) -> str:
-    """Write a view as it is printed where there is no terminal."""
+    """Render a view as it is printed without a terminal."""
     console = Console(file=io.StringIO(), highlight=False, width=_PIPE_WIDTH)
     with console.capture() as captured:
         console.print(WatchedView(seen), crop=False)
@@ -63,7 +63,7 @@ def watched_text(seen: Watched) -> str:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Let the end of the session leave the terminal as it was, too."""
+    """End as Ctrl-C does, so that the terminal is restored."""
     raise KeyboardInterrupt
 
 

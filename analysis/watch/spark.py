@@ -1,6 +1,6 @@
-"""A series in a line of characters.
+"""A series as a line of characters.
 
-Shapes: n values, one a step; NaN where there is none.
+Shapes: n values, one per step; NaN if there is none.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII = "_.:-=+*#"
 """For terminals whose encoding has no blocks."""
 BROKEN = "!"
-"""A NaN or an infinity was recorded there."""
+"""Marks a NaN or an infinity."""
 
 _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
-"""Kinds of which the largest of neighbouring steps is kept, so that a spike of one step is seen; of others their mean."""
+"""Kinds whose neighbouring steps are joined by their maximum, so that a spike stays visible; others by their mean."""
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
     """Draw a series over all its steps in at most `width` characters, on its own scale; empty where it has no value.
 
-    The smallest value has the lowest character and the largest the highest, a constant one the lowest. Where several
-    steps share a character it shows the worst of them for a mismatch (of ess the smallest, of mean_d what lies farthest
-    from 0), the largest of the optimizer, lengths and clips, else the mean. A space has no value, `!` a NaN or infinity.
+    The smallest value has the lowest character and the largest the highest; a constant series has the lowest. Steps that share
+    a character show the worst of them for a mismatch (the smallest ess, the mean_d farthest from 0), the largest for optimizer,
+    lengths and clips, else the mean. A space is a missing value, `!` a NaN or infinity.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""
@@ -46,12 +46,12 @@ def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
 
 
 def joined(series: Series, width: int) -> np.ndarray:
-    """[min(n, width)] values on the series' scale, neighbours joined as `spark` says."""
+    """Return [min(n, width)] values on the series' scale, neighbours joined as in `spark`."""
     return np.array([_one(series, part[np.isfinite(part)]) for part in _split(series.scaled, width)])
 
 
 def _split(values: np.ndarray, width: int) -> list[np.ndarray]:
-    """Cut into as many parts of equal length as there are characters."""
+    """Split into one part of equal length per character."""
     return np.array_split(values, min(len(values), max(width, 1)))
 
 

@@ -24,9 +24,9 @@ _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
 _HIGH = 45
-"""Lines from which a screen has empty ones between sections."""
+"""Lines of a screen from which sections are separated by an empty line."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Rows that a section keeps while another has more than its own."""
+"""Rows that a section keeps while others have more than theirs."""
 _NOT_FINITE = "NaN/inf"
 
 
@@ -34,7 +34,7 @@ class WatchedView:
     """Head, first alerts, changes, latest steps, the whole run in sparklines, and what to do next."""
 
     def __init__(self, seen: Watched, *, is_screen: bool = False):
-        """On a screen it is no higher than that, and goes on until the recording is over."""
+        """A view on a screen is as high as the screen at most."""
         self._seen, self._is_screen = seen, is_screen
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -57,7 +57,7 @@ class _Page:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Section -> the rows that it has to show."""
+        """Section -> rows available."""
         seen = self.seen
         return {
             "alarms": len(seen.alarms.raised), "changes": len(seen.moved), "latest": len(seen.shown_steps),
@@ -65,11 +65,11 @@ class _Page:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Section -> the rows that are shown of it; on a screen a line each, and the longest sections give first."""
+        """Return section -> rows shown; on a screen one line per row, cutting the longest sections first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole
-        # Without rows each section but the latest steps says how many are missing.
+        # Without rows, every section except the latest steps says how many are missing.
         empty = sum(
             len(self._console.render_lines(part, self._options)) for part in self.drawn(dict.fromkeys(whole, 0))
         )
@@ -83,7 +83,7 @@ class _Page:
         return rows
 
     def drawn(self, rows: dict[str, int]) -> Iterator[RenderableType]:
-        """The sections with so many rows each."""
+        """Yield the sections with these numbers of rows."""
         sections: list[RenderableType | None] = [
             self._head(), self._alarms(rows["alarms"]), self._changes(rows["changes"]), self._latest(rows["latest"]),
             self._courses(rows["courses"]), self._next(),
@@ -94,7 +94,7 @@ class _Page:
             yield section
 
     def _text(self, text: str, style: str = "", **options: Any) -> Text:
-        """A text without what would act on the terminal or has no place in its encoding."""
+        """Return text without control characters or characters outside of the terminal's encoding."""
         text = printable(text)
         if not self._can(text):
             text = text.encode("ascii", "backslashreplace").decode()
@@ -108,7 +108,7 @@ class _Page:
         return True
 
     def _row(self, text: str) -> Text:
-        """What a row says: on a screen in one line."""
+        """Return a row's text; one line on a screen."""
         return self._text(text, no_wrap=self._height is not None, overflow="crop" if self._height else "fold")
 
     def _head(self) -> RenderableType:
@@ -182,7 +182,7 @@ class _Page:
         )
 
     def _courses(self, num_rows: int) -> RenderableType | None:
-        """A line a series: its name, its course, and what its ends mean."""
+        """Return one line per series: its name, its course, and its extremes."""
         if not self._series:
             return None
         characters = BLOCKS if self._can(BLOCKS) else ASCII
@@ -213,13 +213,13 @@ class _Page:
         ended = "Recording ended: " + seen.state if seen.is_over else "Still recording"
         if seen.state == WAITING:
             ended = "Nothing recorded yet"
-        # A command is copied whole: the terminal may break it, and this does not.
+        # Never wrapped here, so that the command can be copied whole.
         command = self._text(f"tim-trace {verb} {shlex.quote(seen.trace)}", _TITLE, no_wrap=True, overflow="ignore")
         return Group(self._text(f"{ended}. Next:"), command)
 
 
 class _Course:
-    """A sparkline in as many columns as its place has."""
+    """A sparkline as wide as its column."""
 
     def __init__(self, series: Series, characters: str):
         self._series, self._characters = series, characters
@@ -242,7 +242,7 @@ def _ends(series: Series) -> tuple[str, str, str]:
 
 
 def _table(num_columns: int) -> Table:
-    """A table without lines, of columns without names, of which the last may be long."""
+    """Return a table without lines and names, whose last column may be long."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, header_style=_TITLE)
     for place in range(num_columns):
         is_last = place == num_columns - 1
@@ -251,7 +251,7 @@ def _table(num_columns: int) -> Table:
 
 
 def _packed(facts: Sequence[str], width: int) -> list[str]:
-    """Facts in as few lines as hold them."""
+    """Pack facts into as few lines as possible."""
     lines = [facts[0]]
     for fact in facts[1:]:
         if len(lines[-1]) + 3 + len(fact) <= width:
@@ -262,7 +262,7 @@ def _packed(facts: Sequence[str], width: int) -> list[str]:
 
 
 def _ending(text: str, width: int) -> str:
-    """The end of the text in no more columns than `width`: of a path the part that tells."""
+    """Cut the beginning of a text (a path) to fit `width` columns."""
     while cell_len(text) > width:
         text = "~" + text[2:] if len(text) > 1 else ""
     return text
@@ -274,7 +274,7 @@ def _cell(series: Series, step: int) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, and whole numbers below a million as they are."""
+    """Format with three digits, or as a whole number from 1,000 to a million."""
     if not np.isfinite(value):
         return _NOT_FINITE
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"

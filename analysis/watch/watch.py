@@ -1,4 +1,4 @@
-"""Watching a run while it is being recorded."""
+"""Watch a run while it is being recorded."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ def watch(
     pair: str = "train:rollout",
     progress: Progress = no_progress,
 ) -> Iterator[Watched]:
-    """Show a run while it is recorded: its latest steps, its course so far, and the first alarms.
+    """Show a run while it is recorded: its latest steps, its course so far, and the first alerts.
 
-    Gives what is seen now, and again `every` so many seconds, until the recording has ended; `once` gives it one time. A
-    trace that is not there yet is waited for, unless `once` is asked for. `steps` are those to be shown (`3`,
-    `2:8`, `-10:` for the last ten, `all`), and `pair` names the passes of the mismatch, d = logprob(a) - logprob(b) in nats.
+    Yields a view every `every` seconds until the recording has ended; with `once`, one view. Without `once` it waits for a
+    trace that does not exist yet. `steps` are the steps to show (`3`, `2:8`, `-10:` for the last ten, `all`), and `pair` names
+    the passes of the mismatch, d = logprob(a) - logprob(b) in nats.
 
-    Only steps that have grown are read again. A long run is read in portions, the newest steps first: what is seen meanwhile
-    says how many steps are left, and with `once` it is given when all are read. Nothing is written, and the
-    recorder is not disturbed.
+    Only steps that have grown are read again. A long run is read in portions, the newest steps first: views in between say how
+    many steps are left, and `once` waits until all are read. Nothing is written, and the recorder is not disturbed.
 
     Raises InvalidOption, NewerTrace or DamagedTrace, and with `once` TraceNotFound.
     """
@@ -52,12 +51,12 @@ def _again_and_again(watcher: Watcher, every: float) -> Iterator[Watched]:
         if seen.is_over and not seen.num_unread_steps:
             return
         if not seen.num_unread_steps:
-            # What takes long to look at is looked at less often, so that watching stays a small load.
+            # A trace that takes long to read is read less often, so that watching stays a small load.
             time.sleep(max(every, 2 * (time.monotonic() - began)))
 
 
 def _whole(watcher: Watcher, progress: Progress) -> Watched:
-    """What is seen once every step was read."""
+    """Return the view after every step was read."""
     seen = watcher.look()
     with progress("reading steps", seen.num_unread_steps) as advance:
         while left := seen.num_unread_steps:

@@ -1,4 +1,4 @@
-"""What is seen of a run at one moment."""
+"""One view of a run while it is recorded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..facts.series import Series
 from ..rows import Rows
 
 WAITING = "waiting"
-"""The state of a run of which nothing is recorded yet; the others are those of `info`."""
+"""State of a run without any record yet; the other states are those of `info`."""
 
 COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
 )  # fmt: skip
-"""Series of the latest steps, the ones that a narrow terminal keeps first."""
+"""Series of the latest steps; a narrow terminal keeps the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Watched(Result):
-    """A run, as far as it is recorded."""
+    """A run so far."""
 
     _text = "tim_trace.analysis.watch.screen:watched_text"
 
@@ -45,17 +45,17 @@ class Watched(Result):
     state: str
     """`waiting`, `live`, `finished`, `killed` or `stopped`."""
     exit_code: int | None = None
-    """How the recorded command ended; None while it runs or when there was none."""
+    """Exit code of the recorded command; None while it runs, or if there was none."""
     is_over: bool = False
     """Whether nothing more will be recorded."""
     notes: tuple[str, ...] = ()
-    """What to know or do, a sentence each."""
+    """What to know or do, one sentence each."""
     damaged: tuple[str, ...] = ()
-    """What of the trace cannot be read or is missing and is in no number, a sentence each."""
+    """What cannot be read or is missing, and so is in no number; one sentence each."""
     num_steps: int = 0
     """Steps that have sequences."""
     num_unread_steps: int = 0
-    """Steps whose tokens were not read yet: what is said of the whole run is not of these."""
+    """Steps whose tokens were not read yet; values over the whole run exclude them."""
     first_step: int | None = None
     last_step: int | None = None
     num_sequences: int = 0
@@ -63,28 +63,28 @@ class Watched(Result):
     num_tokens: int = 0
     """Response tokens."""
     age_s: float | None = None
-    """Time since the last record, seconds; None where nothing says when it was."""
+    """Time since the last record, seconds; None if unknown."""
     steps_per_minute: float | None = None
     rate_from: str = ""
-    """What steps_per_minute is from."""
+    """Where steps_per_minute comes from."""
     steps: str = "-10:"
     """Steps to be shown, as `parse_steps` reads them."""
     series: Mapping[str, Series]
-    """Name -> the values by step, as `dynamics.read_series` gives them; the same steps for all."""
+    """Name -> values by step, as `dynamics.read_series` returns them; same steps for all."""
     alarms: AlarmReadings = field(default_factory=AlarmReadings)
-    """Every alarm held against every step, as in `diagnose`."""
+    """Every alarm judged at every step, as in `diagnose`."""
     moved: tuple[Moved, ...] = ()
-    """When the mismatch, the reward and the gradient norm changed, where there are steps enough."""
+    """When the mismatch, the reward and the gradient norm changed, given enough steps."""
 
     @property
     def shown_steps(self) -> list[int]:
-        """The steps to be shown, of those that have a value."""
+        """The steps to show, among those with a value."""
         every = next((series.steps for series in self.series.values()), np.empty(0, np.int64))
         return select_steps(self.steps, every.tolist())
 
 
 def value_at(series: Series, step: int) -> float | None:
-    """A value of a series; None where nothing was recorded, NaN where no number was."""
+    """Return a value of a series; None if not recorded, NaN if NaN or infinite."""
     if step in series.not_finite:
         return float("nan")
     value = float(series.values[np.searchsorted(series.steps, step)])
@@ -92,13 +92,13 @@ def value_at(series: Series, step: int) -> float | None:
 
 
 def latest_rows(seen: Watched) -> Rows:
-    """A row a step to be shown, a column a series."""
+    """Return one row per step shown, one column per series."""
     rows = [(step, *(value_at(series, step) for series in seen.series.values())) for step in seen.shown_steps]
     return Rows(("step", *seen.series), rows)
 
 
 def watched_json(seen: Watched) -> dict[str, Any]:
-    """What is seen as JSON can say it: of the series the steps to be shown, and of each its extremes."""
+    """Return a view for JSON: the steps shown, and the extremes of each series."""
     found = _fields(seen)
     for name in ("series", "alarms", "moved"):
         found.pop(name)

@@ -1,4 +1,4 @@
-"""Looks at a trace again and again, and reads what is new."""
+"""Look at a trace again and again, and read only what is new."""
 
 from __future__ import annotations
 
@@ -6,53 +6,56 @@ import os
 import shlex
 import socket
 import time
+from datetime import datetime
+from typing import Any
 
 from ...schemas.errors import DamagedTrace, TraceNotFound, option
+from ...schemas.layout import JOURNAL, TABLES, TEMPORARY_PREFIX
 from ...schemas.steps import select_steps
 from ...schemas.writer_state import command_exit_code
 from ...tracer.snapshot import Examined
+from ...tracer.store import Store
 from ..alarms.reading import judge_alarms
 from ..facts.changes import change_points
 from ..facts.series import Series
-from ..info import LIVE, state_of
+from ..info import LIVE, duration, state_of
 from ..trace.pairs import parse_pair
 from ..trace.source import Source, open_source
-from . import pace
 from .extent import Extents, Surveyor
-from .memory import Memory
+from .memory import RATE_STEPS, Memory, Times
 from .watched import WAITING, Moved, Watched
 
 _ATTEMPTS = 5
 _MOVING = ("k3", "reward", "grad_norm")
-"""Series of which changes are told."""
+"""Series whose changes are shown."""
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence that is told: as many steps take no longer, and no less than this many seconds."""
+"""Silence is reported after the time of this many steps, and after at least `SILENT_S` seconds."""
 SETTLED_S = 60.0
-"""Silence after which a recorded command counts as ended though nobody wrote how: `tim-trace record` was killed."""
+"""Silence after which a command counts as ended without an exit code: `tim-trace record` was killed."""
 
 
 class Watcher:
-    """Sees a run as it grows. It only reads: no lock, and no file in the trace."""
+    """Follow a run as it grows. It only reads: no lock, no file in the trace."""
 
     def __init__(self, trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = "-10:"):
-        """Set out to watch. Raises InvalidOption for a pair or steps that cannot be read."""
+        """Raise InvalidOption for a malformed pair or steps."""
         self.trace = os.fspath(trace)
         self.pair = parse_pair(pair)
         self.steps = steps
         select_steps(steps, ())
-        self._seen_steps: pace.Times = []
+        self._seen_steps: Times = []
         self._begin("")
 
     def _begin(self, run_id: str) -> None:
-        """Know nothing of the run."""
+        """Forget the run."""
         self._run_id = run_id
         self._examined: Examined = {}
         self._surveyor, self._memory = Surveyor(self.pair), Memory(self.pair)
         self._moved: tuple[tuple[int, float], tuple[Moved, ...]] | None = None
 
     def look(self) -> Watched:
-        """See what is there now; reads up to `memory.MOST_TOKENS` of steps that have grown.
+        """Return what is there now; reads up to `memory.MOST_TOKENS` tokens of steps that have grown.
 
         Raises TraceNotFound, NewerTrace or DamagedTrace.
         """
@@ -66,16 +69,16 @@ class Watcher:
                     raise
                 if attempt == _ATTEMPTS - 1:
                     raise DamagedTrace(
-                        f"{self.trace}: files cannot be read ({str(error).splitlines()[0]}); is the folder being moved or "
-                        "deleted, and may you read it?"
+                        f"{self.trace}: files cannot be read ({str(error).splitlines()[0]}); check that the folder is not being moved or "
+                        "deleted, and that you may read it"
                     ) from error
                 time.sleep(0.1 * attempt)
         raise AssertionError
 
     def waiting(self, why: str) -> Watched:
-        """What is seen of a trace that is not there yet, or no more."""
+        """Return the view of a trace that does not exist yet, or no longer."""
         self._begin("")
-        note = f"{why}. It is looked for again and again; Ctrl-C ends that"
+        note = f"{why}. Waiting for it; Ctrl-C stops"
         return Watched(
             trace=self.trace, run=os.path.basename(os.path.abspath(self.trace)), pair=":".join(self.pair), state=WAITING,
             notes=(note,), steps=self.steps, series={},
@@ -107,46 +110,46 @@ class Watcher:
             first_step=min(steps, default=None), last_step=max(steps, default=None),
             num_sequences=sum(extent.num_sequences for extent in extents.steps.values()),
             num_prompt_tokens=sum(extent.num_prompt_tokens for extent in extents.steps.values()),
-            num_tokens=sum(extent.num_tokens for extent in extents.steps.values()),
+            num_tokens=sum(extent.num_response_tokens for extent in extents.steps.values()),
             age_s=age_s, steps_per_minute=rate, rate_from=rate_from, steps=self.steps, series=series,
             alarms=judge_alarms(series, self._memory.repeats, self._memory.token_figures()),
             moved=() if unread else self._changes(series),
         )  # fmt: skip
 
     def _age(self, source: Source) -> float | None:
-        """Seconds since something was recorded: by the files while they grow, else by what they say of themselves."""
+        """Return the seconds since the last record: from file times while they grow, else from logged times."""
         times = [when for _, when in self._memory.times]
-        times += [pace.seconds(writer.closed_at) for writer in source.writers if writer.closed_at]
-        if (source.is_live or not times) and (newest := pace.newest_file(source.store)) is not None:
+        times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
+        if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
             times.append(newest)
-        return pace.ago(max(times)) if times else None
+        return max(0.0, time.time() - max(times)) if times else None  # clocks of two machines may differ
 
     def _rate(self, source: Source, steps: list[int]) -> tuple[float | None, str]:
-        """Steps a minute, and what that is from."""
+        """Return steps per minute, and where that comes from."""
         if source.manifest.source.startswith("import"):
             return None, ""
-        if (found := pace.rate(self._memory.times)) is not None:
+        if (found := _rate_of(self._memory.times)) is not None:
             return found, f"times of the last {len(self._memory.times)} logged steps"
         last = max(steps, default=None)
         if last is not None and (not self._seen_steps or last > self._seen_steps[-1][0]):
-            self._seen_steps = [*self._seen_steps, (last, time.time())][-pace.STEPS :]
-        if (found := pace.rate(self._seen_steps)) is not None:
-            return found, "by what came while watching"
+            self._seen_steps = [*self._seen_steps, (last, time.time())][-RATE_STEPS:]
+        if (found := _rate_of(self._seen_steps)) is not None:
+            return found, "seen while watching"
         return None, ""
 
     def _silence(self, source: Source) -> str:
-        """What to do when nothing has come for as long as many steps take; empty when something has."""
-        age_s, per_minute = self._age(source), pace.rate(self._memory.times)
+        """Return advice if nothing was recorded for the time of many steps, else an empty text."""
+        age_s, per_minute = self._age(source), _rate_of(self._memory.times)
         usual_s = 60 / per_minute if per_minute else 0.0
         if age_s is None or age_s < max(SILENT_S, SILENT_STEPS * usual_s):
             return ""
         hosts = sorted({writer.host for writer in source.writers if source.snapshot.liveness[writer.writer].is_alive})
         if hosts == [socket.gethostname()]:
-            return "nothing was recorded for long, though the process lives: is the training stuck?"
-        return f"nothing was recorded for long; whether the process lives can be seen only on {', '.join(hosts)}: look there"
+            return f"nothing recorded for {duration(age_s)}, although the process is alive: training may be stuck"
+        return f"nothing recorded for {duration(age_s)}; check on {', '.join(hosts)} whether the process is alive"
 
     def _changes(self, series: dict[str, Series]) -> tuple[Moved, ...]:
-        """When the chosen series changed; worked out anew where one of them has grown."""
+        """Return when the chosen series changed; recomputed only if one of them has grown."""
         chosen = {name: series[name] for name in _MOVING if name in series}
         key = (
             sum(len(one.steps) for one in chosen.values()),
@@ -161,21 +164,50 @@ class Watcher:
         notes: list[str] = []
         info = f"tim-trace info {shlex.quote(self.trace)}"
         if state == WAITING:
-            notes.append("the trace is begun, and no process records into it yet: it is looked at again and again")
+            notes.append("the trace exists, but no process records into it yet; waiting")
         elif not extents.steps:
-            notes.append(f"no sequence was recorded: {info} says more" if ended else "no sequence is recorded yet")
+            notes.append(f"no sequence was recorded; see {info}" if ended else "no sequence recorded yet")
         elif lacking := [name for name in self.pair if name not in extents.passes]:
             there = ", ".join(sorted(extents.passes)) or "none"
             notes.append(
-                f"no mismatch to show: no scores of pass {' and '.join(map(repr, lacking))} yet; passes by now: {there}"
+                f"no mismatch to show: no scores of pass {' and '.join(map(repr, lacking))} yet; passes so far: {there}"
                 f" ({option('pair', 'A:B')} compares two others)"
             )
         if state not in (LIVE, WAITING) and not ended:
-            notes.append("every process that recorded has ended, the recorded command not yet")
+            notes.append("every recording process has exited, but the command is still running")
         if state == LIVE and (silence := self._silence(source)):
             notes.append(silence)
         errors = [writer.error for writer in source.writers if writer.error]
-        notes += [f"a process stopped recording while training went on: {error}" for error in errors]
+        notes += [f"a process stopped recording while training continued: {error}" for error in errors]
         if source.damaged:
-            notes.append(f"{len(source.damaged)} files are damaged and passed over: {info} says which")
+            notes.append(f"{len(source.damaged)} damaged files are skipped; {info} lists them")
         return notes
+
+
+def _rate_of(times: Times) -> float | None:
+    """Return steps per minute from the first to the last; None if that is unknown."""
+    if len(times) < 2 or times[-1][1] <= times[0][1]:
+        return None
+    return 60 * (times[-1][0] - times[0][0]) / (times[-1][1] - times[0][1])
+
+
+def _newest_file(store: Store) -> float | None:
+    """Return when a table or journal was last written, seconds since 1970; None if the storage does not say."""
+    found = []
+    for folder in (JOURNAL, *TABLES):
+        try:
+            entries = store.filesystem.ls(store.path(folder), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        names = [(entry["name"].rsplit("/", 1)[-1], entry) for entry in entries if entry["type"] == "file"]
+        found += [when for name, entry in names if not name.startswith(TEMPORARY_PREFIX) and (when := _modified(entry))]
+    return max(found, default=None)
+
+
+def _modified(entry: dict[str, Any]) -> float | None:
+    """Return the time of a file, under the name that its file system has for it."""
+    value = next(
+        (entry[name] for name in ("mtime", "LastModified", "last_modified", "updated") if entry.get(name)), None
+    )
+    value = datetime.fromisoformat(value) if isinstance(value, str) else value
+    return value.timestamp() if isinstance(value, datetime) else value

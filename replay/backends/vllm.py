@@ -19,12 +19,12 @@ import numpy as np
 
 from ...schemas.capture import LOGITS, Capture
 from ...schemas.errors import CannotReplay, TimTraceWarning
+from ...schemas.modules import has_experts
 from ...tracer.dense import LOGPROBS, Distribution, Logits, TopK
 from ...tracer.hooks import vllm_logprobs
 from ...tracer.hooks.engine_parameters import held_tensors
 from ...tracer.hooks.vllm_contract import attention_backends, model_runner
 from ...tracer.logits import top_k_with_tail
-from ...tracer.routing import has_experts
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.digests import digest, resolved
 from ...tracer.weights.reader import Tensor

@@ -102,33 +102,6 @@ class GradientReport(Result):
     notes: tuple[str, ...] = ()
     """What holds of the whole run: steps that have no answer, with the reason."""
 
-    @property
-    def num_reproduced(self) -> int:
-        """Steps whose logged norm came back."""
-        return sum(step.reproduced is True for step in self.steps)
-
-    @property
-    def num_logged(self) -> int:
-        """Steps with a logged norm."""
-        return sum(step.reproduced is not None for step in self.steps)
-
-    @property
-    def sentence(self) -> str:
-        """Whether the gradients are the recorded ones."""
-        if not self.num_logged:
-            return "No grad norm was logged for these steps, so that nothing says whether the gradients are the recorded ones."
-        if self.num_reproduced == self.num_logged:
-            return (
-                f"The gradient as recorded has the logged norm to its last digit in all {self.num_logged} steps that "
-                "logged one."
-            )
-        wrong = next(step for step in self.steps if step.reproduced is False)
-        why = f" ({'; '.join(wrong.notes)})" if wrong.notes else ""
-        return (
-            f"The gradient as recorded has the logged norm in {self.num_reproduced} of {self.num_logged} steps; in step "
-            f"{wrong.step} it is {wrong.grad_norm!r} and {wrong.logged_norm!r} was logged{why}: distances to it say less."
-        )
-
 
 def same_digits(found: float, logged: float) -> bool:
     """Whether a norm is the logged one to the last digit that was logged.

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import CannotReplay, InvalidOption
+from ...schemas.modules import has_experts
 from ...schemas.steps import parse_steps
 from ...tracer.located.results import BEYOND, A, B
 from ...tracer.progress import Progress, no_progress
-from ...tracer.routing import has_experts
 from ..arms import Arm
 from ..backends import kernels
 from ..backends.double import keep_double

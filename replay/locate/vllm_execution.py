@@ -18,7 +18,7 @@ import numpy as np
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay, option
-from ...tracer.routing import has_experts
+from ...schemas.modules import has_experts
 from ...tracer.weights.reader import Tensor
 from ..arms import Arm
 from ..backends.vllm import FORCED

@@ -9,6 +9,7 @@ from builders import make_trace, tim_trace
 from tim_trace.analysis.alarms.figures import read_token_figures
 from tim_trace.analysis.alarms.text import alarm_sentence
 from tim_trace.analysis.diagnosis.diagnose import diagnose
+from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.trace.database import Database
 from tim_trace.tracer.recorder import Recorder
@@ -74,7 +75,7 @@ def test_an_alarm_sounds_where_one_step_passes_its_level_and_the_mean_of_the_run
     told = by_metric["Miles", "mean_abs_d"]
     assert (told.first_step, told.worst_step, told.num_steps, told.still) == (17, 17, 1, False)
     assert by_metric["tim-trace", "learning_rate"].worst_step == 30
-    assert "Miles: mean_abs_d &gt; 0.8" in " ".join(report(tmp_path / "run").html().split())
+    assert "Miles: mean_abs_d &gt; 0.8" in " ".join(page(report(tmp_path / "run")).split())
 
 
 def test_figures_that_need_tokens_are_what_a_plain_query_gives(tmp_path):

@@ -447,7 +447,7 @@ def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_pat
     subject = SimpleNamespace(attribution=found, trace="run", asked_steps=ALL_STEPS, pair=("train", "rollout"))
     answer = fall_answer(subject)
     assert (answer.code, answer.severity) == ("unseen", OPEN)
-    assert title in answer.text.short
+    assert title in answer.short
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tim_trace.analysis.compact import compact
 from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
+from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace import large_tables
@@ -302,7 +303,7 @@ def read_again(trace, tmp_path):
     assert not gate(trace, fail_on=["tim.k3>9"]).fails
     assert len(read_series(trace)["k3"].steps) == len(steps)
     assert Watcher(trace).look().num_sequences == counts["sequences"]
-    assert "<html" in report(trace).html()
+    assert "<html" in page(report(trace))
     assert scored_passes(trace) == ["rollout", "train"]
     assert verify(trace).damaged == ()
     return counts, steps

@@ -192,8 +192,8 @@ def test_tensors_that_agree_are_counted_in_a_line(tmp_path):
     trace = traced(tmp_path / "whole", run_of(lambda v, t, of: of(v)))
     told = tim_trace("weights", trace, "--engine").stdout
     assert told.splitlines() == [
-        f"All {len(weights(trace, engine=True))} tensors of the engine are the trainer's, bit for bit, at each of the 4 versions that it "
-        "sampled with (--verbose lists them)."
+        f"All {len(weights(trace, engine=True))} engine tensors equal the trainer's bit for bit at all 4 versions "
+        "(--verbose lists them)."
     ]
     assert UP in tim_trace("weights", trace, "--engine", "--verbose").stdout
     assert UP in tim_trace("weights", trace, "--engine", "--csv").stdout
@@ -225,7 +225,7 @@ def test_a_trace_without_digests_says_how_to_record_them(tmp_path):
         recorder.add_sequences(step=1, prompt_ids=[[5]], response_ids=[[7]])
     with pytest.raises(WeightsMissing, match="has no digests of the engine's weights"):
         weights(tmp_path / "t", engine=True)
-    with pytest.raises(InvalidOption, match="goes with neither"):
+    with pytest.raises(InvalidOption, match="excludes"):
         weights(tmp_path / "t", engine=True, verify=True)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.export import mlflow_run, sequences
+from tim_trace.analysis.export import sequences, trackers
 from tim_trace.analysis.export.export import export_run
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
@@ -200,7 +200,7 @@ def limited(value):
 
 
 def test_names_that_mlflow_refuses_are_changed_and_stay_apart():
-    names = mlflow_run._Names()
+    names = trackers._Names()
     given = ["a/b", "a//b", "a@b", "a#b", "../x", "a/b", "", "x" * 300]
     assert [names.of(name) for name in given][:7] == ["a/b", "a/b_2", "a_b", "a_b_2", "x", "a/b", "_"]
     assert len(names.of("x" * 300)) == 240

@@ -23,15 +23,14 @@ from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
 from tim_trace.analysis.objective.judged import Estimate
-from tim_trace.analysis.report import sample
-from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, objective_answer, size_answer
+from tim_trace.analysis.report import subject
+from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, QUESTIONS, objective_answer, size_answer
 from tim_trace.analysis.report.chart import Heatmap, HistogramChart, LineChart
 from tim_trace.analysis.report.mismatch_charts import grouped
-from tim_trace.analysis.report.page.data import pack
+from tim_trace.analysis.report.page.page import pack, page
 from tim_trace.analysis.report.report import report
-from tim_trace.analysis.report.sample import num_steps_within, without_most_steps
+from tim_trace.analysis.report.subject import num_steps_within, without_most_steps
 from tim_trace.analysis.report.terms import SERIES
-from tim_trace.analysis.report.text import QUESTIONS
 from tim_trace.analysis.trace.database import Database
 from tim_trace.schemas.errors import FileThere, TraceNotFound
 from tim_trace.tracer.recorder import Recorder
@@ -49,7 +48,7 @@ def made(run):
 
 @pytest.fixture(scope="module")
 def html(made):
-    return made.html()
+    return page(made)
 
 
 def asked(run, query):
@@ -114,9 +113,9 @@ def test_the_verdict_says_what_diagnose_objective_and_attribute_say(made):
     checked = subject.diagnosis.checked
     assert list(answers) == list(QUESTIONS)
     assert answers["validity"].severity == ("good" if checked.is_valid else "bad")
-    assert f"{checked.rms_d:.3g} nats rms" in answers["validity"].text.figure
-    assert answers["objective"].text.detail == " ".join(subject.objective.verdict)
-    assert answers["fall"].text.detail == verdict_sentence(subject.attribution)
+    assert f"{checked.rms_d:.3g} nats rms" in answers["validity"].figure
+    assert answers["objective"].detail == " ".join(subject.objective.verdict)
+    assert answers["fall"].detail == verdict_sentence(subject.attribution)
     assert verdict.next[0] in subject.diagnosis.next
     assert set(subject.info.missing) <= set(verdict.not_recorded)
 
@@ -176,11 +175,11 @@ def test_an_effect_whose_sign_the_clip_gives_has_no_direction(push, interval, fr
     )
     answer = objective_answer(asked_run(objective=found))
     assert answer.code == code
-    assert short in answer.text.short
+    assert short in answer.short
     free_text = (
         f"{free * 100:+.3g}% without the clip (95% CI {(free - 0.01) * 100:+.3g}% to {(free + 0.01) * 100:+.3g}%)"
     )
-    assert free_text in answer.text.figure
+    assert free_text in answer.figure
 
 
 def test_a_report_of_a_bypassing_run_does_not_say_that_nothing_is_moved():
@@ -190,7 +189,7 @@ def test_a_report_of_a_bypassing_run_does_not_say_that_nothing_is_moved():
     )  # fmt: skip
     answer = objective_answer(asked_run(objective=found))
     assert (answer.code, answer.severity) == ("in_ratio", NOTICE)
-    assert answer.text.short == "part of the ratio, so clipping and weights see it"
+    assert answer.short == "part of the ratio, so clipping and weights see it"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +239,7 @@ def test_a_fall_is_named_with_its_cause_and_what_would_decide(tmp_path):
     made = report(fallen(tmp_path / "run"))
     fell = made.verdicts[0].answers[-1]
     assert fell.severity == "bad"
-    assert "reward drops from" in made.verdicts[0].sentence
+    assert "reward drops from" in made.verdicts[0].headline
     assert any("--control" in each for each in made.verdicts[0].next)
 
 
@@ -266,7 +265,7 @@ def test_the_headline_is_the_first_line_of_diagnose(tmp_path, gap, beside):
 def test_the_headline_of_one_pass_says_that_there_is_nothing_to_compare(tmp_path):
     make_trace(tmp_path / "run", passes=("rollout",))
     made = report(tmp_path / "run")
-    assert made.verdicts[0].sentence == "No collapse detected; no two passes to compare."
+    assert made.verdicts[0].headline == "No collapse detected; no two passes to compare."
 
 
 def test_a_control_that_is_not_there_is_said(run, tmp_path):
@@ -308,7 +307,7 @@ def test_packed_data_cannot_end_its_element():
 
 
 def test_the_same_trace_gives_the_same_words(made, html):
-    assert made.html().split("pack-figures")[0] == html.split("pack-figures")[0]
+    assert page(made).split("pack-figures")[0] == html.split("pack-figures")[0]
 
 
 def test_series_that_never_move_are_told_in_a_line(made, html):
@@ -361,14 +360,14 @@ def test_the_command_says_the_verdict_and_where_the_file_is(run, tmp_path):
     (tmp_path / "out").mkdir()
     done = command("report", run, "-o", tmp_path / "out" / "report.html")
     assert done.code == 0, done.stderr
-    assert done.stdout.strip() == report(run).verdicts[0].sentence
+    assert done.stdout.strip() == report(run).verdicts[0].headline
     assert "report.html" in done.stderr
     assert command("report", run).code == 2
 
 
 def test_a_large_run_is_read_in_part_and_says_so(run, monkeypatch):
-    monkeypatch.setattr(sample, "WHOLE", 100)
-    monkeypatch.setattr(sample, "MOST_TOKENS", 48 * 5)
+    monkeypatch.setattr(subject, "WHOLE", 100)
+    monkeypatch.setattr(subject, "MOST_TOKENS", 48 * 5)
     part, told = without_most_steps(Database(run))
     steps = [step for (step,) in part.ask("SELECT DISTINCT step FROM sequences ORDER BY 1").rows]
     assert len(steps) == 5
@@ -411,7 +410,7 @@ def test_rewards_that_are_no_numbers_are_told_and_sorted_as_none(tmp_path):
         )
         for name in ("rollout", "train"):
             recorder.add_scores(name, batch, logprobs=np.full((3, 1), -1.0, np.float32))
-    written = report(tmp_path / "run").html()
+    written = page(report(tmp_path / "run"))
     assert '<td data-value="">NaN</td>' in written
     assert '<td data-value="Infinity">inf</td>' in written
     assert '<td data-value="0.5">0.5</td>' in written

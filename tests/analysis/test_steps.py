@@ -9,6 +9,7 @@ from builders import add_step, make_batch, make_trace
 from builders import tim_trace as command
 from shared import rest_slow
 from tim_trace import attribute, check, corrections, diagnose, dynamics, objective, report, stats
+from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.stats import likeness
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.hyperparameters import read_hyperparameters
@@ -153,7 +154,7 @@ def test_what_a_report_offers_to_copy_is_of_its_steps(whole):
             rows = database.ask(one.sql).rows
             assert [row[0] for row in rows] == list(range(5, 12)), one.key
             assert [row[1] for row in rows] == pytest.approx(one.lines[0].y.tolist()), one.key
-    assert ">5:11<" in made.html()
+    assert ">5:11<" in page(made)
 
 
 def test_commands_of_a_check_are_of_its_steps(tmp_path):

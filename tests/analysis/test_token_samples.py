@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from tim_trace.analysis.objective.pass_roles import choose_sides
 from tim_trace.analysis.objective.sums import read_sequence_sums
-from tim_trace.analysis.token_samples import sequence_mismatch, steps
-from tim_trace.analysis.token_samples.choice import PROMPT_TOKENS
+from tim_trace.analysis.token_samples import steps
+from tim_trace.analysis.token_samples.choice import PROMPT_TOKENS, Wanted
 from tim_trace.analysis.token_samples.token_sample import FINITE, INFINITE, NAN, NOT_RECORDED
 from tim_trace.analysis.token_samples.token_samples import read_token_samples
 from tim_trace.analysis.token_samples.token_text import read_token_text
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.source import open_source
 from tim_trace.analysis.trace.sums import ensure
-from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.progress import no_progress
 from tim_trace.tracer.recorder import Recorder
@@ -121,7 +120,7 @@ def test_sums_are_those_of_sql(tmp_path):
     database = Database(tmp_path / "run")
     query = "SELECT seq_id, sum_d, sum_abs_d / num_tokens, max_abs_d FROM pair_sums('train', 'rollout')"
     known = {seq_id: values for seq_id, *values in database.connection.execute(query).fetchall()}
-    found = read_token_samples(database, random=99).sequences
+    found = read_token_samples(database, wanted=Wanted(random=99)).sequences
     assert len(found) == len(known) == 18
     for each in found:
         assert [each.sum_d, each.mean_abs_d, each.max_abs_d] == pytest.approx(known[each.seq_id], rel=1e-12)
@@ -132,7 +131,7 @@ def test_each_sort_is_what_its_name_says(tmp_path):
     database = Database(tmp_path / "run")
     query = "SELECT seq_id, sum_abs_d / num_tokens FROM pair_sums('train', 'rollout')"
     mean = dict(database.connection.execute(query).fetchall())
-    found = read_token_samples(database, worst=2, typical=3, random=4, per_step=1)
+    found = read_token_samples(database, wanted=Wanted(worst=2, typical=3, random=4, per_step=1))
     middle = np.median(list(mean.values()))
     assert names(found, "worst") == ["5-5", "4-5"]
     assert names(found, "typical") == sorted(mean, key=lambda name: abs(mean[name] - middle))[:3]
@@ -144,10 +143,13 @@ def test_each_sort_is_what_its_name_says(tmp_path):
 
 def test_the_choice_is_the_same_every_time_and_from_kept_sums(plain):
     database = Database(plain)
-    first, again = read_token_samples(database, random=3), read_token_samples(Database(plain), random=3)
+    first, again = (
+        read_token_samples(database, wanted=Wanted(random=3)),
+        read_token_samples(Database(plain), wanted=Wanted(random=3)),
+    )
     ensure(database, ("train", "rollout"))
     assert ("train", "rollout") in database.covered
-    for other in (again, read_token_samples(database, random=3)):
+    for other in (again, read_token_samples(database, wanted=Wanted(random=3))):
         assert [(each.seq_id, each.why) for each in other.sequences] == [
             (each.seq_id, each.why) for each in first.sequences
         ]
@@ -156,17 +158,17 @@ def test_the_choice_is_the_same_every_time_and_from_kept_sums(plain):
 
 def test_worst_of_step_keeps_to_some_steps_notable_ones_first(tmp_path):
     found = read_token_samples(
-        record(tmp_path / "run", num_steps=9), worst=0, typical=0, random=0, max_steps=3, notable=[8]
+        record(tmp_path / "run", num_steps=9), notable=[8], wanted=Wanted(worst=0, typical=0, random=0, max_steps=3)
     )
     assert names(found, "worst of step") == ["8-5", "1-5", "9-5"]
 
 
 def test_a_long_run_is_looked_at_in_part_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "LOOKED_TOKENS", 120)  # 4 of 10 steps
-    found = read_token_samples(record(tmp_path / "run", num_steps=10), worst=1, notable=[7, 77])
+    found = read_token_samples(record(tmp_path / "run", num_steps=10), notable=[7, 77], wanted=Wanted(worst=1))
     assert {each.step for each in found.sequences} == {1, 5, 7, 10}
-    assert "4 steps with 24 sequences and 120 response tokens were looked at" in found.choice
-    assert "(1 notable, 3 spread evenly over the run)" in found.choice
+    assert "searched 4 steps with 24 sequences and 120 response tokens" in found.choice
+    assert "(1 notable, 3 evenly spaced)" in found.choice
 
 
 def test_kept_sums_find_the_worst_of_the_whole_run(tmp_path, monkeypatch):
@@ -174,20 +176,10 @@ def test_kept_sums_find_the_worst_of_the_whole_run(tmp_path, monkeypatch):
     record(tmp_path / "run", num_steps=20)
     database = Database(tmp_path / "run")
     ensure(database, ("train", "rollout"))
-    found = read_token_samples(database, worst=2)
+    found = read_token_samples(database, wanted=Wanted(worst=2))
     assert names(found, "worst") == ["20-5", "19-5"]
-    assert "2 worst: the largest |d| of one token in all steps" in found.choice
-    assert "2 where the kept sums have the largest |d|" in found.choice
-
-
-def test_logprobs_that_are_too_many_to_keep_are_read_again(tmp_path, monkeypatch):
-    database = record(tmp_path / "run", rows=12)  # the names 1-10 and 1-9 are not recorded in their order
-    held = read_token_samples(database, random=99).sequences
-    monkeypatch.setattr(sequence_mismatch, "_KEPT_TOKENS", 0)
-    for kept, again in zip(held, read_token_samples(database, random=99).sequences, strict=True):
-        assert kept.seq_id == again.seq_id
-        for name in ("train", "rollout"):
-            np.testing.assert_array_equal(kept.logprobs[name], again.logprobs[name])
+    assert "2 worst: largest |d| of a token in all steps" in found.choice
+    assert "2 with the largest |d|" in found.choice
 
 
 def test_a_long_response_is_shown_around_its_worst_token(tmp_path):
@@ -199,7 +191,7 @@ def test_a_long_response_is_shown_around_its_worst_token(tmp_path):
         batch = recorder.add_sequences(step=1, response_ids=[list(range(100))], prompt_ids=[list(range(900))])
         recorder.add_scores("rollout", batch, logprobs=[rollout])
         recorder.add_scores("train", batch, logprobs=[train])
-    (found,) = read_token_samples(Database(tmp_path / "run"), max_sequence_tokens=10).sequences
+    (found,) = read_token_samples(Database(tmp_path / "run"), wanted=Wanted(max_sequence_tokens=10)).sequences
     assert (found.num_tokens, found.first_token, found.ids.tolist()) == (100, 65, list(range(65, 75)))
     np.testing.assert_array_equal(found.logprobs["train"], train[65:75])
     assert len(found.texts) == len(found.mask) == len(found.state["train"]) == 10
@@ -209,10 +201,10 @@ def test_a_long_response_is_shown_around_its_worst_token(tmp_path):
 
 
 def test_whole_sequences_are_left_out_the_worst_last(plain):
-    found = read_token_samples(Database(plain), worst=2, typical=2, random=9, max_tokens=30)
+    found = read_token_samples(Database(plain), wanted=Wanted(worst=2, typical=2, random=9, max_tokens=30))
     assert sum(len(each.ids) + len(each.prompt) for each in found.sequences) == 28
     assert Counter(each.why[0] for each in found.sequences) == {"worst": 2, "typical": 2}
-    assert "Left out whole, to stay under 30 shown tokens" in found.choice
+    assert "Left out to stay below 30 shown tokens" in found.choice
 
 
 BIASED = {
@@ -232,7 +224,7 @@ def test_the_bias_of_tokens_adds_up_to_the_objective_s(tmp_path, loss):
     database = record(tmp_path / "run", passes=("rollout", "train", "current"), loss=loss, by_token=by_token)
     sums = read_sequence_sums(database, choose_sides(database, loss), no_progress).columns
     known = np.sort(sums["applied_positive"] + sums["applied_negative"])
-    found = read_token_samples(database, random=99).sequences
+    found = read_token_samples(database, wanted=Wanted(random=99)).sequences
     np.testing.assert_allclose(np.sort([np.nansum(each.bias) for each in found]), known, rtol=1e-12, atol=1e-15)
     assert np.abs(known).max() > 0.01
     assert all(np.array_equal(np.isnan(each.bias), ~each.mask) for each in found)
@@ -241,17 +233,19 @@ def test_the_bias_of_tokens_adds_up_to_the_objective_s(tmp_path, loss):
 def test_a_window_shows_the_bias_of_the_whole_response(tmp_path):
     loss = Loss(correction="sequence_truncate", correction_high=1.01)
     database = record(tmp_path / "run", passes=("rollout", "train", "current"), loss=loss)
-    (whole,) = read_token_samples(database, worst=1, typical=0, random=0, per_step=0).sequences
-    (part,) = read_token_samples(database, worst=1, typical=0, random=0, per_step=0, max_sequence_tokens=2).sequences
+    (whole,) = read_token_samples(database, wanted=Wanted(worst=1, typical=0, random=0, per_step=0)).sequences
+    (part,) = read_token_samples(
+        database, wanted=Wanted(worst=1, typical=0, random=0, per_step=0, max_sequence_tokens=2)
+    ).sequences
     np.testing.assert_array_equal(part.bias, whole.bias[part.first_token : part.first_token + 2])
 
 
 @pytest.mark.parametrize(
     ("loss", "passes", "told"),
     [
-        (None, ("rollout", "train"), "no loss that is known"),
+        (None, ("rollout", "train"), "no known loss"),
         (Loss(level="sequence_mean"), ("rollout", "train"), "ratios of sequences"),
-        (Loss(), ("train",), "both sides"),
+        (Loss(), ("train",), "one side of the mismatch"),
     ],
 )
 def test_no_bias_is_explained(tmp_path, loss, passes, told):
@@ -261,10 +255,10 @@ def test_no_bias_is_explained(tmp_path, loss, passes, told):
 
 
 def test_one_pass_is_shown_without_d(tmp_path):
-    found = read_token_samples(record(tmp_path / "run", passes=("train",)), random=4)
+    found = read_token_samples(record(tmp_path / "run", passes=("train",)), wanted=Wanted(random=4))
     assert found.passes == ("train",)
     assert [(each.why, each.max_abs_d, each.sum_d) for each in found.sequences] == [(("random",), None, None)] * 4
-    assert "no logprobs of the pass 'rollout'" in found.choice
+    assert "Pass 'rollout' has no logprobs" in found.choice
 
 
 def test_an_empty_trace_has_no_sequences(tmp_path):
@@ -273,20 +267,6 @@ def test_an_empty_trace_has_no_sequences(tmp_path):
     found = read_token_samples(Database(tmp_path / "run"))
     assert (found.sequences, found.passes) == ((), ())
     assert "no sequences" in found.choice
-
-
-def test_a_run_is_chosen_by_its_name(plain, tmp_path):
-    record(tmp_path / "right", num_steps=1)
-    database = Database([plain, tmp_path / "right"])
-    assert {each.step for each in read_token_samples(database, run="right").sequences} == {1}
-    assert {each.step for each in read_token_samples(database).sequences} == {1, 2, 3}
-    with pytest.raises(InvalidOption, match="run, right"):
-        read_token_samples(database, run="other")
-
-
-def test_negative_numbers_are_refused(plain):
-    with pytest.raises(InvalidOption, match="worst: got -1"):
-        read_token_samples(Database(plain), worst=-1)
 
 
 def add_tokenizer(path, tokenizer):
@@ -301,7 +281,7 @@ def hostile_tokenizer():
 def test_hostile_tokens_hide_and_reorder_nothing(tmp_path):
     database = record(tmp_path / "run", rows=30)
     add_tokenizer(tmp_path / "run", hostile_tokenizer())
-    found = read_token_samples(database, random=99)
+    found = read_token_samples(database, wanted=Wanted(random=99))
     shown = {token: text for each in found.sequences for token, text in zip(each.ids, each.texts, strict=True)}
     assert {HOSTILE[token]: text.removeprefix("\u00b7") for token, text in shown.items()} == {
         "<script>alert(1)</script>": "<script>alert(1)</script>", "</script>": "</script>", "&lt;": "&lt;",

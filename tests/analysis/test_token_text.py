@@ -1,17 +1,18 @@
 """Single tokens as text: each kind of vocabulary, and what is made visible."""
 
+import json
 import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.analysis.token_samples.pieces import read_decoding
+from tim_trace.analysis.token_samples.pieces import decoding_of
 from tim_trace.analysis.token_samples.visible import visible
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 
 def decoding(decoder):
-    return read_decoding(None if decoder is None else decoder.__getstate__().decode())
+    return decoding_of(None if decoder is None else json.loads(decoder.__getstate__()))
 
 
 def byte_level():

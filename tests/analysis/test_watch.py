@@ -162,7 +162,7 @@ def test_a_long_run_is_read_in_portions_the_newest_first(tmp_path, monkeypatch):
     first = watcher.look()
     assert first.num_unread_steps == 4
     assert np.flatnonzero(first.series["k3"].known).tolist() == [4]
-    assert "4 earlier steps are missing" in drawn(first)
+    assert "4 earlier steps are not shown yet" in drawn(first)
     (seen,) = watch(tmp_path / "run", once=True)
     assert_same(seen.series, read_series(tmp_path / "run"))
     assert [one.num_unread_steps for one in watch(tmp_path / "run", every=0.01)] == [4, 3, 2, 1, 0]
@@ -203,7 +203,7 @@ def test_it_waits_for_a_run_and_ends_with_it(tmp_path):
     assert "nothing is there; record a run with" in seen.notes[0]
     with Recorder(tmp_path / "run") as recorder:
         seen = next(views)
-        assert (seen.state, seen.notes) == ("live", ("no sequence is recorded yet",))
+        assert (seen.state, seen.notes) == ("live", ("no sequence recorded yet",))
         add(recorder, 1)
         recorder.flush()
         assert next(views).last_step == 1
@@ -224,7 +224,7 @@ def test_a_trace_that_takes_another_s_place_is_watched_from_its_beginning(tmp_pa
 def test_a_pair_without_scores_is_said_with_the_passes_there_are(tmp_path):
     make_trace(tmp_path / "run", passes=("rollout",))
     (seen,) = watch(tmp_path / "run", once=True)
-    assert "no scores of pass 'train' yet; passes by now: rollout" in seen.notes[0]
+    assert "no scores of pass 'train' yet; passes so far: rollout" in seen.notes[0]
     assert "reward" in seen.series
 
 

@@ -182,7 +182,7 @@ def test_parts_are_files_of_ours_and_verify_says_what_they_are(run):
     found = verify(run)
     assert found.is_whole
     (told,) = found.ignored
-    assert "8 files of a locate that was interrupted" in told
+    assert "8 files of a `locate` that was interrupted" in told
 
 
 def test_without_keep_nothing_is_written_on_the_way(run):

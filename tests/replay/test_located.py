@@ -19,6 +19,7 @@ from tim_trace.analysis.locate import locate
 from tim_trace.analysis.located import read_located
 from tim_trace.analysis.location import location, location_rows
 from tim_trace.analysis.query import sql
+from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.verify import verify
@@ -231,7 +232,7 @@ def test_the_report_shows_where_both_sides_part(made, run):
     shown = report(run)
     keys = [one.key for one in shown.mismatch if one.key.startswith("located")]
     assert keys == ["located-ratio", "located-depth", "located-carried", "located-patches"]
-    assert "Where both sides part" in shown.html()
+    assert "Where both sides diverge" in page(shown)
     ratio, depth, carried, patches = (one for one in shown.mismatch if one.key in keys)
     for one in (ratio, depth, carried, patches):
         assert sql(run, one.sql).rows

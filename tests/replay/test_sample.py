@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared import rest_slow
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.info import info
-from tim_trace.analysis.replay_estimates import estimates, replay_estimates
+from tim_trace.analysis.replay_text import estimates, replay_estimates
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
 from tim_trace.replay.engine import replay

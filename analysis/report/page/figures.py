@@ -1,9 +1,7 @@
-"""Charts as figures of Bokeh, which draws them in the reader's browser.
+"""Charts as Bokeh figures, drawn in the reader's browser.
 
-Bokeh, because its script comes with the package and can be inlined (1.3 MB, BSD-3, kept since 2013), because it draws on a
-canvas, and because figures of one document can share an axis and a zoom. Colours of lines are those of Okabe and Ito, which
-are told apart with any kind of colour vision; text and grids have the names of `THEME` until the page knows whether it is
-light or dark.
+Bokeh's script comes with the package and can be inlined (BSD-3), it draws on a canvas, and figures of one document can share
+an axis and a zoom. Text and grids have the placeholder colours of `THEME` until the page knows whether it is light or dark.
 """
 
 from __future__ import annotations
@@ -35,19 +33,19 @@ from bokeh.plotting import figure
 from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
-"""Colour of the page's style -> what stands for it in a figure: the page replaces it before anything is drawn."""
+"""Colour of the page's style -> its placeholder in a figure, which the page replaces before it draws."""
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76
-"""Pixels left of a frame, so that stacked figures stand one under the other."""
+"""Pixels left of a frame, so that stacked figures align."""
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
-"""What the page does when a step is pointed at, and when it is chosen."""
+"""Calls of the page for a hovered and a clicked step."""
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
-"""Of lines that stand beside others: not told apart by colour alone."""
+"""Of secondary lines, so that colour is not the only difference."""
 _LABELS = 22
-"""Pixels of the step labels, which only the last figure has."""
+"""Pixels of the step labels below the last figure."""
 _NEAR_ONE = 1e-5
-"""Distance from 1 below which a share is labelled by that distance: its digits would push the frame out of line."""
+"""Shares closer to 1 than this are labelled by their distance from 1, which is shorter."""
 _DISTANCE = (
     "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Number(Math.abs(1 - tick).toPrecision(3)).toExponential()"
 )
@@ -58,7 +56,7 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """One figure a series, over one axis of steps that they zoom together; the page draws the hovered and the chosen step."""
+    """Return one figure per series with a shared axis of steps; the page draws the hovered and the chosen step."""
     charts = list(charts)
     if not charts:
         return []
@@ -75,7 +73,7 @@ def stacked(charts: Iterable[LineChart]) -> list[figure]:
 
 
 def single(one: Chart) -> figure:
-    """A figure that stands for itself."""
+    """Return a figure of its own."""
     if isinstance(one, Heatmap):
         return _heatmap(one)
     if isinstance(one, HistogramChart):
@@ -180,7 +178,7 @@ def _heatmap(one: Heatmap) -> figure:
     )  # fmt: skip
     plot.add_layout(bar, "right")
     if one.is_open:
-        for edge, text, baseline in ((y[-2], "above and beyond", "top"), (y[1], "below and beyond", "bottom")):
+        for edge, text, baseline in ((y[-2], "all above", "top"), (y[1], "all below", "bottom")):
             plot.add_layout(Span(location=float(edge), dimension="width", line_color="#888888", line_dash="dotted"))
             plot.add_layout(
                 _label(float(x[-1]), float(edge), text, text_align="right", text_baseline=baseline, x_offset=-4)
@@ -192,7 +190,7 @@ def _histogram(one: HistogramChart) -> figure:
     plot = _new(one.key, 240, y_axis_type="log", x_axis_label=one.x_label, y_axis_label=one.unit)
     edges = one.edges.astype(np.float64)
     for place, (name, counts) in enumerate(one.counts.items()):
-        # No bar is drawn for 0, and the axis begins at a half.
+        # The logarithmic axis begins at 0.5, and 0 has no bar.
         tops = np.where(counts > 0, counts, np.nan).astype(np.float64)
         source = ColumnDataSource(
             {"left": edges[:-1], "right": edges[1:], "top": tops, "counts": counts.astype(np.float64)}
@@ -256,7 +254,7 @@ def _bar_chart(one: BarChart) -> figure:
 
 
 def _ends(one: BarChart) -> Range1d:
-    """From the least to the largest end of a bar or an interval, and 0: a range of Bokeh's own sees the bars alone."""
+    """Return a range over bars, intervals and 0; Bokeh's own would cover only the bars."""
     each = [bar for group in one.groups.values() for bar in group]
     ends = [0.0] + [end for bar in each for end in (bar.value, bar.low, bar.high) if end is not None]
     known = [end for end in ends if math.isfinite(end)]
@@ -277,7 +275,7 @@ def _label(x: float, y: float, text: str, **options: Any) -> Label:
 
 
 def _styled(plot: figure) -> figure:
-    """The page's colours, and nothing of the figure's own behind it."""
+    """Apply the page's colours and a transparent background."""
     plot.background_fill_alpha = 0
     plot.border_fill_color = _PAPER
     plot.outline_line_alpha = 0

@@ -1,33 +1,40 @@
-"""A report as one file of HTML that opens from disk: script, style and data are inside of it."""
+"""A report as one HTML file that opens from disk, with its script, style and data inside."""
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 import math
 import re
 import shlex
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 from bokeh.document import Document
 from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from ...dynamics.text import summary_sentences
-from ..chart import COLOURS, LineChart
+from ...token_samples.token_sample import TokenSample
+from ..answers import QUESTIONS
+from ..chart import COLOURS, Chart, Heatmap, HistogramChart, LineChart
+from ..contents import Report
 from ..mismatch_charts import grouped
-from ..report import Report
+from ..subject import Subject
 from ..terms import SERIES, WORDS
-from ..text import QUESTIONS
-from .data import frames_of, pack, pack_text, sequences_of
+from ..text import sequence
 from .figures import THEME, single, stacked
 
 _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), key=len, reverse=True)) + r")(?![\w/-])")
 
 
 def page(report: Report) -> str:
-    """Write a report as HTML. Every text is escaped where it is put in; nothing is fetched when it is opened."""
+    """Render a report as HTML. Every text is escaped on insertion; opening the page fetches nothing."""
     groups = [
         _embedded(stacked(report.run)),
         *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
@@ -44,7 +51,7 @@ def page(report: Report) -> str:
             element_of=element_of,
             colours=COLOURS,
             series=SERIES,
-            questions=QUESTIONS,
+            questions={code: question for code, (question, *_) in QUESTIONS.items()},
             names=_names(report.run),
             theme=THEME,
             groups=grouped(report.mismatch),
@@ -62,15 +69,16 @@ def page(report: Report) -> str:
 
 @cache
 def bokeh_script() -> str:
-    """BokehJS, as its package carries it, with its licence's head."""
+    """Return BokehJS from its package, with its licence header."""
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
 def _embedded(plots: list[Any]) -> dict[str, Any]:
-    """Figures of one document, and the element that each is put into."""
+    """Return the figures of one document, and the element that each goes into."""
     document = Document()
-    for plot in plots:
-        document.add_root(plot)
+    with document.models.freeze():  # otherwise Bokeh collects the models of all of them after each
+        for plot in plots:
+            document.add_root(plot)
     name = plots[0].name if plots else ""
     roots = {plot.id: element_of(plot.name) for plot in plots}
     return {
@@ -80,12 +88,12 @@ def _embedded(plots: list[Any]) -> dict[str, Any]:
 
 
 def element_of(key: str) -> str:
-    """The id of the element that a chart is drawn into."""
+    """Return the id of a chart's element."""
     return f"plot-{key}"
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """The lines that any stacked figure has, in the order of their colours, and whether each is a side line."""
+    """Return the lines of all stacked figures, in the order of their colours, and whether each is secondary."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -112,7 +120,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """A number as a browser reads it; empty, which comes last, where there is none."""
+    """Format a number for sorting in a browser; a missing one is empty and sorts last."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -123,7 +131,7 @@ def _own(name: str) -> str:
 
 
 def explained(text: str) -> Markup:
-    """A text, escaped, in which the first use of each word of `terms.WORDS` shows its note."""
+    """Escape a text, and add its note to the first use of each word of `terms.WORDS`."""
     seen: set[str] = set()
     parts: list[Markup] = []
     end = 0
@@ -137,7 +145,98 @@ def explained(text: str) -> Markup:
 
 
 def term(word: str, shown: str) -> Markup:
-    """A word with its note, which a mouse and a keyboard reach."""
+    """Return a word with its note, for mouse and keyboard."""
     return Markup('<span class="term" tabindex="0">{}<span class="tip" role="tooltip">{}</span></span>').format(
         shown, WORDS[word]
     )
+
+
+# --- what a browser unpacks ------------------------------------------------------------------------------------------
+
+
+def pack(value: Any) -> str:
+    """Pack a JSON value as base64 of gzip."""
+    return pack_text(json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
+
+
+def pack_text(text: str) -> str:
+    """Pack a text as base64 of gzip; equal texts give equal results."""
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
+
+
+def floats(values: Any) -> str:
+    """Encode numbers as base64 of little-endian float32."""
+    return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
+
+
+def frames_of(charts: Iterable[Chart]) -> dict[str, Any]:
+    """Return key of a chart -> its steps, and the values that each puts into a column of the chart's data."""
+    found = {}
+    for one in charts:
+        by_step = getattr(one, "by_step", {})
+        if by_step:
+            steps = sorted(by_step)
+            found[one.key] = {"steps": steps, "fields": _fields(one, steps)}
+    return found
+
+
+def _fields(one: Chart, steps: list[int]) -> list[dict[str, Any]]:
+    if isinstance(one, Heatmap):
+        counts = np.stack([one.by_step[step] for step in steps])
+        return [_field(one.key, 0, "heatmap", counts)]
+    if isinstance(one, HistogramChart):
+        return [
+            _field(one.key, place, "counts", np.stack([one.by_step[step][name] for step in steps]))
+            for place, name in enumerate(one.counts)
+        ]
+    assert isinstance(one, LineChart)
+    return [
+        _field(one.key, place, "values", np.stack([one.by_step[step][place] for step in steps]))
+        for place in range(len(one.lines))
+    ]
+
+
+def _field(key: str, place: int, kind: str, values: np.ndarray) -> dict[str, Any]:
+    size = int(np.prod(values.shape[1:]))
+    return {"source": f"{key}/{place}", "kind": kind, "size": size, "data": floats(values)}
+
+
+def sequences_of(subject: Subject) -> dict[str, Any]:
+    """Return what the page needs to open a sequence."""
+    excerpts = subject.excerpts
+    return {
+        "pair": list(subject.pair),
+        "passes": list(excerpts.passes),
+        "full": full_colour(subject),
+        "sequences": [_sequence(one) for one in excerpts.sequences],
+    }
+
+
+def full_colour(subject: Subject) -> float:
+    """Return |d| of the full colour, nats: the 99.9% quantile over the run, at least 0.001."""
+    return max(float(subject.spread.edges.d[-1]), 1e-3) if subject.spread is not None else 1.0
+
+
+def _sequence(one: TokenSample) -> dict[str, Any]:
+    states = {name: values.tolist() for name, values in one.state.items()}
+    holes = (
+        np.any([np.asarray(values) != 0 for values in one.state.values()], axis=0)
+        if one.state
+        else np.zeros(len(one.ids))
+    )
+    return {
+        "step": one.step, "seq_id": one.seq_id, "facts": sequence(one), "num_tokens": one.num_tokens,
+        "first_token": one.first_token, "num_prompt_tokens": one.num_prompt_tokens or 0,
+        "prompt": [[token, text] for token, text in one.prompt], "ids": one.ids.tolist(), "texts": list(one.texts),
+        "mask": [int(kept) for kept in one.mask], "advantage": None if one.advantage is None else _finite(one.advantage),
+        "logprobs": {name: floats(values) for name, values in one.logprobs.items()}, "states": states,
+        "holes": [int(hole) for hole in holes],
+    } | {
+        name: floats(values)
+        for name, values in (("bias", one.bias), ("entropy", one.entropy), ("advantages", one.advantages))
+        if values is not None
+    }  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None

@@ -1,0 +1,272 @@
+"""What a report shows: the first screen, the charts, and where the numbers come from."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ... import __version__
+from ...schemas.errors import option
+from ...schemas.passes import REPLAY_PREFIX
+from ...schemas.results import Result, rendered
+from ...schemas.steps import ALL_STEPS
+from ..advice import Advice
+from ..attribution.text import note_sentences
+from ..diagnosis.text import story, story_of_run
+from ..dynamics.text import unanswered_sentences
+from ..info import TraceInfo
+from ..trace.contracts import field_text, flat_contract
+from .answers import QUESTIONS, Answer, answers
+from .chart import Chart, LineChart
+from .commands import command
+from .mismatch_charts import mismatch_charts
+from .run_charts import constants, run_charts
+from .subject import Subject
+
+_LIKELY = 0.05
+"""Probability from which a suspect is worth a rerun."""
+_SHOWN = 12
+"""Digits of a hash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """The first screen of a report."""
+
+    headline: str
+    """The story of the run, which is also the first line of `diagnose`."""
+    answers: tuple[Answer, ...]
+    next: tuple[Advice, ...]
+    """Commands and advice; the first is the one to begin with."""
+    recorded: tuple[str, ...]
+    not_recorded: tuple[str, ...]
+    """What the trace lacks, and what that leaves open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One contract field that affects numbers, for every pass."""
+
+    name: str
+    """Its path in the contract, as model.attention."""
+    values: tuple[str, ...]
+    """One per pass; empty if not in its contract."""
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """What a run was recorded with."""
+
+    facts: tuple[tuple[str, str], ...]
+    """Facts about the trace, by name."""
+    passes: tuple[str, ...]
+    """Columns of `fields`: a pass, numbered if it has several contracts."""
+    hashes: tuple[str, ...]
+    """First digits of the SHA-256 of each column's contract."""
+    fields: tuple[Field, ...]
+    """Fields that differ first, then the others, each by name."""
+    settings: tuple[tuple[str, str], ...]
+    """Hyperparameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Result):
+    """Everything that is known of a run. It prints as its verdict, and shows its page in a notebook."""
+
+    _text = "tim_trace.analysis.report.contents:report_text"
+    _page = "tim_trace.analysis.report.page.page:page"
+
+    subjects: tuple[Subject, ...]
+    """The runs; the first is the one that is reported, the others are drawn beside it."""
+    verdicts: tuple[RunSummary, ...]
+    """One per run."""
+    run: tuple[LineChart, ...]
+    """Charts of the series by step."""
+    constants: dict[str, float]
+    """Series of the first run that never change -> their value."""
+    mismatch: tuple[Chart, ...]
+    """Charts of the first run's mismatch."""
+    provenance: tuple[Provenance, ...]
+    """One per run."""
+    made_with: str = __version__
+    """Version of tim-trace."""
+
+    @property
+    def charts(self) -> tuple[Chart, ...]:
+        """Every chart, in order."""
+        return (*self.run, *self.mismatch)
+
+    @property
+    def title(self) -> str:
+        """The run and its verdict in a line."""
+        return f"{self.subjects[0].name}: {self.verdicts[0].headline}"
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, so that its style and script stay there."""
+        return f'<iframe srcdoc="{html.escape(rendered(self, self._page))}" width="100%" height="900" style="border:0"></iframe>'
+
+
+def report_text(made: Report) -> str:
+    """Render the verdict: the story of the run, and one line per answer."""
+    verdict = made.verdicts[0]
+    width = max(len(title) for title, *_ in QUESTIONS.values()) + 2
+    lines = [f"{QUESTIONS[one.question][0]:<{width}}{one.short}" for one in verdict.answers]
+    return "\n".join([verdict.headline, "", *lines])
+
+
+def report_of(subjects: tuple[Subject, ...]) -> Report:
+    """Put together what a report shows of runs that were read."""
+    first = subjects[0]
+    return Report(
+        subjects=subjects,
+        verdicts=tuple(summarise(subject) for subject in subjects),
+        run=tuple(run_charts(subjects)),
+        constants=constants(first),
+        mismatch=tuple(mismatch_charts(first)),
+        provenance=tuple(provenance(subject) for subject in subjects),
+    )
+
+
+# --- the first screen ---------------------------------------------------------------------------------------------------
+
+
+def summarise(subject: Subject) -> RunSummary:
+    """Answer the questions for a run, and say what to do next."""
+    return RunSummary(
+        headline=_headline(subject),
+        answers=answers(subject),
+        next=_next(subject),
+        recorded=_recorded(subject.info),
+        not_recorded=_not_recorded(subject),
+    )
+
+
+def _headline(subject: Subject) -> str:
+    if subject.diagnosis is not None:
+        return story(subject.diagnosis)
+    if subject.attribution is not None:
+        return story_of_run(subject.attribution, None)
+    return "This trace has nothing to analyze."
+
+
+def _next(subject: Subject) -> tuple[Advice, ...]:
+    """List what would settle most, first: an invalid comparison, then the cause of a collapse, then what is open."""
+    found: list[Advice] = []
+    diagnosis, attribution = subject.diagnosis, subject.attribution
+    if diagnosis and not diagnosis.checked.is_valid:
+        found += diagnosis.next
+    if attribution and attribution.fall:
+        found += [
+            suspect.next for suspect in attribution.suspects[:2] if suspect.next and suspect.probability >= _LIKELY
+        ]
+        if attribution.control is None:
+            rerun = command(subject, "attribute", "--control", "RUN2")
+            found.append(Advice(rerun, "RUN2: a rerun with the same seeds and one change"))
+    if diagnosis and diagnosis.checked.is_valid:
+        found += diagnosis.next
+    if diagnosis is None:
+        found.append(Advice(command(subject, "info")))
+    if not found:
+        level = 3 * max((diagnosis.metrics.get("k3", 0.0) if diagnosis else 0.0), 1e-6)
+        found.append(Advice(command(subject, "gate", "--fail-on", "check", "--fail-on", f"tim.k3>{level:.1g}")))
+    first: dict[str, Advice] = {}
+    for advice in found:
+        first.setdefault(advice.command or advice.remark, advice)
+    return tuple(first.values())
+
+
+def _recorded(held: TraceInfo) -> tuple[str, ...]:
+    steps = f"{held.num_steps:,} step{'s' if held.num_steps != 1 else ''}"
+    if held.num_steps:
+        steps += f" ({held.first_step} to {held.last_step})" if held.num_steps > 1 else f" ({held.first_step})"
+    lines = [f"{steps}, {held.num_sequences:,} sequences, {held.num_response_tokens:,} response tokens"]
+    lines += [
+        f"pass {each.name}: {each.num_sequences:,} sequences{f' by {each.engine}' if each.engine else ''}"
+        for each in held.passes
+        if each.num_rows and not each.name.startswith(REPLAY_PREFIX)
+    ]
+    arms = [each.name.removeprefix(REPLAY_PREFIX) for each in held.passes if each.name.startswith(REPLAY_PREFIX)]
+    if arms:
+        lines.append(f"{len(arms)} replay{'s' if len(arms) > 1 else ''}: {', '.join(arms)}")
+    if held.num_metrics:
+        lines.append(f"{held.num_metrics:,} logged values")
+    if held.num_bytes.get("weights"):
+        lines.append(f"weights of the policy, {held.num_bytes['weights'] / 1e6:,.1f} MB")
+    return tuple(lines)
+
+
+def _not_recorded(subject: Subject) -> tuple[str, ...]:
+    lines = [*subject.info.missing, *subject.info.damaged]
+    if subject.dynamics:
+        lines += unanswered_sentences(subject.dynamics)
+    if subject.objective:
+        lines += subject.objective.cannot
+    if subject.attribution:
+        lines += note_sentences(subject.attribution)
+    lines += [f"{what}: {why}" for what, why in subject.unanswered.items()]
+    return tuple(dict.fromkeys(lines))
+
+
+# --- where the numbers come from ----------------------------------------------------------------------------------------
+
+
+def provenance(subject: Subject) -> Provenance:
+    """Put the contracts of the recorded passes side by side; the names of replays say what they change."""
+    columns = _columns(subject)
+    contracts = [flat_contract(contract) for _, _, contract in columns]
+    names = sorted({name for contract in contracts for name in contract})
+    fields = [_field(name, contracts) for name in names]
+    return Provenance(
+        facts=_facts(subject),
+        passes=tuple(name for name, _, _ in columns),
+        hashes=tuple(digest[:_SHOWN] for _, digest, _ in columns),
+        fields=tuple(sorted(fields, key=lambda field: not field.differs)),
+        settings=tuple((name, field_text(value)) for name, value in sorted(subject.settings.items())),
+    )
+
+
+def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Return (pass, hash, contract) of what was recorded, the pair first."""
+    rows = [row for row in subject.contracts if not row["pass"].startswith(REPLAY_PREFIX) and row["contract_json"]]
+    order = {name: place for place, name in enumerate(subject.pair)}
+    rows = sorted(rows, key=lambda row: (order.get(row["pass"], len(order)), row["pass"], row["contract"]))
+    num, seen = Counter(row["pass"] for row in rows), Counter[str]()
+    found = []
+    for row in rows:
+        name = row["pass"]
+        seen[name] += 1
+        column = f"{name} {seen[name]}" if num[name] > 1 else name
+        found.append((column, str(row["contract"]), json.loads(row["contract_json"])))
+    return found
+
+
+def _field(name: str, contracts: list[dict[str, str]]) -> Field:
+    values = tuple(contract.get(name, "") for contract in contracts)
+    said = {value for value in values if value}
+    return Field(name=name, values=values, differs=len(said) > 1)
+
+
+def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:
+    held = subject.info
+    facts = {
+        "trace": held.path,
+        "steps": "" if subject.asked_steps == ALL_STEPS else f"{subject.asked_steps}, as {option('steps', subject.asked_steps)}",
+        "run id": held.run_id,
+        "recorded": f"{held.created_at[:19]}Z with tim-trace {held.created_by} ({held.source})",
+        "state": held.state if held.exit_code is None else f"{held.state}, the command ended with {held.exit_code}",
+        "command": " ".join(held.command),
+        "model": ", ".join(
+            part
+            for part in (held.model or "", f"{held.num_parameters:,} parameters" if held.num_parameters else "", ", ".join(held.model_dtypes))
+            if part
+        ),
+        "tokenizer": held.tokenizer or "",
+        "versions": ", ".join(f"{name} {version}" for name, version in held.versions.items()),
+        "format": f"version {held.format_version}",
+    }  # fmt: skip
+    return tuple((name, value) for name, value in facts.items() if value)
