@@ -23,6 +23,8 @@ from click.core import ParameterSource
 
 from . import __version__
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
+from .replay.arm_option import GRADIENT, ArmOption
+from .replay.arms import Arm, names_for
 from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
@@ -311,6 +313,20 @@ _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
     help="Fetch this recorded attention kernel from the hub and run it, as kernels-community/flash-attn2; can be repeated.",
 )  # fmt: skip
+
+
+def _arm_options(command: Any) -> Any:
+    """Let a command take each option of an arm as one of its own."""
+    for field in reversed(fields(Arm)):
+        described: ArmOption = field.metadata["option"]
+        kind = {"int": int, "float": float, "bool": bool}.get(str(field.type).partition(" ")[0], str)
+        choices = click.Choice(described.values) if described.values and not described.takes_numbers else kind
+        metavar = "|".join(described.values) if described.takes_numbers else described.metavar
+        command = click.option(
+            "--" + field.name.replace("_", "-"), is_flag=kind is bool, default=False if kind is bool else field.default or None,
+            show_default=bool(field.default), type=None if kind is bool else choices, metavar=metavar, help=described.help,
+        )(command)  # fmt: skip
+    return command
 
 
 def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -856,59 +872,10 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @_steps
 @click.option(
     "--sample", metavar="F|N",
-    help="Score a random share of the sequences (below 1) or so many, in whole groups; more later adds to them.",
+    help="Score a random share (below 1) or number of sequences, in whole groups; a larger one later adds to it.",
 )  # fmt: skip
-@click.option("--as-recorded", is_flag=True, default=False, help="Change nothing: the default, said aloud.")
-@click.option(
-    "--engine", default="hf", show_default=True, type=click.Choice(["hf", "vllm", "exact"]),
-    help="The rebuilt transformers model, vLLM on the same weights, or a forward with the same bits in every batch.",
-)  # fmt: skip
-@click.option(
-    "--dtype", type=click.Choice(["fp64", "fp32", "tf32", "bf16", "fp16"]), help="Of weights and activations."
-)
-@click.option(
-    "--quantize", type=click.Choice(["int8", "int4", "fp8"]), help="Round linear layers' weights, the head's not."
-)
-@click.option("--lm-head", type=click.Choice(["fp32"]), help="Project the head in float32.")
-@click.option(
-    "--logits-dtype", type=click.Choice(["fp64", "fp32", "bf16", "fp16"]), help="Of the logits and the logprob."
-)
-@click.option(
-    "--attention", type=click.Choice(["eager", "math", "flash", "efficient", "cudnn", "flex"]), help="Attention kernel."
-)
-@click.option("--batch-size", type=int, metavar="N", help="Rows of a forward.")
-@click.option(
-    "--batch-tokens", type=int, metavar="N", help="Most tokens of a forward, padding among them; like lengths together."
-)
-@click.option(
-    "--padding", type=click.Choice(["left", "right", "packed", "shared"]),
-    help="Side of the padding; rows of like length end to end, without any; or so, with a group's prompt run once.",
-)  # fmt: skip
-@click.option(
-    "--mode", default="prefill", show_default=True, metavar="prefill|decode|chunked:N",
-    help="One forward, or the response through the KV cache, 1 or N tokens at a time.",
-)  # fmt: skip
-@click.option("--kv-dtype", type=click.Choice(["fp8"]), help="Of what the KV cache holds.")
-@click.option("--threads", type=int, metavar="N", help="Threads of a CPU operation.")
-@click.option("--compile", is_flag=True, default=False, help="torch.compile of the backbone.")
-@click.option("--prefix-caching", type=click.Choice(["on", "off"]), help="vLLM's prefix cache.")
-@click.option("--attention-backend", metavar="NAME", help="vLLM's attention, by its own name, as FLASH_ATTN.")
-@click.option(
-    "--tensor-parallel-size", type=int, metavar="N", help="vLLM's: GPUs that each layer's weights are divided among."
-)
-@click.option("--gpu-memory-utilization", type=float, metavar="SHARE", help="vLLM's: share of a GPU's memory.")
-@click.option("--max-model-len", type=int, metavar="N", help="vLLM's: most tokens of a sequence.")
-@click.option("--deterministic", is_flag=True, default=False, help="Deterministic algorithms only.")
-@click.option("--temperature", type=float, metavar="T", help="Divide the logits by T.")
-@click.option("--top-p", type=float, metavar="P", help="Keep the smallest set of tokens of mass P.")
-@click.option("--top-k", type=int, metavar="K", help="Keep the K most probable tokens.")
-@click.option("--routing", type=click.Choice(["recorded"]), help="Send each token to the experts that were recorded.")
-@click.option(
-    "--adapter", type=click.Choice(["off", "merged"]),
-    help="Of a model with adapters: without them, as its reference, or merged into the weights, as engines are given them.",
-)  # fmt: skip
-@click.option("--weights-version", type=int, metavar="N", help="Score with the weights of this policy version.")
-@click.option("--name", metavar="NAME", help="Name of the arm that the options above make.")
+@click.option("--as-recorded", is_flag=True, default=False, help="Replay with the recorded settings (default).")
+@_arm_options
 @click.option(
     "--arm", multiple=True, metavar="CHANGES", help="One more arm, as dtype=fp16,batch-size=1; can be repeated."
 )
@@ -1011,7 +978,8 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--arm", multiple=True, metavar="CHANGES",
-    help="Another gradient, as dtype=bf16,correction=none: see above; can be repeated.",
+    help="Another gradient, as dtype=bf16,correction=none: see above; can be repeated. Of replay's options it takes "
+    f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
     "--micro-batches", default=4, show_default=True, type=int, metavar="N",
@@ -1036,8 +1004,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
 
     The gradient as recorded comes first, and its norm is held against the grad norm that the trainer logged. An arm is one
-    or several changes with commas in between: those of the forward and backward that replay takes (dtype, quantize,
-    lm-head, logits-dtype, attention, batch-size, padding, threads, deterministic, temperature, weights-version);
+    or several changes with commas in between: those of the forward and backward that --arm lists;
     logprobs=train|rollout|current|replay/NAME, what the loss compares with in the place of the trainer's (rollout is bypass
     mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
     sequence_mask:3. correction=exact has the untruncated weights train / rollout. name=NAME names an arm.

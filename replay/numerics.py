@@ -9,6 +9,7 @@ from typing import Any
 from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from .arms import DTYPES, PACKABLE, Arm
 from .backends import packing, trl
+from .backends.kernels import KERNELS
 from .batching import END_TO_END
 from .settings import autocast_dtype
 
@@ -60,7 +61,11 @@ class Numerics:
     @property
     def is_tree(self) -> bool:
         """Whether rows go through the model as the tree that they were recorded in: always where the arm leaves their shape."""
-        return self.recorded.get("packing") == PREFIX_TREE and not self._is_shaped and self.arm.attention in PACKABLE
+        return (
+            self.recorded.get("packing") == PREFIX_TREE
+            and not self._is_shaped
+            and self.arm.attention in (None, *PACKABLE)
+        )
 
     @property
     def is_packed(self) -> bool:
@@ -79,7 +84,7 @@ class Numerics:
             return packing.NAME
         # What is recorded for trees takes nothing else.
         recorded = "sdpa" if self.recorded.get("packing") == PREFIX_TREE else str(self.recorded["model"]["attention"])
-        return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
+        return recorded if self.arm.attention is None else KERNELS[self.arm.attention].implementation
 
     @property
     def experts(self) -> str | None:

@@ -41,10 +41,6 @@ class VllmScorer:
             raise CannotReplay(
                 f"capture hidden: vLLM gives no hidden states; use logits or topk:K, or {option('engine', 'hf')}"
             )
-        if arm.dtype in ("fp64", "tf32"):
-            raise CannotReplay(
-                f"engine vllm: does not compute in {arm.dtype}; use fp32, bf16 or fp16, or {option('engine', 'hf')}"
-            )
         run.check_adapter(arm.adapter)
         rollouts = run.arms(ROLLOUT)
         self.rollout: Contract = next((found for found in rollouts if found.get("engine") == "vllm"), {})
