@@ -40,6 +40,9 @@ from .schemas.passes import ROLLOUT
 
 if TYPE_CHECKING:
     from .analysis.rows import Rows
+    from .replay.plan import ReplayPlan
+    from .replay.results import ReplayedSteps
+    from .replay.sample import Sample
 
 SECTIONS = {
     "begin with": {
@@ -309,10 +312,28 @@ _weights_from = click.option(
 )
 
 
+_model_factory = click.option(
+    "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model that transformers does not know."
+)
+_capture_fraction = click.option(
+    "--capture-fraction", default=1.0, show_default=True, type=float, metavar="F",
+    help="Share of the sequences whose distributions are kept.",
+)  # fmt: skip
+_partial = click.option(
+    "--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace."
+)
+_confidence = click.option(
+    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Level of the intervals over groups."
+)
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
     help="Fetch this recorded attention kernel from the hub and run it, as kernels-community/flash-attn2; can be repeated.",
 )  # fmt: skip
+
+
+def _by(*values: str, help: str = "What a row stands for.") -> Callable[[Any], Any]:
+    """`--by`, whose first value is its default."""
+    return click.option("--by", default=values[0], show_default=True, type=click.Choice(values), help=help)
 
 
 def _arm_options(command: Any) -> Any:
@@ -374,10 +395,7 @@ def main() -> None:
     "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits",
     help="What to keep of each token's distribution.",
 )  # fmt: skip
-@click.option(
-    "--capture-fraction", default=1.0, show_default=True, type=float, metavar="F",
-    help="Share of the sequences whose distributions are kept.",
-)  # fmt: skip
+@_capture_fraction
 @click.option(
     "--weights", default="auto", show_default=True, type=click.Choice(["auto", "delta", "none"]),
     help="Keep every policy version's weights, bit for bit; auto: of a model below --weights-below.",
@@ -631,13 +649,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@click.option(
-    "--by",
-    default="run",
-    show_default=True,
-    type=click.Choice(["run", "step", "sequence", "layer"]),
-    help="What a row stands for; layer: of router choices.",
-)
+@_by("run", "step", "sequence", "layer", help="What a row stands for; layer: of router choices.")
 @click.option(
     "--exact",
     is_flag=True,
@@ -697,7 +709,7 @@ def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **opti
 @click.argument("trace", metavar="RUN")
 @_pair
 @_steps
-@click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
+@_partial
 @_ray
 @_prints(csv=False, wide=False)
 def check(trace: str, form: _Form, **options: Any) -> None:
@@ -747,10 +759,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@click.option(
-    "--by", default="run", show_default=True, type=click.Choice(["run", "step", "length"]),
-    help="What the rows of one correction stand for; length: quarters of the sequences.",
-)  # fmt: skip
+@_by("run", "step", "length", help="What the rows of one correction stand for; length: quarters of the sequences.")
 @click.option(
     "--token-threshold", default=2.0, show_default=True, type=float, metavar="C", help="Of token-tis and token-mis."
 )
@@ -812,13 +821,8 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--correction-low", type=float, metavar="C", help="Its lower bound on train / rollout.")
 @click.option("--correction-high", type=float, metavar="C", help="Its upper bound.")
-@click.option(
-    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over groups."
-)
-@click.option(
-    "--by", default="run", show_default=True, type=click.Choice(["run", "step"]),
-    help="What a row stands for; run adds the worst steps.",
-)  # fmt: skip
+@_confidence
+@_by("run", "step", help="What a row stands for; run adds the worst steps.")
 @_ray
 @_prints(json="Print JSON, with every digit and every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
@@ -880,17 +884,14 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     "--arm", multiple=True, metavar="CHANGES", help="One more arm, as dtype=fp16,batch-size=1; can be repeated."
 )
 @click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with a table each.")
-@click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
+@_model_factory
 @_weights_from
 @_allow_kernel
 @click.option(
     "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits|hidden",
     help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
 )  # fmt: skip
-@click.option(
-    "--capture-fraction", default=1.0, show_default=True, type=float, metavar="F",
-    help="Share of the sequences whose distributions are kept.",
-)  # fmt: skip
+@_capture_fraction
 @click.option("--force", is_flag=True, default=False, help="Replace arms that are there already.")
 @click.option(
     "--dry-run", is_flag=True, default=False,
@@ -913,8 +914,8 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     from .replay.results import by_arm
     from .tracer.scored_passes import replayed_pair
 
-    def tell_estimate(plan: Any) -> None:
-        if plan.seconds >= _LEAST_TOLD_S and not click.get_current_context().meta.get(_QUIET, False):
+    def tell_estimate(plan: ReplayPlan) -> None:
+        if (plan.seconds or 0) >= _LEAST_TOLD_S and not click.get_current_context().meta.get(_QUIET, False):
             _tell(estimate_sentence(plan))
 
     with _library_output_held_back():
@@ -949,10 +950,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_allow_kernel
 @_ray
 @_gpus_per_arm
-@click.option(
-    "--by", default="side", show_default=True, type=click.Choice(["side", "arm", "probability", "position"]),
-    help="What a row of --csv stands for.",
-)  # fmt: skip
+@_by("side", "arm", "probability", "position", help="What a row of --csv stands for.")
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
@@ -990,15 +988,12 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     help="The loss where the trace does not say it, or in the place of what it says, as kind=ppo_clip,clip_high=0.28.",
 )  # fmt: skip
 @click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
-@click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
+@_model_factory
 @_weights_from
 @_allow_kernel
 @_ray
 @_gpus_per_arm
-@click.option(
-    "--by", default="step", show_default=True, type=click.Choice(["step", "module", "arm"]),
-    help="What a row stands for.",
-)  # fmt: skip
+@_by("step", "module", "arm")
 @_prints()
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
@@ -1055,10 +1050,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--keep/--no-keep", default=True, show_default=True,
     help="Keep the result in the trace, for sql, report and diagnose; the same question again replaces it.",
 )  # fmt: skip
-@click.option(
-    "--by", default="kind", show_default=True, type=click.Choice(["kind", "operator", "layer", "patch", "parameter"]),
-    help="What a row of --csv stands for.",
-)  # fmt: skip
+@_by("kind", "operator", "layer", "patch", "parameter", help="What a row of --csv stands for.")
 @click.option(
     "--backward",
     is_flag=True,
@@ -1131,20 +1123,16 @@ def locate(
 def _locate_backward(
     trace: str, by: str, form: _Form, *, patch: str, layers: str | None, operators: str | None, **options: Any
 ) -> None:
-    """`locate --backward`."""
+    """Answer `locate --backward`."""
     from dataclasses import asdict
 
     from .analysis.locate_backward import backward_rows, check_by, locate_backward
     from .analysis.locate_backward_text import backward_sentence, backward_text
 
-    given = click.get_current_context().get_parameter_source("patch")
-    if given is not click.core.ParameterSource.DEFAULT and patch != "none":
+    for option in _given("patch", "layers", "operators") - ({"patch"} if patch == "none" else set()):
         raise InvalidOption(
-            "does not go with --backward: no operator is patched in a backward; leave it out", option="patch"
+            "does not go with --backward, which looks at every operator and patches none; leave it out", option=option
         )
-    for option, value in (("layers", layers), ("operators", operators)):
-        if value is not None:
-            raise InvalidOption("does not go with --backward: every operator is looked at; leave it out", option=option)
     check_by(by)
     with _library_output_held_back():
         found = locate_backward(trace, progress=_progress, **options)
@@ -1157,10 +1145,18 @@ def _locate_backward(
         raise click.exceptions.Exit(1)
 
 
-_NOT_FOR_DUMPS = (
-    "steps", "arm", "against", "sequences", "layers", "operators", "patch", "model_factory", "against_factory", "weights_from", "backward", "loss",
-    "keep",
-)  # fmt: skip
+_FOR_DUMPS = frozenset({"from_dumps", "by", "limit", "as_json", "as_csv", "is_wide", "quiet"})
+
+
+def _given(*names: str) -> set[str]:
+    """Which options of the command stand on the command line: among these names, or of all."""
+    context = click.get_current_context()
+    known = {parameter.name for parameter in context.command.params if isinstance(parameter, click.Option)}
+    return {
+        name
+        for name in (names or known)
+        if name is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
 
 
 def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: int, form: _Form) -> None:
@@ -1170,18 +1166,11 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
     from .analysis.dumps.compare import dumps_rows, locate_dumps
     from .analysis.dumps.text import dumps_text, sentence
 
-    context = click.get_current_context()
-    given = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name in _NOT_FOR_DUMPS
-        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
-    ]
+    given = [f"--{name.replace('_', '-')}" for name in sorted(_given() - _FOR_DUMPS)]
     if trace is not None or given:
         what = f"{trace} is" if trace is not None else f"{', '.join(given)} {'is' if len(given) == 1 else 'are'}"
         raise click.UsageError(f"--from-dumps compares two folders as they are, so {what} not for it; leave it out")
-    if context.get_parameter_source("by") is not ParameterSource.COMMANDLINE:
-        by = "operator"
+    by = by if _given("by") else "operator"
     if by not in ("operator", "layer"):
         raise click.UsageError(f"--from-dumps has rows --by operator or layer; got {by}")
     found = locate_dumps(*folders, progress=_progress)
@@ -1197,13 +1186,7 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
 @_example("tim-trace weights runs/demo --by module")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option(
-    "--by",
-    default="version",
-    show_default=True,
-    type=click.Choice(["version", "module"]),
-    help="What a row stands for.",
-)
+@_by("version", "module")
 @click.option(
     "--engine", is_flag=True, default=False,
     help="The engine's weights beside the trainer's: when each tensor was given last, and whether the two agree.",
@@ -1405,10 +1388,8 @@ def export_(trace: str, **options: Any) -> None:
     help="check, or a number and its bound, as tim.k3>1e-3 or verl.k3_kl>=0.05; can be repeated.",
 )  # fmt: skip
 @_pair
-@click.option(
-    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over groups."
-)
-@click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
+@_confidence
+@_partial
 @click.option(
     "--junit", metavar="FILE.xml", help="File of JUnit XML to write as well, a test case a condition, for CI pages."
 )
@@ -1572,7 +1553,7 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     )
 
 
-def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
+def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
     """What to know of a replay, and what to do next."""
     if results.sample is not None:
         yield _sampled(results.sample)
@@ -1594,8 +1575,8 @@ def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
     yield f"next: tim-trace stats {trace} --pair {pair} --by step"
 
 
-def _sampled(sample: Any) -> str:
-    """What a replay's sample is of."""
+def _sampled(sample: Sample) -> str:
+    """Describe a replay's sample."""
     thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
     return (
         f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}; "

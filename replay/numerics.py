@@ -99,7 +99,8 @@ class Numerics:
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding in END_TO_END or arm.compile or arm.dtype == "fp64"
         shaped = shaped or (self.recorded.get("packing") == PREFIX_TREE and not self.is_tree)
-        return trl.scores(self.recorded) and not shaped and all(value is None for value in own)
+        # TRL is imported last, and only for an arm that it can score.
+        return not shaped and all(value is None for value in own) and trl.scores(self.recorded)
 
     @property
     def temperature(self) -> float:

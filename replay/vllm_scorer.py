@@ -86,9 +86,10 @@ class VllmScorer:
         )  # scoring a sequence samples one more token
         if recorded is None or (isinstance(recorded, int) and 0 < recorded < needed):
             arguments["max_model_len"] = needed
-        for name in ("max_model_len", "gpu_memory_utilization"):
-            if (value := getattr(self.arm, name)) is not None:
-                arguments[name] = value
+        if self.arm.max_model_len is not None:
+            arguments["max_model_len"] = self.arm.max_model_len
+        if self.arm.gpu_memory_utilization is not None:
+            arguments["gpu_memory_utilization"] = self.arm.gpu_memory_utilization
         if self.arm.batch_size is not None:
             arguments["max_num_seqs"] = self.arm.batch_size
         if self.arm.batch_tokens is not None:

@@ -10,8 +10,8 @@ from tim_trace.replay.arms import Arm
 from tim_trace.replay.batching import forwards
 from tim_trace.replay.engine import replay
 from tim_trace.replay.hf_scorer import HfScorer
+from tim_trace.replay.loaded import joined_steps
 from tim_trace.replay.recorded import RecordedRow, RecordedRun
-from tim_trace.replay.together import joined_steps
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
 from tim_trace.tracer.weights.source import open_weights
 
