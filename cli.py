@@ -154,10 +154,13 @@ class Commands(click.Group):
     """Verbs grouped by the question that they answer; an error of ours becomes one line and its exit code."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a verb; each of them takes -q."""
+        """Add a verb; each of them takes -q and shows the defaults of its options."""
+        for param in cmd.params:
+            if isinstance(param, click.Option):
+                param.show_default = True
         cmd.params.append(
             click.Option(
-                ["-q", "--quiet"], is_flag=True, default=False, expose_value=False, help="Draw no progress.",
+                ["-q", "--quiet"], is_flag=True, expose_value=False, help="Draw no progress.",
                 callback=lambda ctx, option, value: ctx.meta.__setitem__(_QUIET, value),
             )
         )  # fmt: skip
@@ -274,10 +277,10 @@ class _Form:
 
 
 _CSV = click.option(
-    "--csv", "as_csv", is_flag=True, default=False,
+    "--csv", "as_csv", is_flag=True,
     help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
 )  # fmt: skip
-_WIDE = click.option("--wide", "is_wide", is_flag=True, default=False, help="Show all columns, however wide.")
+_WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, however wide.")
 
 
 def _prints(
@@ -301,12 +304,10 @@ def _prints(
 
 
 _steps = click.option(
-    "--steps", default="all", show_default=True, metavar="STEPS",
+    "--steps", default="all", metavar="STEPS",
     help="Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or several with commas.",
 )  # fmt: skip
-_pair = click.option(
-    "--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare, d = A - B."
-)
+_pair = click.option("--pair", default="train:rollout", metavar="A:B", help="Passes to compare, d = A - B.")
 _weights_from = click.option(
     "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, where the trace has no weights of its own."
 )
@@ -316,14 +317,12 @@ _model_factory = click.option(
     "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model that transformers does not know."
 )
 _capture_fraction = click.option(
-    "--capture-fraction", default=1.0, show_default=True, type=float, metavar="F",
+    "--capture-fraction", default=1.0, type=float, metavar="F",
     help="Share of the sequences whose distributions are kept.",
 )  # fmt: skip
-_partial = click.option(
-    "--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace."
-)
+_partial = click.option("--partial", is_flag=True, help="Answer from what can be read of a damaged trace.")
 _confidence = click.option(
-    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Level of the intervals over groups."
+    "--confidence", default=0.95, type=float, metavar="C", help="Level of the intervals over groups."
 )
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
@@ -333,7 +332,7 @@ _allow_kernel = click.option(
 
 def _by(*values: str, help: str = "What a row stands for.") -> Callable[[Any], Any]:
     """`--by`, whose first value is its default."""
-    return click.option("--by", default=values[0], show_default=True, type=click.Choice(values), help=help)
+    return click.option("--by", default=values[0], type=click.Choice(values), help=help)
 
 
 def _arm_options(command: Any) -> Any:
@@ -345,7 +344,7 @@ def _arm_options(command: Any) -> Any:
         metavar = "|".join(described.values) if described.takes_numbers else described.metavar
         command = click.option(
             "--" + field.name.replace("_", "-"), is_flag=kind is bool, default=False if kind is bool else field.default or None,
-            show_default=bool(field.default), type=None if kind is bool else choices, metavar=metavar, help=described.help,
+            type=None if kind is bool else choices, metavar=metavar, help=described.help,
         )(command)  # fmt: skip
     return command
 
@@ -392,38 +391,32 @@ def main() -> None:
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder, or URL, to write the trace to.")
 @click.option(
-    "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits",
-    help="What to keep of each token's distribution.",
-)  # fmt: skip
+    "--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to keep of each token's distribution."
+)
 @_capture_fraction
 @click.option(
-    "--weights", default="auto", show_default=True, type=click.Choice(["auto", "delta", "none"]),
+    "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
     help="Keep every policy version's weights, bit for bit; auto: of a model below --weights-below.",
 )  # fmt: skip
 @click.option(
-    "--weights-below", default="500MB", show_default=True, metavar="SIZE",
-    help="Largest model whose weights are kept by --weights auto.",
-)  # fmt: skip
+    "--weights-below", default="500MB", metavar="SIZE", help="Largest model whose weights are kept by --weights auto."
+)
 @click.option(
-    "--weights-from", default=None, metavar="DIR",
+    "--weights-from", metavar="DIR",
     help="Folder of the Hugging Face checkpoints that the run saves, to read weights from there instead.",
 )  # fmt: skip
+@click.option("--routing", is_flag=True, help="Keep the router choices of a mixture of experts, token by token.")
 @click.option(
-    "--routing", is_flag=True, default=False, help="Keep the router choices of a mixture of experts, token by token."
-)
-@click.option(
-    "--engine-weights", default="given", show_default=True, type=click.Choice(["given", "held", "none"]),
+    "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
     help="Digests of vLLM's weights to keep: of what it is given, or of what it has held at every version too.",
 )  # fmt: skip
+@click.option("--resume", is_flag=True, help="Add to a trace that lies there: the run goes on from a checkpoint.")
+@click.option("--compact", is_flag=True, help="Merge the files of all writers at the end.")
 @click.option(
-    "--resume", is_flag=True, default=False, help="Add to a trace that lies there: the run goes on from a checkpoint."
-)
-@click.option("--compact", is_flag=True, default=False, help="Merge the files of all writers at the end.")
-@click.option(
-    "--max-wait", default=60.0, show_default=True, type=float, metavar="SECONDS",
+    "--max-wait", default=60.0, type=float, metavar="SECONDS",
     help="Longest wait of a process for a file system that does not answer; then it stops recording and goes on.",
 )  # fmt: skip
-@click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there, and nothing else.")
+@click.option("--force", is_flag=True, help="Replace a trace that lies there, and nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
@@ -474,21 +467,15 @@ tim-trace import auto outputs/token_exports -o runs/mine
 )  # fmt: skip
 @_steps
 @click.option(
-    "--sample", default=1.0, show_default=True, type=float, metavar="F",
-    help="Share of the sequences, by a hash of their names.",
-)  # fmt: skip
+    "--sample", default=1.0, type=float, metavar="F", help="Share of the sequences, by a hash of their names."
+)
 @click.option(
-    "--partial",
-    is_flag=True,
-    default=False,
-    help="Read steps and files that are not complete yet, as far as they are there.",
+    "--partial", is_flag=True, help="Read steps and files that are not complete yet, as far as they are there."
 )
 @click.option("--model", metavar="DIR", help="Attach the weights of a Hugging Face folder, for a replay.")
-@click.option(
-    "--model-version", default=0, show_default=True, type=int, metavar="N", help="Policy version of these weights."
-)
+@click.option("--model-version", default=0, type=int, metavar="N", help="Policy version of these weights.")
 @click.option("--tokenizer", metavar="DIR", help="With --model: the folder of the tokenizer, where it is another one.")
-@click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
+@click.option("--force", is_flag=True, help="Replace a trace that lies there.")
 @_ray
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
     """Make a trace of another tool's files, or add what is new to it.
@@ -569,8 +556,8 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option("-o", "--output", metavar="RUN2", help="Write it anew to a folder or a URL (s3://...), and leave RUN.")
-@click.option("--file-size", default="512MB", show_default=True, metavar="SIZE", help="About what a merged file takes.")
-@click.option("--force", is_flag=True, default=False, help="With --output: replace a trace that lies in that folder.")
+@click.option("--file-size", default="512MB", metavar="SIZE", help="About what a merged file takes.")
+@click.option("--force", is_flag=True, help="With --output: replace a trace that lies in that folder.")
 @_ray
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
@@ -595,7 +582,7 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 @_example("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"")
 @main.command("sql")
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
-@click.option("--unsafe", is_flag=True, default=False, help="Let the query write, and read other files.")
+@click.option("--unsafe", is_flag=True, help="Let the query write, and read other files.")
 @_prints()
 def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     """Answer a query in DuckDB SQL over one trace or several.
@@ -620,7 +607,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 @click.argument("name", required=False)
 @click.argument("traces", nargs=-1, metavar="[RUN...]")
 @_pair
-@click.option("--sql", "as_sql", is_flag=True, default=False, help="Print the query itself, to start from.")
+@click.option("--sql", "as_sql", is_flag=True, help="Print the query itself, to start from.")
 @_prints()
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
     """List the named queries, or run one: its rows over one trace or several.
@@ -651,11 +638,9 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_steps
 @_by("run", "step", "sequence", "layer", help="What a row stands for; layer: of router choices.")
 @click.option(
-    "--exact",
-    is_flag=True,
-    default=False,
+    "--exact", is_flag=True,
     help="Exact quantiles of a run of any size; past 33,554,432 tokens they are within 0.1 % otherwise.",
-)
+)  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
     help="The framework's own numbers, by its own definitions; its own options are below.",
@@ -684,9 +669,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @_pair
 @_steps
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing.")
-@click.option(
-    "-v", "--verbose", is_flag=True, default=False, help="Evidence, published figures, alarms and replays as tables."
-)
+@click.option("-v", "--verbose", is_flag=True, help="Evidence, published figures, alarms and replays as tables.")
 @_prints(csv=False, wide=False)
 def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **options: str) -> None:
     """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
@@ -760,20 +743,15 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @_pair
 @_steps
 @_by("run", "step", "length", help="What the rows of one correction stand for; length: quarters of the sequences.")
+@click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Of token-tis and token-mis.")
+@click.option("--sequence-threshold", default=2.0, type=float, metavar="C", help="Of sequence-tis and sequence-mis.")
+@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Ratios that icepop keeps.")
 @click.option(
-    "--token-threshold", default=2.0, show_default=True, type=float, metavar="C", help="Of token-tis and token-mis."
-)
-@click.option(
-    "--sequence-threshold", default=2.0, show_default=True, type=float, metavar="C",
-    help="Of sequence-tis and sequence-mis.",
-)  # fmt: skip
-@click.option("--icepop", default="0.5_5.0", show_default=True, metavar="LOW_HIGH", help="Ratios that icepop keeps.")
-@click.option(
-    "--geometric", default="0.999_1.002", show_default=True, metavar="LOW_HIGH",
+    "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
     help="Geometric means of a sequence's ratios that geometric keeps.",
 )  # fmt: skip
 @click.option(
-    "--veto", default=1e-4, show_default=True, type=float, metavar="R",
+    "--veto", default=1e-4, type=float, metavar="R",
     help="A sequence with a token ratio below it is thrown out by veto.",
 )  # fmt: skip
 @_ray
@@ -878,7 +856,7 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     "--sample", metavar="F|N",
     help="Score a random share (below 1) or number of sequences, in whole groups; a larger one later adds to it.",
 )  # fmt: skip
-@click.option("--as-recorded", is_flag=True, default=False, help="Replay with the recorded settings (default).")
+@click.option("--as-recorded", is_flag=True, help="Replay with the recorded settings (default).")
 @_arm_options
 @click.option(
     "--arm", multiple=True, metavar="CHANGES", help="One more arm, as dtype=fp16,batch-size=1; can be repeated."
@@ -888,13 +866,13 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @_weights_from
 @_allow_kernel
 @click.option(
-    "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits|hidden",
+    "--capture", default="logprobs", metavar="logprobs|topk:K|logits|hidden",
     help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
 )  # fmt: skip
 @_capture_fraction
-@click.option("--force", is_flag=True, default=False, help="Replace arms that are there already.")
+@click.option("--force", is_flag=True, help="Replace arms that are there already.")
 @click.option(
-    "--dry-run", is_flag=True, default=False,
+    "--dry-run", is_flag=True,
     help="Write nothing: print what each arm still has to do, and how long that takes at the pace of the first rows.",
 )  # fmt: skip
 @_ray
@@ -938,13 +916,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @_steps
-@click.option(
-    "--reference",
-    default="fp64",
-    show_default=True,
-    type=click.Choice(["fp64", "fp32"]),
-    help="Precision of the reference.",
-)
+@click.option("--reference", default="fp64", type=click.Choice(["fp64", "fp32"]), help="Precision of the reference.")
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, as dtype=bf16; can be repeated.")
 @_weights_from
 @_allow_kernel
@@ -980,7 +952,7 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
-    "--micro-batches", default=4, show_default=True, type=int, metavar="N",
+    "--micro-batches", default=4, type=int, metavar="N",
     help="Least micro-batches that bias and variance are over; 0: leave them out.",
 )  # fmt: skip
 @click.option(
@@ -1028,11 +1000,11 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--from-dumps", nargs=2, metavar="A B",
     help="In the place of RUN: two folders of tensors that SGLang's dumper, msprobe or torch.save wrote.",
 )  # fmt: skip
-@click.option("--steps", default="-1", show_default=True, metavar="STEP", help="One recorded step; -1 is the last.")
+@click.option("--steps", default="-1", metavar="STEP", help="One recorded step; -1 is the last.")
 @click.option("--arm", metavar="CHANGES", help="Execution a, as replay's --arm; as recorded without it.")
-@click.option("--against", default="dtype=fp64", show_default=True, metavar="CHANGES", help="Execution b.")
+@click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
-    "--sequences", default="8", show_default=True, metavar="WHICH",
+    "--sequences", default="8", metavar="WHICH",
     help="How many, where trainer and engine lie farthest apart; random:N; or names with commas.",
 )  # fmt: skip
 @click.option("--layers", metavar="LAYERS", help="Look at these alone, as 3 or 2:8; the first is 0.")
@@ -1040,28 +1012,25 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--operators", metavar="WORDS", help="Look at those alone that have one of these in their names, as q_proj,rotary."
 )
 @click.option(
-    "--patch", default="kinds", show_default=True, type=click.Choice(["kinds", "layers", "all", "none"]),
+    "--patch", default="kinds", type=click.Choice(["kinds", "layers", "all", "none"]),
     help="Which operators are computed by the other execution's code, as proof.",
 )  # fmt: skip
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds the model of a.")
 @click.option("--against-factory", metavar="MODULE:FUNCTION", help="What builds the model of b.")
 @_weights_from
 @click.option(
-    "--keep/--no-keep", default=True, show_default=True,
+    "--keep/--no-keep", default=True,
     help="Keep the result in the trace, for sql, report and diagnose; the same question again replaces it.",
 )  # fmt: skip
 @_by("kind", "operator", "layer", "patch", "parameter", help="What a row of --csv stands for.")
 @click.option(
-    "--backward",
-    is_flag=True,
-    default=False,
-    help="The same for gradients of the recorded loss, as locate_backward in Python.",
+    "--backward", is_flag=True, help="The same for gradients of the recorded loss, as locate_backward in Python."
 )
 @click.option(
     "--loss", metavar="FIELDS", help="With --backward: the loss where the trace does not say it, as gradient's --loss."
 )
 @click.option(
-    "--limit", default=24, show_default=True, type=click.IntRange(1), metavar="N",
+    "--limit", default=24, type=click.IntRange(1), metavar="N",
     help="Most rows to print of --from-dumps; --json and --csv have all.",
 )  # fmt: skip
 @_prints()
@@ -1188,26 +1157,26 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
 @click.argument("trace", metavar="RUN")
 @_by("version", "module")
 @click.option(
-    "--engine", is_flag=True, default=False,
+    "--engine", is_flag=True,
     help="The engine's weights beside the trainer's: when each tensor was given last, and whether the two agree.",
 )  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
     help="Round the weights to it: what an engine of that dtype loads.",
 )  # fmt: skip
-@click.option("--verify", is_flag=True, default=False, help="Rebuild every version and compare its hashes.")
+@click.option("--verify", is_flag=True, help="Rebuild every version and compare its hashes.")
 @_weights_from
 @click.option(
-    "--export", "exported", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
+    "--export", "exported", nargs=2, type=(int, str), metavar="VERSION DIR",
     help="Write a version as a folder that from_pretrained loads.",
 )  # fmt: skip
 @click.option(
-    "--attach", "attached", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
+    "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
     help="Keep the weights of a Hugging Face folder as a version's, so that a dump can be replayed.",
 )  # fmt: skip
 @click.option("--tokenizer", metavar="DIR", help="With --attach: the folder of the tokenizer, where it is another one.")
-@click.option("--force", is_flag=True, default=False, help="With --attach: replace weights that were attached before.")
-@click.option("-v", "--verbose", is_flag=True, default=False, help="With --engine: the tensors that agree, too.")
+@click.option("--force", is_flag=True, help="With --attach: replace weights that were attached before.")
+@click.option("-v", "--verbose", is_flag=True, help="With --engine: the tensors that agree, too.")
 @_prints()
 def weights(
     trace: str, by: str, engine: bool, dtype: str | None, verify: bool, weights_from: str | None,
@@ -1262,9 +1231,8 @@ def weights(
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--control", default=None, metavar="RUN2",
-    help="A run with the same seeds that differs in one thing, best with an exact engine.",
-)  # fmt: skip
+    "--control", metavar="RUN2", help="A run with the same seeds that differs in one thing, best with an exact engine."
+)
 @_pair
 @_steps
 @_prints(csv=False, wide=False)
@@ -1293,15 +1261,15 @@ def attribute(trace: str, control: str | None, pair: str, steps: str, form: _For
     "--pdf", metavar="FILE.pdf|DIR", help="File with a page a figure, or folder with one PDF a figure; with CSV."
 )
 @click.option(
-    "--width", default="column", show_default=True, metavar="INCHES|NAME",
+    "--width", default="column", metavar="INCHES|NAME",
     help="Width of those figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
 )  # fmt: skip
-@click.option("--font", default="DejaVu Sans", show_default=True, metavar="NAME", help="Font of those figures.")
-@click.option("--title", is_flag=True, default=False, help="Put a title above each of those figures.")
+@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font of those figures.")
+@click.option("--title", is_flag=True, help="Put a title above each of those figures.")
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
 @_pair
 @_steps
-@click.option("--force", is_flag=True, default=False, help="Replace files that lie there.")
+@click.option("--force", is_flag=True, help="Replace files that lie there.")
 def report(
     traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any
 ) -> None:
@@ -1325,12 +1293,12 @@ def report(
 @_example("tim-trace watch runs/demo --once")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--every", default=5.0, show_default=True, type=float, metavar="SECONDS", help="Look again so often.")
+@click.option("--every", default=5.0, type=float, metavar="SECONDS", help="Look again so often.")
 @click.option(
-    "--steps", default="-10:", show_default=True, metavar="STEPS",
+    "--steps", default="-10:", metavar="STEPS",
     help="Steps to show, the latest as they fit: 3, 2:8, -10: (the last ten), all, or several with commas.",
 )  # fmt: skip
-@click.option("--once", is_flag=True, default=False, help="Print one view and end, as when the output is no terminal.")
+@click.option("--once", is_flag=True, help="Print one view and end, as when the output is no terminal.")
 @_pair
 @_prints(wide=False, json="Print one view as JSON, with every digit.")
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
@@ -1357,15 +1325,13 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @main.command("export")
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--to",
-    required=True,
-    type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb", "mlflow"]),
+    "--to", required=True, type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb", "mlflow"]),
     help="Whose files to write.",
-)
+)  # fmt: skip
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
 @_pair
 @_steps
-@click.option("--force", is_flag=True, default=False, help="Replace files that lie there.")
+@click.option("--force", is_flag=True, help="Replace files that lie there.")
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..schemas.layout import SCORES, SEQUENCES
@@ -232,10 +233,11 @@ class Pace:
         return watched
 
 
-def _rows(table: Any) -> Any:
+def _rows(table: pa.Table) -> Iterator[tuple[Any, ...]]:
     return zip(*(table[name].to_pylist() for name in table.column_names), strict=True)
 
 
-def _total(values: Any) -> float | None:
-    known = list(values)
-    return None if any(value is None for value in known) else sum(known)
+def _total(values: Iterable[float | None]) -> float | None:
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return sum(known) if len(known) == len(found) else None

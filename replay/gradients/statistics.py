@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,9 @@ def modules(sums: Sums, pair: Pair, parts: Sequence[Part], reference: Sequence[P
     )
 
 
-def _module(name: str, size: int, pair: Pair, variances_M: Any, errors_M: Any, mask: np.ndarray) -> ModuleGradient:
+def _module(
+    name: str, size: int, pair: Pair, variances_M: np.ndarray | None, errors_M: np.ndarray | None, mask: np.ndarray
+) -> ModuleGradient:
     aa, ar, rr, dd = (float(values[mask].sum()) for values in (pair.aa, pair.ar, pair.rr, pair.dd))
     return ModuleGradient(
         module=name,
