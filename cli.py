@@ -1533,7 +1533,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 
         yield (
             f"the recorded bits did not come back in {len(broken)} steps (first: step {broken[0].step}), because "
-            f"{not_held_reason(broken[0].not_held)}; so a difference to `train` is not the arm's alone; what differs here: "
+            f"{not_held_reason(str(broken[0].not_held))}; so a difference to `train` is not the arm's alone; what differs here: "
             f"{'; '.join(broken[0].differs)}"
         )
     elif any(not result.identity_held for result in results):

@@ -18,13 +18,11 @@ from ..loaded import LoadedModel
 from ..meter import Meter, Told, untold
 from ..recorded import RecordedRun
 from .arm import GradientArm, corrected, parse_gradient_arm
-from .divisors import divisors
-from .loss import StepLoss, passes_of
+from .loss import StepLoss, divisors, passes_of
 from .results import GradientReport, GradientStep
 from .scorer import GradientScorer
 from .step import StepPasses
-from .update import Update
-from .updates import GRAD_NORMS, LEARNING_RATES, hyperparameters, logged, loss_steps, updates
+from .update import GRAD_NORMS, LEARNING_RATES, Update, hyperparameters, logged, loss_steps, updates
 
 LEAST_MICRO_BATCHES = 4
 _UNITS = 1000
