@@ -186,7 +186,7 @@ def _wanted(
     *,
     dry_run: bool,
 ) -> list[_Wanted]:
-    """What is to be done of each arm; everything that can be refused is, before anything is removed."""
+    """Return the work of each arm. Refuses whatever can be refused before anything is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
     contract = _contract(run, steps[0], first)
@@ -200,7 +200,7 @@ def _wanted(
         run.weights.load(missing[0])  # raises, and says what there is
     wanted: list[_Wanted] = []
     asked: list[tuple[ArmPass, list[int]]] = []
-    """Arms that were asked for, and the steps that they lack."""
+    """Requested arms with their missing steps."""
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm, capture)
         serves_others = arm.is_identity and len(arms) > 1
@@ -228,7 +228,7 @@ def _wanted(
 
 
 class _Telling:
-    """Tells a plan once, at the pace of the first rows."""
+    """Reports the plan once, at the pace of the first rows."""
 
     def __init__(self, plan: ReplayPlan, at_estimate: Callable[[ReplayPlan], None] | None):
         self._plan, self._at_estimate = plan, at_estimate
@@ -241,13 +241,13 @@ class _Telling:
         self.tell(tokens_per_s, self.loaded.load_s if self.loaded else 0.0)
 
     def tell(self, tokens_per_s: float, load_s: float) -> None:
-        """Tell it at this pace, where it was not told before."""
+        """Report the plan at this pace, the first time only."""
         if self._at_estimate is not None:
             tell, self._at_estimate = self._at_estimate, None
             tell(self._plan.at(tokens_per_s, load_s, self.num_actors))
 
     def at_room(self, num_actors: int) -> None:
-        """The steps are divided among so many actors."""
+        """Note how many actors share the steps."""
         self.num_actors = num_actors
 
 
@@ -417,11 +417,11 @@ class _Unit:
 
 
 class _UnitScores(NamedTuple):
-    """What came of a unit."""
+    """The result of a unit."""
 
     parts: list[tuple[ReplayedStep, list[GroupSums]]]
     tokens_per_s: float | None
-    """Of its first rows; None where nothing was scored."""
+    """Pace of its first rows; None if nothing was scored."""
     load_s: float
 
 
@@ -555,7 +555,7 @@ def _measured_on_cluster(
 
 
 def _num_cpus(gpus: float) -> int:
-    """CPUs that an actor with a model takes."""
+    """CPUs per actor with a model."""
     import torch
 
     return 1 if gpus else torch.get_num_threads()

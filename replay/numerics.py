@@ -1,4 +1,4 @@
-"""What an arm's numbers are computed with, where a rebuilt transformers model scores: the recorded contract, changed."""
+"""The settings of an arm on a rebuilt transformers model: the recorded contract with the arm's changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Numerics:
 
     arm: Arm
     recorded: Contract
-    """Of the pass that is replayed."""
+    """Contract of the replayed pass."""
 
     @property
     def dtype(self) -> str:
@@ -60,7 +60,7 @@ class Numerics:
 
     @property
     def is_tree(self) -> bool:
-        """Whether rows go through the model as the tree that they were recorded in: always where the arm leaves their shape."""
+        """Whether rows run as the recorded tree: always unless the arm changes their shape."""
         return (
             self.recorded.get("packing") == PREFIX_TREE
             and not self._is_shaped
@@ -69,7 +69,7 @@ class Numerics:
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows lie end to end in the forwards that they were recorded in: always where the arm leaves their shape."""
+        """Whether rows run end to end as recorded: always unless the arm changes their shape."""
         return self.recorded.get("packing") == PACKED_ROWS and not self._is_shaped
 
     @property
@@ -94,7 +94,7 @@ class Numerics:
 
     @property
     def uses_trl(self) -> bool:
-        """Whether the trainer's own code scores: always where it can do what the arm asks."""
+        """Whether TRL's own code scores: always if it can do what the arm asks."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding in END_TO_END or arm.compile or arm.dtype == "fp64"
