@@ -23,6 +23,8 @@ from click.core import ParameterSource
 
 from . import __version__
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
+from .replay.arm_option import GRADIENT, ArmOption
+from .replay.arms import Arm, names_for
 from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
@@ -38,6 +40,9 @@ from .schemas.passes import ROLLOUT
 
 if TYPE_CHECKING:
     from .analysis.rows import Rows
+    from .replay.plan import ReplayPlan
+    from .replay.results import ReplayedSteps
+    from .replay.sample import Sample
 
 SECTIONS = {
     "begin with": {
@@ -149,10 +154,13 @@ class Commands(click.Group):
     """Verbs grouped by the question that they answer; an error of ours becomes one line and its exit code."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a verb; each of them takes -q."""
+        """Add a verb; each of them takes -q and shows the defaults of its options."""
+        for param in cmd.params:
+            if isinstance(param, click.Option):
+                param.show_default = True
         cmd.params.append(
             click.Option(
-                ["-q", "--quiet"], is_flag=True, default=False, expose_value=False, help="Draw no progress.",
+                ["-q", "--quiet"], is_flag=True, expose_value=False, help="Draw no progress.",
                 callback=lambda ctx, option, value: ctx.meta.__setitem__(_QUIET, value),
             )
         )  # fmt: skip
@@ -269,10 +277,10 @@ class _Form:
 
 
 _CSV = click.option(
-    "--csv", "as_csv", is_flag=True, default=False,
+    "--csv", "as_csv", is_flag=True,
     help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
 )  # fmt: skip
-_WIDE = click.option("--wide", "is_wide", is_flag=True, default=False, help="Show all columns, however wide.")
+_WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, however wide.")
 
 
 def _prints(
@@ -296,21 +304,49 @@ def _prints(
 
 
 _steps = click.option(
-    "--steps", default="all", show_default=True, metavar="STEPS",
+    "--steps", default="all", metavar="STEPS",
     help="Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or several with commas.",
 )  # fmt: skip
-_pair = click.option(
-    "--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare, d = A - B."
-)
+_pair = click.option("--pair", default="train:rollout", metavar="A:B", help="Passes to compare, d = A - B.")
 _weights_from = click.option(
     "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, where the trace has no weights of its own."
 )
 
 
+_model_factory = click.option(
+    "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model that transformers does not know."
+)
+_capture_fraction = click.option(
+    "--capture-fraction", default=1.0, type=float, metavar="F",
+    help="Share of the sequences whose distributions are kept.",
+)  # fmt: skip
+_partial = click.option("--partial", is_flag=True, help="Answer from what can be read of a damaged trace.")
+_confidence = click.option(
+    "--confidence", default=0.95, type=float, metavar="C", help="Level of the intervals over groups."
+)
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
     help="Fetch this recorded attention kernel from the hub and run it, as kernels-community/flash-attn2; can be repeated.",
 )  # fmt: skip
+
+
+def _by(*values: str, help: str = "What a row stands for.") -> Callable[[Any], Any]:
+    """`--by`, whose first value is its default."""
+    return click.option("--by", default=values[0], type=click.Choice(values), help=help)
+
+
+def _arm_options(command: Any) -> Any:
+    """Let a command take each option of an arm as one of its own."""
+    for field in reversed(fields(Arm)):
+        described: ArmOption = field.metadata["option"]
+        kind = {"int": int, "float": float, "bool": bool}.get(str(field.type).partition(" ")[0], str)
+        choices = click.Choice(described.values) if described.values and not described.takes_numbers else kind
+        metavar = "|".join(described.values) if described.takes_numbers else described.metavar
+        command = click.option(
+            "--" + field.name.replace("_", "-"), is_flag=kind is bool, default=False if kind is bool else field.default or None,
+            type=None if kind is bool else choices, metavar=metavar, help=described.help,
+        )(command)  # fmt: skip
+    return command
 
 
 def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -355,41 +391,32 @@ def main() -> None:
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder, or URL, to write the trace to.")
 @click.option(
-    "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits",
-    help="What to keep of each token's distribution.",
-)  # fmt: skip
+    "--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to keep of each token's distribution."
+)
+@_capture_fraction
 @click.option(
-    "--capture-fraction", default=1.0, show_default=True, type=float, metavar="F",
-    help="Share of the sequences whose distributions are kept.",
-)  # fmt: skip
-@click.option(
-    "--weights", default="auto", show_default=True, type=click.Choice(["auto", "delta", "none"]),
+    "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
     help="Keep every policy version's weights, bit for bit; auto: of a model below --weights-below.",
 )  # fmt: skip
 @click.option(
-    "--weights-below", default="500MB", show_default=True, metavar="SIZE",
-    help="Largest model whose weights are kept by --weights auto.",
-)  # fmt: skip
+    "--weights-below", default="500MB", metavar="SIZE", help="Largest model whose weights are kept by --weights auto."
+)
 @click.option(
-    "--weights-from", default=None, metavar="DIR",
+    "--weights-from", metavar="DIR",
     help="Folder of the Hugging Face checkpoints that the run saves, to read weights from there instead.",
 )  # fmt: skip
+@click.option("--routing", is_flag=True, help="Keep the router choices of a mixture of experts, token by token.")
 @click.option(
-    "--routing", is_flag=True, default=False, help="Keep the router choices of a mixture of experts, token by token."
-)
-@click.option(
-    "--engine-weights", default="given", show_default=True, type=click.Choice(["given", "held", "none"]),
+    "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
     help="Digests of vLLM's weights to keep: of what it is given, or of what it has held at every version too.",
 )  # fmt: skip
+@click.option("--resume", is_flag=True, help="Add to a trace that lies there: the run goes on from a checkpoint.")
+@click.option("--compact", is_flag=True, help="Merge the files of all writers at the end.")
 @click.option(
-    "--resume", is_flag=True, default=False, help="Add to a trace that lies there: the run goes on from a checkpoint."
-)
-@click.option("--compact", is_flag=True, default=False, help="Merge the files of all writers at the end.")
-@click.option(
-    "--max-wait", default=60.0, show_default=True, type=float, metavar="SECONDS",
+    "--max-wait", default=60.0, type=float, metavar="SECONDS",
     help="Longest wait of a process for a file system that does not answer; then it stops recording and goes on.",
 )  # fmt: skip
-@click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there, and nothing else.")
+@click.option("--force", is_flag=True, help="Replace a trace that lies there, and nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
@@ -440,21 +467,15 @@ tim-trace import auto outputs/token_exports -o runs/mine
 )  # fmt: skip
 @_steps
 @click.option(
-    "--sample", default=1.0, show_default=True, type=float, metavar="F",
-    help="Share of the sequences, by a hash of their names.",
-)  # fmt: skip
+    "--sample", default=1.0, type=float, metavar="F", help="Share of the sequences, by a hash of their names."
+)
 @click.option(
-    "--partial",
-    is_flag=True,
-    default=False,
-    help="Read steps and files that are not complete yet, as far as they are there.",
+    "--partial", is_flag=True, help="Read steps and files that are not complete yet, as far as they are there."
 )
 @click.option("--model", metavar="DIR", help="Attach the weights of a Hugging Face folder, for a replay.")
-@click.option(
-    "--model-version", default=0, show_default=True, type=int, metavar="N", help="Policy version of these weights."
-)
+@click.option("--model-version", default=0, type=int, metavar="N", help="Policy version of these weights.")
 @click.option("--tokenizer", metavar="DIR", help="With --model: the folder of the tokenizer, where it is another one.")
-@click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
+@click.option("--force", is_flag=True, help="Replace a trace that lies there.")
 @_ray
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
     """Make a trace of another tool's files, or add what is new to it.
@@ -536,10 +557,8 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
 @click.option(
     "-o", "--output", metavar="RUN2", help="Write the result to a folder or a URL (s3://...), and leave RUN as it is."
 )
-@click.option(
-    "--file-size", default="512MB", show_default=True, metavar="SIZE", help="Approximate size of a merged file."
-)
-@click.option("--force", is_flag=True, default=False, help="With --output: replace a trace that lies in that folder.")
+@click.option("--file-size", default="512MB", metavar="SIZE", help="Approximate size of a merged file.")
+@click.option("--force", is_flag=True, help="With --output: replace a trace that lies in that folder.")
 @_ray
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
@@ -564,7 +583,7 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 @_example("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"")
 @main.command("sql")
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
-@click.option("--unsafe", is_flag=True, default=False, help="Let the query write, and read other files.")
+@click.option("--unsafe", is_flag=True, help="Let the query write, and read other files.")
 @_prints()
 def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     """Answer a query in DuckDB SQL over one trace or several.
@@ -588,7 +607,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 @click.argument("name", required=False)
 @click.argument("traces", nargs=-1, metavar="[RUN...]")
 @_pair
-@click.option("--sql", "as_sql", is_flag=True, default=False, help="Print the query itself, to start from.")
+@click.option("--sql", "as_sql", is_flag=True, help="Print the query itself, to start from.")
 @_prints()
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
     """List the named queries, or run one: its rows over one trace or several.
@@ -617,19 +636,11 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
+@_by("run", "step", "sequence", "layer", help="What a row stands for; layer: of router choices.")
 @click.option(
-    "--by",
-    default="run",
-    show_default=True,
-    type=click.Choice(["run", "step", "sequence", "layer"]),
-    help="What a row stands for; layer: of router choices.",
-)
-@click.option(
-    "--exact",
-    is_flag=True,
-    default=False,
+    "--exact", is_flag=True,
     help="Exact quantiles of a run of any size; past 33,554,432 tokens they are within 0.1 % otherwise.",
-)
+)  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
     help="The framework's own numbers, by its own definitions; its own options are below.",
@@ -658,9 +669,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @_pair
 @_steps
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing.")
-@click.option(
-    "-v", "--verbose", is_flag=True, default=False, help="Evidence, published figures, alarms and replays as tables."
-)
+@click.option("-v", "--verbose", is_flag=True, help="Evidence, published figures, alarms and replays as tables.")
 @_prints(csv=False, wide=False)
 def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **options: str) -> None:
     """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
@@ -683,7 +692,7 @@ def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **opti
 @click.argument("trace", metavar="RUN")
 @_pair
 @_steps
-@click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
+@_partial
 @_ray
 @_prints(csv=False, wide=False)
 def check(trace: str, form: _Form, **options: Any) -> None:
@@ -733,24 +742,16 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
+@_by("run", "step", "length", help="What the rows of one correction stand for; length: quarters of the sequences.")
+@click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Of token-tis and token-mis.")
+@click.option("--sequence-threshold", default=2.0, type=float, metavar="C", help="Of sequence-tis and sequence-mis.")
+@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Ratios that icepop keeps.")
 @click.option(
-    "--by", default="run", show_default=True, type=click.Choice(["run", "step", "length"]),
-    help="What the rows of one correction stand for; length: quarters of the sequences.",
-)  # fmt: skip
-@click.option(
-    "--token-threshold", default=2.0, show_default=True, type=float, metavar="C", help="Of token-tis and token-mis."
-)
-@click.option(
-    "--sequence-threshold", default=2.0, show_default=True, type=float, metavar="C",
-    help="Of sequence-tis and sequence-mis.",
-)  # fmt: skip
-@click.option("--icepop", default="0.5_5.0", show_default=True, metavar="LOW_HIGH", help="Ratios that icepop keeps.")
-@click.option(
-    "--geometric", default="0.999_1.002", show_default=True, metavar="LOW_HIGH",
+    "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
     help="Geometric means of a sequence's ratios that geometric keeps.",
 )  # fmt: skip
 @click.option(
-    "--veto", default=1e-4, show_default=True, type=float, metavar="R",
+    "--veto", default=1e-4, type=float, metavar="R",
     help="A sequence with a token ratio below it is thrown out by veto.",
 )  # fmt: skip
 @_ray
@@ -798,13 +799,8 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--correction-low", type=float, metavar="C", help="Its lower bound on train / rollout.")
 @click.option("--correction-high", type=float, metavar="C", help="Its upper bound.")
-@click.option(
-    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over groups."
-)
-@click.option(
-    "--by", default="run", show_default=True, type=click.Choice(["run", "step"]),
-    help="What a row stands for; run adds the worst steps.",
-)  # fmt: skip
+@_confidence
+@_by("run", "step", help="What a row stands for; run adds the worst steps.")
 @_ray
 @_prints(json="Print JSON, with every digit and every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
@@ -858,77 +854,25 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @_steps
 @click.option(
     "--sample", metavar="F|N",
-    help="Score a random share of the sequences (below 1) or so many, in whole groups; more later adds to them.",
+    help="Score a random share (below 1) or number of sequences, in whole groups; a larger one later adds to it.",
 )  # fmt: skip
-@click.option("--as-recorded", is_flag=True, default=False, help="Change nothing: the default, said aloud.")
-@click.option(
-    "--engine", default="hf", show_default=True, type=click.Choice(["hf", "vllm", "exact"]),
-    help="The rebuilt transformers model, vLLM on the same weights, or a forward with the same bits in every batch.",
-)  # fmt: skip
-@click.option(
-    "--dtype", type=click.Choice(["fp64", "fp32", "tf32", "bf16", "fp16"]), help="Of weights and activations."
-)
-@click.option(
-    "--quantize", type=click.Choice(["int8", "int4", "fp8"]), help="Round linear layers' weights, the head's not."
-)
-@click.option("--lm-head", type=click.Choice(["fp32"]), help="Project the head in float32.")
-@click.option(
-    "--logits-dtype", type=click.Choice(["fp64", "fp32", "bf16", "fp16"]), help="Of the logits and the logprob."
-)
-@click.option(
-    "--attention", type=click.Choice(["eager", "math", "flash", "efficient", "cudnn", "flex"]), help="Attention kernel."
-)
-@click.option("--batch-size", type=int, metavar="N", help="Rows of a forward.")
-@click.option(
-    "--batch-tokens", type=int, metavar="N", help="Most tokens of a forward, padding among them; like lengths together."
-)
-@click.option(
-    "--padding", type=click.Choice(["left", "right", "packed", "shared"]),
-    help="Side of the padding; rows of like length end to end, without any; or so, with a group's prompt run once.",
-)  # fmt: skip
-@click.option(
-    "--mode", default="prefill", show_default=True, metavar="prefill|decode|chunked:N",
-    help="One forward, or the response through the KV cache, 1 or N tokens at a time.",
-)  # fmt: skip
-@click.option("--kv-dtype", type=click.Choice(["fp8"]), help="Of what the KV cache holds.")
-@click.option("--threads", type=int, metavar="N", help="Threads of a CPU operation.")
-@click.option("--compile", is_flag=True, default=False, help="torch.compile of the backbone.")
-@click.option("--prefix-caching", type=click.Choice(["on", "off"]), help="vLLM's prefix cache.")
-@click.option("--attention-backend", metavar="NAME", help="vLLM's attention, by its own name, as FLASH_ATTN.")
-@click.option(
-    "--tensor-parallel-size", type=int, metavar="N", help="vLLM's: GPUs that each layer's weights are divided among."
-)
-@click.option("--gpu-memory-utilization", type=float, metavar="SHARE", help="vLLM's: share of a GPU's memory.")
-@click.option("--max-model-len", type=int, metavar="N", help="vLLM's: most tokens of a sequence.")
-@click.option("--deterministic", is_flag=True, default=False, help="Deterministic algorithms only.")
-@click.option("--temperature", type=float, metavar="T", help="Divide the logits by T.")
-@click.option("--top-p", type=float, metavar="P", help="Keep the smallest set of tokens of mass P.")
-@click.option("--top-k", type=int, metavar="K", help="Keep the K most probable tokens.")
-@click.option("--routing", type=click.Choice(["recorded"]), help="Send each token to the experts that were recorded.")
-@click.option(
-    "--adapter", type=click.Choice(["off", "merged"]),
-    help="Of a model with adapters: without them, as its reference, or merged into the weights, as engines are given them.",
-)  # fmt: skip
-@click.option("--weights-version", type=int, metavar="N", help="Score with the weights of this policy version.")
-@click.option("--name", metavar="NAME", help="Name of the arm that the options above make.")
+@click.option("--as-recorded", is_flag=True, help="Replay with the recorded settings (default).")
+@_arm_options
 @click.option(
     "--arm", multiple=True, metavar="CHANGES", help="One more arm, as dtype=fp16,batch-size=1; can be repeated."
 )
 @click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with a table each.")
-@click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
+@_model_factory
 @_weights_from
 @_allow_kernel
 @click.option(
-    "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits|hidden",
+    "--capture", default="logprobs", metavar="logprobs|topk:K|logits|hidden",
     help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
 )  # fmt: skip
+@_capture_fraction
+@click.option("--force", is_flag=True, help="Replace arms that are there already.")
 @click.option(
-    "--capture-fraction", default=1.0, show_default=True, type=float, metavar="F",
-    help="Share of the sequences whose distributions are kept.",
-)  # fmt: skip
-@click.option("--force", is_flag=True, default=False, help="Replace arms that are there already.")
-@click.option(
-    "--dry-run", is_flag=True, default=False,
+    "--dry-run", is_flag=True,
     help="Write nothing: print what each arm still has to do, and how long that takes at the pace of the first rows.",
 )  # fmt: skip
 @_ray
@@ -947,8 +891,8 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     from .replay.results import by_arm
     from .tracer.scored_passes import replayed_pair
 
-    def tell_estimate(plan: Any) -> None:
-        if plan.seconds >= _LEAST_TOLD_S and not click.get_current_context().meta.get(_QUIET, False):
+    def tell_estimate(plan: ReplayPlan) -> None:
+        if (plan.seconds or 0) >= _LEAST_TOLD_S and not click.get_current_context().meta.get(_QUIET, False):
             _tell(estimate_sentence(plan))
 
     with _library_output_held_back():
@@ -971,22 +915,13 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @_steps
-@click.option(
-    "--reference",
-    default="fp64",
-    show_default=True,
-    type=click.Choice(["fp64", "fp32"]),
-    help="Precision of the reference.",
-)
+@click.option("--reference", default="fp64", type=click.Choice(["fp64", "fp32"]), help="Precision of the reference.")
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, as dtype=bf16; can be repeated.")
 @_weights_from
 @_allow_kernel
 @_ray
 @_gpus_per_arm
-@click.option(
-    "--by", default="side", show_default=True, type=click.Choice(["side", "arm", "probability", "position"]),
-    help="What a row of --csv stands for.",
-)  # fmt: skip
+@_by("side", "arm", "probability", "position", help="What a row of --csv stands for.")
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
@@ -1012,10 +947,11 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--arm", multiple=True, metavar="CHANGES",
-    help="Another gradient, as dtype=bf16,correction=none: see above; can be repeated.",
+    help="Another gradient, as dtype=bf16,correction=none: see above; can be repeated. Of replay's options it takes "
+    f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
-    "--micro-batches", default=4, show_default=True, type=int, metavar="N",
+    "--micro-batches", default=4, type=int, metavar="N",
     help="Least micro-batches that bias and variance are over; 0: leave them out.",
 )  # fmt: skip
 @click.option(
@@ -1023,22 +959,18 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     help="The loss where the trace does not say it, or in the place of what it says, as kind=ppo_clip,clip_high=0.28.",
 )  # fmt: skip
 @click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
-@click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
+@_model_factory
 @_weights_from
 @_allow_kernel
 @_ray
 @_gpus_per_arm
-@click.option(
-    "--by", default="step", show_default=True, type=click.Choice(["step", "module", "arm"]),
-    help="What a row stands for.",
-)  # fmt: skip
+@_by("step", "module", "arm")
 @_prints()
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
 
     The gradient as recorded comes first, and its norm is held against the grad norm that the trainer logged. An arm is one
-    or several changes with commas in between: those of the forward and backward that replay takes (dtype, quantize,
-    lm-head, logits-dtype, attention, batch-size, padding, threads, deterministic, temperature, weights-version);
+    or several changes with commas in between: those of the forward and backward that --arm lists;
     logprobs=train|rollout|current|replay/NAME, what the loss compares with in the place of the trainer's (rollout is bypass
     mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
     sequence_mask:3. correction=exact has the untruncated weights train / rollout. name=NAME names an arm.
@@ -1067,11 +999,11 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--from-dumps", nargs=2, metavar="A B",
     help="In the place of RUN: two folders of tensors that SGLang's dumper, msprobe or torch.save wrote.",
 )  # fmt: skip
-@click.option("--steps", default="-1", show_default=True, metavar="STEP", help="One recorded step; -1 is the last.")
+@click.option("--steps", default="-1", metavar="STEP", help="One recorded step; -1 is the last.")
 @click.option("--arm", metavar="CHANGES", help="Execution a, as replay's --arm; as recorded without it.")
-@click.option("--against", default="dtype=fp64", show_default=True, metavar="CHANGES", help="Execution b.")
+@click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
-    "--sequences", default="8", show_default=True, metavar="WHICH",
+    "--sequences", default="8", metavar="WHICH",
     help="How many, where trainer and engine lie farthest apart; random:N; or names with commas.",
 )  # fmt: skip
 @click.option("--layers", metavar="LAYERS", help="Look at these alone, as 3 or 2:8; the first is 0.")
@@ -1079,31 +1011,25 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--operators", metavar="WORDS", help="Look at those alone that have one of these in their names, as q_proj,rotary."
 )
 @click.option(
-    "--patch", default="kinds", show_default=True, type=click.Choice(["kinds", "layers", "all", "none"]),
+    "--patch", default="kinds", type=click.Choice(["kinds", "layers", "all", "none"]),
     help="Which operators are computed by the other execution's code, as proof.",
 )  # fmt: skip
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds the model of a.")
 @click.option("--against-factory", metavar="MODULE:FUNCTION", help="What builds the model of b.")
 @_weights_from
 @click.option(
-    "--keep/--no-keep", default=True, show_default=True,
+    "--keep/--no-keep", default=True,
     help="Keep the result in the trace, for sql, report and diagnose; the same question again replaces it.",
 )  # fmt: skip
+@_by("kind", "operator", "layer", "patch", "parameter", help="What a row of --csv stands for.")
 @click.option(
-    "--by", default="kind", show_default=True, type=click.Choice(["kind", "operator", "layer", "patch", "parameter"]),
-    help="What a row of --csv stands for.",
-)  # fmt: skip
-@click.option(
-    "--backward",
-    is_flag=True,
-    default=False,
-    help="The same for gradients of the recorded loss, as locate_backward in Python.",
+    "--backward", is_flag=True, help="The same for gradients of the recorded loss, as locate_backward in Python."
 )
 @click.option(
     "--loss", metavar="FIELDS", help="With --backward: the loss where the trace does not say it, as gradient's --loss."
 )
 @click.option(
-    "--limit", default=24, show_default=True, type=click.IntRange(1), metavar="N",
+    "--limit", default=24, type=click.IntRange(1), metavar="N",
     help="Most rows to print of --from-dumps; --json and --csv have all.",
 )  # fmt: skip
 @_prints()
@@ -1165,20 +1091,16 @@ def locate(
 def _locate_backward(
     trace: str, by: str, form: _Form, *, patch: str, layers: str | None, operators: str | None, **options: Any
 ) -> None:
-    """`locate --backward`."""
+    """Answer `locate --backward`."""
     from dataclasses import asdict
 
     from .analysis.locate_backward import backward_rows, check_by, locate_backward
     from .analysis.locate_backward_text import backward_sentence, backward_text
 
-    given = click.get_current_context().get_parameter_source("patch")
-    if given is not click.core.ParameterSource.DEFAULT and patch != "none":
+    for option in _given("patch", "layers", "operators") - ({"patch"} if patch == "none" else set()):
         raise InvalidOption(
-            "does not go with --backward: no operator is patched in a backward; leave it out", option="patch"
+            "does not go with --backward, which looks at every operator and patches none; leave it out", option=option
         )
-    for option, value in (("layers", layers), ("operators", operators)):
-        if value is not None:
-            raise InvalidOption("does not go with --backward: every operator is looked at; leave it out", option=option)
     check_by(by)
     with _library_output_held_back():
         found = locate_backward(trace, progress=_progress, **options)
@@ -1191,10 +1113,18 @@ def _locate_backward(
         raise click.exceptions.Exit(1)
 
 
-_NOT_FOR_DUMPS = (
-    "steps", "arm", "against", "sequences", "layers", "operators", "patch", "model_factory", "against_factory", "weights_from", "backward", "loss",
-    "keep",
-)  # fmt: skip
+_FOR_DUMPS = frozenset({"from_dumps", "by", "limit", "as_json", "as_csv", "is_wide", "quiet"})
+
+
+def _given(*names: str) -> set[str]:
+    """Which options of the command stand on the command line: among these names, or of all."""
+    context = click.get_current_context()
+    known = {parameter.name for parameter in context.command.params if isinstance(parameter, click.Option)}
+    return {
+        name
+        for name in (names or known)
+        if name is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
 
 
 def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: int, form: _Form) -> None:
@@ -1204,18 +1134,11 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
     from .analysis.dumps.compare import dumps_rows, locate_dumps
     from .analysis.dumps.text import dumps_text, sentence
 
-    context = click.get_current_context()
-    given = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name in _NOT_FOR_DUMPS
-        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
-    ]
+    given = [f"--{name.replace('_', '-')}" for name in sorted(_given() - _FOR_DUMPS)]
     if trace is not None or given:
         what = f"{trace} is" if trace is not None else f"{', '.join(given)} {'is' if len(given) == 1 else 'are'}"
         raise click.UsageError(f"--from-dumps compares two folders as they are, so {what} not for it; leave it out")
-    if context.get_parameter_source("by") is not ParameterSource.COMMANDLINE:
-        by = "operator"
+    by = by if _given("by") else "operator"
     if by not in ("operator", "layer"):
         raise click.UsageError(f"--from-dumps has rows --by operator or layer; got {by}")
     found = locate_dumps(*folders, progress=_progress)
@@ -1231,34 +1154,28 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
 @_example("tim-trace weights runs/demo --by module")
 @main.command()
 @click.argument("trace", metavar="RUN")
+@_by("version", "module")
 @click.option(
-    "--by",
-    default="version",
-    show_default=True,
-    type=click.Choice(["version", "module"]),
-    help="What a row stands for.",
-)
-@click.option(
-    "--engine", is_flag=True, default=False,
+    "--engine", is_flag=True,
     help="The engine's weights beside the trainer's: when each tensor was given last, and whether the two agree.",
 )  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
     help="Round the weights to it: what an engine of that dtype loads.",
 )  # fmt: skip
-@click.option("--verify", is_flag=True, default=False, help="Rebuild every version and compare its hashes.")
+@click.option("--verify", is_flag=True, help="Rebuild every version and compare its hashes.")
 @_weights_from
 @click.option(
-    "--export", "exported", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
+    "--export", "exported", nargs=2, type=(int, str), metavar="VERSION DIR",
     help="Write a version as a folder that from_pretrained loads.",
 )  # fmt: skip
 @click.option(
-    "--attach", "attached", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
+    "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
     help="Store the weights of a Hugging Face folder as a version, so that an imported dump can be replayed.",
 )  # fmt: skip
 @click.option("--tokenizer", metavar="DIR", help="With --attach: folder of the tokenizer, if it is another one.")
-@click.option("--force", is_flag=True, default=False, help="With --attach: replace weights that were attached before.")
-@click.option("-v", "--verbose", is_flag=True, default=False, help="With --engine: list tensors that agree, too.")
+@click.option("--force", is_flag=True, help="With --attach: replace weights that were attached before.")
+@click.option("-v", "--verbose", is_flag=True, help="With --engine: list tensors that agree, too.")
 @_prints()
 def weights(
     trace: str, by: str, engine: bool, dtype: str | None, verify: bool, weights_from: str | None,
@@ -1313,9 +1230,8 @@ def weights(
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--control", default=None, metavar="RUN2",
-    help="A run with the same seeds that differs in one thing, best with an exact engine.",
-)  # fmt: skip
+    "--control", metavar="RUN2", help="A run with the same seeds that differs in one thing, best with an exact engine."
+)
 @_pair
 @_steps
 @_prints(csv=False, wide=False)
@@ -1344,15 +1260,15 @@ def attribute(trace: str, control: str | None, pair: str, steps: str, form: _For
     "--pdf", metavar="FILE.pdf|DIR", help="File with a page a figure, or folder with one PDF a figure; with CSV."
 )
 @click.option(
-    "--width", default="column", show_default=True, metavar="INCHES|NAME",
+    "--width", default="column", metavar="INCHES|NAME",
     help="Width of those figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
 )  # fmt: skip
-@click.option("--font", default="DejaVu Sans", show_default=True, metavar="NAME", help="Font of those figures.")
-@click.option("--title", is_flag=True, default=False, help="Put a title above each of those figures.")
+@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font of those figures.")
+@click.option("--title", is_flag=True, help="Put a title above each of those figures.")
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
 @_pair
 @_steps
-@click.option("--force", is_flag=True, default=False, help="Replace existing files.")
+@click.option("--force", is_flag=True, help="Replace existing files.")
 def report(
     traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any
 ) -> None:
@@ -1376,14 +1292,12 @@ def report(
 @_example("tim-trace watch runs/demo --once")
 @main.command()
 @click.argument("trace", metavar="RUN")
+@click.option("--every", default=5.0, type=float, metavar="SECONDS", help="Seconds between two views.")
 @click.option(
-    "--every", default=5.0, show_default=True, type=float, metavar="SECONDS", help="Seconds between two views."
-)
-@click.option(
-    "--steps", default="-10:", show_default=True, metavar="STEPS",
+    "--steps", default="-10:", metavar="STEPS",
     help="Steps to show, the latest that fit: 3, 2:8, -10: (the last ten), all, or several with commas.",
 )  # fmt: skip
-@click.option("--once", is_flag=True, default=False, help="Print one view and end, as when the output is no terminal.")
+@click.option("--once", is_flag=True, help="Print one view and end, as when the output is no terminal.")
 @_pair
 @_prints(wide=False, json="Print one view as JSON, with every digit.")
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
@@ -1418,7 +1332,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
 @_pair
 @_steps
-@click.option("--force", is_flag=True, default=False, help="Replace existing files.")
+@click.option("--force", is_flag=True, help="Replace existing files.")
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
@@ -1441,10 +1355,8 @@ def export_(trace: str, **options: Any) -> None:
     help="check, or a number and its bound, as tim.k3>1e-3 or verl.k3_kl>=0.05; can be repeated.",
 )  # fmt: skip
 @_pair
-@click.option(
-    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over groups."
-)
-@click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
+@_confidence
+@_partial
 @click.option(
     "--junit", metavar="FILE.xml", help="File of JUnit XML to write as well, a test case a condition, for CI pages."
 )
@@ -1608,7 +1520,7 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     )
 
 
-def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
+def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
     """Yield what to know about a replay, and the next command."""
     if results.sample is not None:
         yield _sampled(results.sample)
@@ -1620,7 +1532,7 @@ def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
 
         yield (
             f"the recorded bits were not reproduced in {len(broken)} steps (first: step {broken[0].step}), because "
-            f"{not_held_reason(broken[0].not_held)}; differences to `train` are not due to the arm alone; what differs here: "
+            f"{not_held_reason(str(broken[0].not_held))}; differences to `train` are not due to the arm alone; what differs here: "
             f"{'; '.join(broken[0].differs)}"
         )
     elif any(not result.identity_held for result in results):
@@ -1628,7 +1540,7 @@ def _replayed(trace: str, results: Any, pair: str) -> Iterator[str]:
     yield f"next: tim-trace stats {trace} --pair {pair} --by step"
 
 
-def _sampled(sample: Any) -> str:
+def _sampled(sample: Sample) -> str:
     """Describe the sample of a replay."""
     thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
     return (

@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 from comparison import ratios
 from replaying import copy_of, record_steps
+from tim_trace.replay.backends.kernels import KERNELS
 
 SIZES = {
     "tiny": {
@@ -49,7 +50,6 @@ SMALL = {"tiny": (4, 8), "0.1b": (4, 32), "0.6b": (4, 64)}
 """Sequences and response tokens of step 2, on which slow arms run; its prompts are as long."""
 ROWS = 8
 
-KERNELS = ("eager", "math", "flash", "efficient", "cudnn", "flex")
 ARMS = {
     **dict.fromkeys(("dtype=fp32", "dtype=tf32", "dtype=bf16", "dtype=fp16", "dtype=bf16,lm-head=fp32"), "1"),
     **dict.fromkeys((f"dtype=bf16,attention={kernel}" for kernel in KERNELS), "1"),

@@ -9,10 +9,9 @@ import numpy as np
 from comparison import Comparison, in_turn, ratios
 from replaying import VOCAB, forward_of, small_model
 from tim_trace.replay.arms import Arm
-from tim_trace.replay.loaded import LoadedModel
+from tim_trace.replay.loaded import LoadedModel, scorer_of
 from tim_trace.replay.meter import untold
 from tim_trace.replay.recorded import RecordedRun
-from tim_trace.replay.scorers import scorer_of
 from tim_trace.schemas.capture import Capture
 from tim_trace.tracer.recorder import Recorder
 

@@ -17,6 +17,8 @@ import click
 import tim_trace
 from tim_trace import cli
 from tim_trace.analysis.attribution.text import EVIDENCE_OF, UNITS
+from tim_trace.replay.arm_option import ENGINES, GRADIENT
+from tim_trace.replay.arms import OPTIONS
 from tim_trace.schemas.located import LOCATED_TABLES
 from tim_trace.schemas.sums import KINDS
 from tim_trace.schemas.tables import TABLES
@@ -191,6 +193,7 @@ def pages():
         },
         "reference/import-formats.md": {"formats": "\n\n".join(formats())},
         "reference/python.md": {"names": "\n\n".join(public_names())},
+        "reference/arms.md": {"options": arms()},
         "reference/check.md": {"thresholds": thresholds("check/thresholds.py")},
         "reference/trace-format.md": {
             "tables": "\n\n".join(
@@ -202,6 +205,31 @@ def pages():
             "located": "\n\n".join(table(spec) for spec in LOCATED_TABLES.values()),
         },
     }
+
+
+def arms():
+    """The options of a replay arm, who takes them, and what they exclude, as a Markdown table."""
+    lines = ["| option | values | what it does | engines | not with | gradient |", "|---|---|---|---|---|---|"]
+    for name, described in OPTIONS.items():
+        refused = [
+            f"{', '.join(f'`{value}`' for value in values)} (engine {user})"
+            for user, values in described.refused.items()
+            if user in ENGINES
+        ]
+        clashes = [clash_text(clash) for clash in described.clashes]
+        values = ", ".join(f"`{value}`" for value in described.values) or described.metavar or ""
+        engines = ", ".join(engine for engine in ENGINES if engine in described.users)
+        excluded = "; ".join(refused + clashes)
+        cells = (f"`{name.replace('_', '-')}`", values, described.help, engines, excluded)
+        lines.append(f"| {' | '.join(cells)} | {'yes' if GRADIENT in described.users else ''} |")
+    return "\n".join(lines)
+
+
+def clash_text(clash):
+    """`packed`, `shared` with mode `decode`, `chunked`"""
+    other = " ".join([f"`{clash.other.replace('_', '-')}`", ", ".join(clash.others)]).strip()
+    own = f"{', '.join(f'`{value}`' for value in clash.values)} with " if clash.values else ""
+    return own + other + (f" (engine {clash.engine})" if clash.engine else "")
 
 
 def llms():

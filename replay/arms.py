@@ -3,178 +3,176 @@
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import InvalidOption, option
+from .arm_option import (
+    ENGINES,
+    EXACT,
+    FACTORY,
+    GRADIENT,
+    HF,
+    LOCATE,
+    VLLM,
+    ArmOption,
+    Clash,
+    arm_option,
+    check_clashes,
+)  # fmt: skip
+from .backends.kernels import KERNELS
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """What --dtype takes -> torch's name of the weights' dtype."""
-ATTENTIONS = ("eager", "math", "flash", "efficient", "cudnn", "flex")
-QUANTIZATIONS = ("int8", "int4", "fp8")
-PADDINGS = ("left", "right", "packed", "shared")
-KV_DTYPES = ("fp8",)
-PACKABLE = (None, "math", "flash", "efficient", "cudnn")
-"""What --attention may be in packed and shared forwards."""
-ROUTINGS = ("recorded",)
-ENGINES = ("hf", "vllm", "exact")
+PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
+"""Attention kernels that packed and shared forwards can have."""
 AS_RECORDED = "as-recorded"
-_OF_VLLM = ("prefix_caching", "attention_backend", "tensor_parallel_size", "gpu_memory_utilization", "max_model_len")
-_NOT_OF = {
-    "hf": _OF_VLLM,
-    "vllm": (
-        "quantize", "lm_head", "logits_dtype", "attention", "padding", "deterministic", "threads", "compile", "routing",
-    ),
-    "exact": (
-        *_OF_VLLM, "logits_dtype", "attention", "kv_dtype", "deterministic", "compile", "top_k", "top_p", "routing",
-    ),
-}  # fmt: skip
-"""Engine -> settings that it does not have. Engine exact has one attention, and is deterministic as it is."""
+_ANY = (HF, VLLM, EXACT, LOCATE, FACTORY, GRADIENT)
+_TORCH = (HF, EXACT, LOCATE, FACTORY, GRADIENT)
+_CACHED = ("decode", "chunked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
     """A replay configuration. None, or the default, is "as recorded"."""
 
-    name: str = ""
-    """The pass is `replay/<name>`; made of the changes when it is not given."""
-    engine: str = "hf"
-    """`hf`: the rebuilt transformers model; `vllm`: vLLM on the same weights; `exact`: the same bits in every batch."""
-    dtype: str | None = None
-    """Of weights and activations: a key of DTYPES."""
-    quantize: str | None = None
-    """Weight-only fake quantisation of linear layers but the head: int8, int4 or fp8, in groups of 128 inputs."""
-    lm_head: str | None = None
-    """`fp32`: the head's projection in float32."""
-    logits_dtype: str | None = None
-    """Of the logits before the logprob: fp64, fp32, bf16, fp16."""
-    attention: str | None = None
-    """Attention kernel: one of ATTENTIONS."""
-    batch_size: int | None = None
-    """Rows of a forward."""
-    batch_tokens: int | None = None
-    """Most tokens of a forward, padding among them; rows of like length go together."""
-    padding: str | None = None
-    """Side of the padding, left or right; `packed`: rows of like length end to end, without padding; `shared`: so too, and a
-    prompt that several rows have runs once."""
-    mode: str = "prefill"
-    """`prefill`; `decode`: one token at a time through the KV cache; `chunked:N`: N at a time."""
-    kv_dtype: str | None = None
-    """Of what the KV cache holds: fp8 (e4m3, scale 1, vLLM's default)."""
-    threads: int | None = None
-    """Threads of a CPU operation."""
-    compile: bool = False
-    """torch.compile of the backbone."""
-    prefix_caching: str | None = None
-    """vLLM's, on or off."""
-    attention_backend: str | None = None
-    """vLLM's, by its own name, such as FLASH_ATTN."""
-    tensor_parallel_size: int | None = None
-    """vLLM's: GPUs that each layer's weights are divided among; on CPUs processes."""
-    gpu_memory_utilization: float | None = None
-    """vLLM's: share of a GPU's memory; else the recorded one, or what is free, up to 0.9."""
-    max_model_len: int | None = None
-    """vLLM's: most tokens of a sequence; else the recorded one, or what the longest sequence needs."""
-    deterministic: bool = False
-    """torch.use_deterministic_algorithms, with CUBLAS_WORKSPACE_CONFIG=:4096:8 where it is not set."""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    routing: str | None = None
-    """`recorded`: the routers of a mixture of experts give each token the recorded ids, weights and slot order."""
-    adapter: str | None = None
-    """Of a model with adapters: `off`, as a reference pass has it; `merged` into the weights, as an engine is given it (engines
-    vllm and exact, and quantize, always have it so)."""
-    weights_version: int | None = None
-    """Score with the weights of this policy version instead of the step's own."""
+    engine: str = arm_option(
+        "Rebuilt transformers model, vLLM on the same weights, or a forward with the same bits in every batch.",
+        default=HF, values=ENGINES, users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="",
+    )  # fmt: skip
+    dtype: str | None = arm_option(
+        "Dtype of weights and activations, without autocast; fp64: of norms, softmax and logits too.",
+        values=tuple(DTYPES), users=_ANY, refused={VLLM: ("fp64", "tf32"), EXACT: ("tf32",)}, label="",
+    )  # fmt: skip
+    quantize: str | None = arm_option(
+        "Round the weights of linear layers and experts, except head and routers, with a symmetric scale per 128 inputs; "
+        "compute in the arm's dtype.",
+        values=("int8", "int4", "fp8"), users=_TORCH, label="",
+    )  # fmt: skip
+    lm_head: str | None = arm_option(
+        "Project the head in float32.", values=("fp32",), users=(HF, EXACT, LOCATE, GRADIENT), label="head-"
+    )
+    logits_dtype: str | None = arm_option(
+        "Dtype of the logits and everything after.",
+        values=tuple(name for name in DTYPES if name != "tf32"), users=(HF, LOCATE, FACTORY, GRADIENT),
+    )  # fmt: skip
+    attention: str | None = arm_option(
+        "Attention: eager, flex, or a kernel of scaled_dot_product_attention.",
+        values=tuple(KERNELS), users=(HF, LOCATE, GRADIENT), label="",
+    )  # fmt: skip
+    batch_size: int | None = arm_option("Rows per forward, in the recorded order and width.", users=_ANY, metavar="N")
+    batch_tokens: int | None = arm_option(
+        "Maximum tokens per forward, padding included; rows of similar length go together, also of several steps.",
+        users=_ANY, metavar="N",
+        clashes=(
+            Clash(other="batch_size", why="both bound a forward"),
+            Clash(other="mode", others=("chunked",), engine=VLLM, why="the chunk is vLLM's bound of tokens"),
+        ),
+    )  # fmt: skip
+    padding: str | None = arm_option(
+        "Side of the padding; packed: rows end to end, without padding; shared: packed, and each group's prompt runs once.",
+        values=("left", "right", "packed", "shared"), users=_TORCH,
+        refused={EXACT: ("shared",), FACTORY: ("packed", "shared")},
+        clashes=(
+            Clash(values=("packed", "shared"), other="mode", others=_CACHED, why="packed rows have no KV cache"),
+            Clash(values=("shared",), other="routing", why="a prompt that runs once cannot take the routes of each row"),
+            Clash(
+                values=("packed", "shared"), other="attention",
+                others=tuple(name for name in KERNELS if name not in PACKABLE), why="it cannot keep to each row",
+            ),
+        ),
+    )  # fmt: skip
+    mode: str = arm_option(
+        "One forward; or the response through the KV cache, 1 or N tokens at a time.",
+        default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
+    )  # fmt: skip
+    kv_dtype: str | None = arm_option(
+        "Round what enters the KV cache to e4m3 at scale 1, vLLM's default.",
+        values=("fp8",), users=(HF, VLLM, LOCATE), label="kv-",
+        clashes=(Clash(other="mode", others=("prefill",), engine=HF, why="a prefill reads no cache"),),
+    )  # fmt: skip
+    threads: int | None = arm_option("CPU threads per operation.", users=_TORCH, metavar="N")
+    compile: bool = arm_option(
+        "Run the backbone through torch.compile.", default=False, users=(HF, FACTORY), label="compile",
+        clashes=(
+            Clash(other="mode", others=_CACHED, why="only a prefill is compiled"),
+            Clash(other="routing", why="routers inside a compiled backbone cannot be forced"),
+        ),
+    )  # fmt: skip
+    prefix_caching: str | None = arm_option(
+        "vLLM's prefix cache.", values=("on", "off"), users=(VLLM, LOCATE), refused={LOCATE: ("on",)}
+    )
+    attention_backend: str | None = arm_option(
+        "vLLM's attention, by its own name, such as FLASH_ATTN.", users=(VLLM, LOCATE), metavar="NAME", label=""
+    )
+    tensor_parallel_size: int | None = arm_option(
+        "GPUs (on a CPU: processes) that vLLM divides each layer among.", users=(VLLM, LOCATE), metavar="N"
+    )
+    gpu_memory_utilization: float | None = arm_option(
+        "Share of a GPU's memory for vLLM.  [default: as recorded, or what is free, up to 0.9]",
+        users=(VLLM, LOCATE), metavar="SHARE", most=1,
+    )  # fmt: skip
+    max_model_len: int | None = arm_option(
+        "vLLM's maximum tokens per sequence.  [default: as recorded, or what the longest sequence needs]",
+        users=(VLLM, LOCATE), metavar="N",
+    )  # fmt: skip
+    deterministic: bool = arm_option(
+        "Use deterministic algorithms only, with CUBLAS_WORKSPACE_CONFIG=:4096:8 unless it is set.",
+        default=False, users=(HF, LOCATE, FACTORY, GRADIENT), label="deterministic",
+    )  # fmt: skip
+    temperature: float | None = arm_option("Divide the logits by T.", users=_ANY, metavar="T", most=inf)
+    top_p: float | None = arm_option(
+        "Keep the smallest set of tokens of mass P.", users=(HF, VLLM, LOCATE, FACTORY), metavar="P", most=1
+    )
+    top_k: int | None = arm_option("Keep the K most probable tokens.", users=(HF, VLLM, LOCATE, FACTORY), metavar="K")
+    routing: str | None = arm_option(
+        "Send each token to the recorded experts, with the recorded weights and slots; needs record --routing.",
+        values=("recorded",), users=(HF, LOCATE, FACTORY),
+    )  # fmt: skip
+    adapter: str | None = arm_option(
+        "Run a model with adapters without them, as its reference does, or with them merged, as engines get them.",
+        values=("off", "merged"), users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="adapter-",
+    )  # fmt: skip
+    weights_version: int | None = arm_option(
+        "Score with the weights of this policy version.", users=_ANY, metavar="N", least=0
+    )
+    name: str = arm_option(
+        "Name of the arm: the pass is replay/NAME.  [default: made of the changes]",
+        default="",
+        users=_ANY,
+        metavar="NAME",
+    )
 
     def __post_init__(self) -> None:
-        _one_of("engine", self.engine, ENGINES)
-        _one_of("prefix_caching", self.prefix_caching, ("on", "off"))
-        _one_of("dtype", self.dtype, tuple(DTYPES))
-        _one_of("quantize", self.quantize, QUANTIZATIONS)
-        _one_of("lm_head", self.lm_head, ("fp32",))
-        _one_of("logits_dtype", self.logits_dtype, tuple(name for name in DTYPES if name != "tf32"))
-        _one_of("attention", self.attention, ATTENTIONS)
-        _one_of("padding", self.padding, PADDINGS)
-        _one_of("routing", self.routing, ROUTINGS)
-        _one_of("adapter", self.adapter, ("off", "merged"))
-        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
-        if not re.fullmatch(r"prefill|decode|chunked:[1-9]\d*", self.mode):
-            raise InvalidOption(f"got {self.mode!r}; use prefill, decode or chunked:N", option="mode")
-        for name, value in (
-            ("batch_size", self.batch_size),
-            ("batch_tokens", self.batch_tokens),
-            ("threads", self.threads),
-            ("tensor_parallel_size", self.tensor_parallel_size),
-            ("max_model_len", self.max_model_len),
-        ):
-            if value is not None and value < 1:
-                raise InvalidOption(f"got {value}; use 1 or more", option=name)
+        for name, described in OPTIONS.items():
+            described.check(name, getattr(self, name))
         self._check_engine()
-        self._check_together()
-        if self.temperature is not None and self.temperature <= 0:
-            raise InvalidOption(f"got {self.temperature}; use a number above 0", option="temperature")
-        for name, share in (("top_p", self.top_p), ("gpu_memory_utilization", self.gpu_memory_utilization)):
-            if share is not None and not 0 < share <= 1:
-                raise InvalidOption(f"got {share}; use a number above 0 and up to 1", option=name)
-        if self.top_k is not None and self.top_k < 1:
-            raise InvalidOption(f"got {self.top_k}; use 1 or more", option="top_k")
+        check_clashes(OPTIONS, {name: getattr(self, name) for name in OPTIONS})
         if not self.name:
             object.__setattr__(self, "name", self._made_name())
 
     def _check_engine(self) -> None:
-        wrong = [name for name in _NOT_OF[self.engine] if getattr(self, name)]
-        if wrong and self.engine == "hf":
-            raise InvalidOption(f"is vLLM's; add {option('engine', 'vllm')}", option=wrong[0])
-        if wrong:
-            others = (*_NOT_OF[self.engine], "name", "engine")
-            taken = [field.name.replace("_", "-") for field in fields(self) if field.name not in others]
-            whose = "vLLM" if self.engine == "vllm" else f"engine {self.engine}"
+        for name in self.lacking(self.engine):
+            described, value = OPTIONS[name], getattr(self, name)
+            whose = "vLLM" if self.engine == VLLM else f"engine {self.engine}"
+            if self.engine in described.users:
+                left = ", ".join(described.values_of(self.engine))
+                raise InvalidOption(f"{whose} has no {value}; use {left}", option=name)
+            if self.engine == HF:
+                raise InvalidOption(f"is vLLM's; add {option('engine', VLLM)}", option=name)
             raise InvalidOption(
-                f"{whose} has no such setting here; with {option('engine', self.engine)} use {', '.join(taken)}",
-                option=wrong[0],
+                f"{whose} has no such setting here; with {option('engine', self.engine)} use "
+                f"{', '.join(names_for(self.engine))}",
+                option=name,
             )
-        if self.engine == "exact" and self.dtype == "tf32":
-            raise InvalidOption("engine exact has no tf32; use fp64, fp32, bf16 or fp16", option="dtype")
 
-    def _check_together(self) -> None:
-        """Refuse changes that exclude each other."""
-        prefill = self.mode == "prefill"
-        if self.kv_dtype and prefill and self.engine == "hf":
-            raise InvalidOption(
-                f"a prefill reads no cache; add {option('mode', 'decode')} or {option('mode', 'chunked:N')}",
-                option="kv_dtype",
-            )
-        for name in ("compile", "padding"):
-            value = getattr(self, name)
-            if value in (True, "packed", "shared") and not prefill:
-                raise InvalidOption(
-                    f"{name}{'' if value is True else f' {value}'}: works with {option('mode', 'prefill')} alone"
-                )
-        if self.compile and self.routing:
-            raise InvalidOption(
-                "routers inside a compiled backbone cannot be forced; replay routing without it", option="compile"
-            )
-        if self.batch_size is not None and self.batch_tokens is not None:
-            raise InvalidOption("bounds a forward, as batch-size does; use one of the two", option="batch_tokens")
-        if self.engine == "vllm" and self.batch_tokens is not None and self.mode.startswith("chunked"):
-            raise InvalidOption(f"is what mode {self.mode} sets; use one of the two", option="batch_tokens")
-        if self.padding == "shared" and self.engine == "exact":
-            raise InvalidOption("engine exact runs each row's own prompt; use left, right or packed", option="padding")
-        if self.padding == "shared" and self.routing:
-            raise InvalidOption(
-                "a prompt that runs once cannot take each row's recorded routes; use packed", option="padding"
-            )
-        if self.padding in ("packed", "shared") and self.attention not in PACKABLE:
-            raise InvalidOption(
-                f"attention {self.attention}: cannot keep to each row of a {self.padding} forward; use math, flash, efficient "
-                f"or cudnn, or pad with {option('padding', 'left')} or right"
-            )
+    def lacking(self, user: str) -> list[str]:
+        """Changed options that an engine, or another user of arms, does not have, or not with this value."""
+        return [name for name, value in self.changes.items() if not OPTIONS[name].works(user, value)]
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -183,11 +181,14 @@ class Arm:
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
     @property
+    def unheard(self) -> list[str]:
+        """Changes under which `locate` cannot listen to operators. vLLM can be listened to in every mode."""
+        return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
+
+    @property
     def is_heard(self) -> bool:
-        """Whether `locate` can listen to what its operators take and give."""
-        plain = self.engine == "hf" and self.mode == "prefill" and not self.compile
-        in_process = self.prefix_caching != "on" and self.tensor_parallel_size in (None, 1)
-        return plain or (self.engine == "vllm" and in_process)
+        """Whether `locate` is worth suggesting: its operators can be listened to in this process, and they round."""
+        return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
     def is_identity(self) -> bool:
@@ -207,26 +208,20 @@ class Arm:
         return 1 if self.mode == "decode" else int(self.mode.partition(":")[2])
 
     def _made_name(self) -> str:
-        if self.is_identity:
-            return AS_RECORDED
-        words = {
-            "engine": "",
-            "quantize": "",
-            "dtype": "",
-            "attention": "",
-            "mode": "",
-            "deterministic": "deterministic",
-            "compile": "compile",
-            "lm_head": "head-",
-            "kv_dtype": "kv-",
-            "attention_backend": "",
-            "adapter": "adapter-",
-        }
-        parts = [
-            words.get(key, key.replace("_", "-") + "-") + ("" if value is True else str(value).replace(":", "-"))
-            for key, value in self.changes.items()
-        ]
-        return "+".join(parts)
+        return "+".join(OPTIONS[name].made_name(name, value) for name, value in self.changes.items()) or AS_RECORDED
+
+
+OPTIONS: dict[str, ArmOption] = {field.name: field.metadata["option"] for field in fields(Arm)}
+"""Every option of an arm, with its description."""
+
+
+def names_for(user: str) -> list[str]:
+    """The options that an engine, or another user of arms, has, as the command line writes them."""
+    return [
+        name.replace("_", "-")
+        for name, described in OPTIONS.items()
+        if user in described.users and name not in ("engine", "name")
+    ]
 
 
 def parse_arm(text: str) -> Arm:
@@ -306,8 +301,3 @@ def _typed(name: str, value: str | None, kind: str) -> Any:
         return int(value or "") if kind.startswith("int") else float(value or "") if kind.startswith("float") else value
     except (ValueError, KeyError) as error:
         raise InvalidOption(f"{name.replace('_', '-')} cannot be {value!r}", option="arm") from error
-
-
-def _one_of(name: str, value: str | None, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
-        raise InvalidOption(f"got {value!r}; use {', '.join(choices)}", option=name)

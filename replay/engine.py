@@ -23,19 +23,17 @@ from ..tracer.progress import Advance, Progress, no_progress
 from ..tracer.store import first_line
 from .arm_pass import ArmPass
 from .arms import AS_RECORDED, Arm, check_distinct, parse_arm, read_arms
-from .backends.trusted import CONDITIONS, REFUSED, UNEXPLAINED
+from .backends.trusted import CONDITIONS, REFUSED, UNEXPLAINED, check_scoring
 from .batching import check_tokens
 from .differences import differences
 from .gpus import device_here, gpus_of_actor
-from .loaded import LoadedModel
+from .loaded import FORWARDS, JoinedScoring, LoadedModel, Rows, Scorer, joined_steps, scorer_of
 from .meter import Meter, Told, untold
 from .plan import ArmCount, Pace, ReplayPlan, extents
 from .recorded import RecordedRow, RecordedRun, assumed_versions
 from .results import GroupSums, ReplayedStep, ReplayedSteps
 from .sample import Sample, draw_sample, parse_sample
 from .scored import Scored
-from .scorers import Scorer, scorer_of
-from .together import FORWARDS, JoinedScoring, Rows, joined_steps
 
 
 @dataclass(slots=True)
@@ -128,7 +126,7 @@ def replay(
     chosen = parse_steps(steps, run.steps(run.replayed_pass))
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
     kept = Capture.parse(capture, capture_fraction)
-    wanted = _wanted(run, arms, chosen, force, kept, drawn, device)
+    wanted = _wanted(run, arms, chosen, force, kept, drawn, device, dry_run=dry_run)
     plan = _plan(run, wanted, drawn)
     if dry_run and ray is not None:
         return ReplayedSteps(sample=drawn, plan=_measured_on_cluster(run, wanted, plan, drawn, kept, device, ray, gpus))
@@ -185,11 +183,16 @@ def _wanted(
     capture: Capture,
     sample: Sample | None,
     device: str,
+    *,
+    dry_run: bool,
 ) -> list[_Wanted]:
-    """What is to be done of each arm; everything that can be refused is, before anything is removed."""
+    """Return the work of each arm. Refuses whatever can be refused before anything is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
     contract = _contract(run, steps[0], first)
+    if dry_run:  # our own code is as fast as TRL's, whose import takes longer than all else that a dry run does
+        check_scoring(contract)
+        contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device, capture) for arm in arms]
     needed = {arm.weights_version for arm in arms if arm.weights_version is not None}
     missing = sorted((needed | {first[0].policy_version}) - set(run.weights.versions))
@@ -197,7 +200,7 @@ def _wanted(
         run.weights.load(missing[0])  # raises, and says what there is
     wanted: list[_Wanted] = []
     asked: list[tuple[ArmPass, list[int]]] = []
-    """Arms that were asked for, and the steps that they lack."""
+    """Requested arms with their missing steps."""
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm, capture)
         serves_others = arm.is_identity and len(arms) > 1
@@ -225,7 +228,7 @@ def _wanted(
 
 
 class _Telling:
-    """Tells a plan once, at the pace of the first rows."""
+    """Reports the plan once, at the pace of the first rows."""
 
     def __init__(self, plan: ReplayPlan, at_estimate: Callable[[ReplayPlan], None] | None):
         self._plan, self._at_estimate = plan, at_estimate
@@ -238,13 +241,13 @@ class _Telling:
         self.tell(tokens_per_s, self.loaded.load_s if self.loaded else 0.0)
 
     def tell(self, tokens_per_s: float, load_s: float) -> None:
-        """Tell it at this pace, where it was not told before."""
+        """Report the plan at this pace, the first time only."""
         if self._at_estimate is not None:
             tell, self._at_estimate = self._at_estimate, None
             tell(self._plan.at(tokens_per_s, load_s, self.num_actors))
 
     def at_room(self, num_actors: int) -> None:
-        """The steps are divided among so many actors."""
+        """Note how many actors share the steps."""
         self.num_actors = num_actors
 
 
@@ -404,8 +407,6 @@ def _joined(
 class _Unit:
     """Steps that one actor scores together, under arms that share a model."""
 
-    key: int
-    """Number of the model."""
     arms: dict[str, tuple[list[int], dict[int, set[str] | None]]]
     """Arm -> those of the steps that it is wanted of, and what the trace had of it when the replay began."""
     work: int
@@ -416,11 +417,11 @@ class _Unit:
 
 
 class _UnitScores(NamedTuple):
-    """What came of a unit."""
+    """The result of a unit."""
 
     parts: list[tuple[ReplayedStep, list[GroupSums]]]
     tokens_per_s: float | None
-    """Of its first rows; None where nothing was scored."""
+    """Pace of its first rows; None if nothing was scored."""
     load_s: float
 
 
@@ -460,14 +461,11 @@ class _UnitScorer(_Actor):
     """What an actor does: it keeps one model until a unit asks for another."""
 
     _loaded: LoadedModel | None = None
-    _key = -1
 
     def run(self, unit: _Unit) -> _UnitScores:
         """Score a unit and write it into the trace; `identity_held` of another arm than the identity is not known here."""
         run = self._opened()
-        if self._loaded is None or self._key != unit.key:
-            self._let_go()
-            self._loaded, self._key = LoadedModel(run.weights), unit.key
+        self._loaded = self._loaded or LoadedModel(run.weights)
         group = [
             _Wanted(*self._entries[name], *part, 0, False, name == AS_RECORDED and len(self._arms) > 1)
             for name, part in unit.arms.items()
@@ -480,14 +478,10 @@ class _UnitScorer(_Actor):
 
     def close(self) -> None:
         """Seal what was added."""
-        self._let_go()
-        for _, target in self._entries.values():
-            target.close()
-
-    def _let_go(self) -> None:
         if self._loaded is not None:
             self._loaded.close()
-            self._loaded = None
+        for _, target in self._entries.values():
+            target.close()
 
 
 class _PaceMeter(_Actor):
@@ -561,7 +555,7 @@ def _measured_on_cluster(
 
 
 def _num_cpus(gpus: float) -> int:
-    """CPUs that an actor with a model takes."""
+    """CPUs per actor with a model."""
     import torch
 
     return 1 if gpus else torch.get_num_threads()
@@ -569,14 +563,13 @@ def _num_cpus(gpus: float) -> int:
 
 def _units(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Iterator[_Unit]:
     """The runs of steps that one process would score together, in its order."""
-    for key, group in enumerate(_by_key(wanted)):
+    for group in _by_key(wanted):
         parts: Iterable[list[int]] = ([step] for step in sorted({step for entry in group for step in entry.steps}))
         if most := _most_tokens(group):
             parts = (list(part) for part in joined_steps(_read(run, group), most, partial(_num_tokens, sample)))
         for part in parts:
             own_steps = [(entry, [step for step in part if step in entry.steps]) for entry in group]
             yield _Unit(
-                key=key,
                 arms={
                     entry.scorer.arm.name: (own, {step: entry.there[step] for step in own if step in entry.there})
                     for entry, own in own_steps

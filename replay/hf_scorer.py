@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
@@ -36,6 +36,7 @@ from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
 from .settings import cublas_workspace, settings, used_settings
 
+_Found = TypeVar("_Found")
 LoadKey = tuple[Any, ...]
 """What decides how a model is built and wrapped; arms that share it share a model."""
 
@@ -45,6 +46,9 @@ class HfScorer:
 
     numerics_of: type[Numerics] = Numerics
     starts_with_weights = False
+    keeps_recorded_rows = True
+    """Whether the arm without changes fails rather than run fewer rows per forward than recorded."""
+    pass_of_rows = "a forward"
     num_devices = 1
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
@@ -239,9 +243,12 @@ class HfScorer:
         Where memory runs out there are half as many rows a forward from then on, unless the batch shape is what the arm
         is about. Raises CannotReplay.
         """
+        return self._within_memory(rows, partial(self._score, rows, told))
+
+    def _within_memory(self, rows: Sequence[RecordedRow], work: Callable[[], _Found]) -> _Found:
         while True:
             try:
-                return self._score(rows, told)
+                return work()
             except (RuntimeError, MemoryError) as error:
                 if "deterministic" in str(error):  # torch names the operation and the way out
                     raise CannotReplay(f"arm {self.arm.name}: {first_line(error)}") from error
@@ -249,21 +256,16 @@ class HfScorer:
                     raise
                 self._rows = self._fewer_rows(rows, error)
 
-    def _fewer_rows(self, rows: list[RecordedRow], error: BaseException) -> int:
+    def _fewer_rows(self, rows: Sequence[RecordedRow], error: BaseException) -> int:
         largest = self._rows or max(len(batch.rows) for batch in self.batches(rows))
-        if self.arm.is_identity or self.arm.batch_size or self.arm.batch_tokens or largest == 1:
+        what = f"arm {self.arm.name}: out of memory with {largest} rows {self.pass_of_rows}"
+        is_bounded = self.arm.batch_size or self.arm.batch_tokens
+        if (self.arm.is_identity and self.keeps_recorded_rows) or is_bounded or largest == 1:
             fewer = option("batch_size", largest // 2)
             if self.arm.batch_tokens:
                 fewer = option("batch_tokens", max(self.arm.batch_tokens // 2, 1))
-            raise CannotReplay(
-                f"arm {self.arm.name}: out of memory with {largest} rows a forward; use "
-                + ("a machine with more" if largest == 1 else fewer)
-            ) from error
-        warnings.warn(
-            f"arm {self.arm.name}: out of memory with {largest} rows a forward; going on with {largest // 2}",
-            TimTraceWarning,
-            stacklevel=3,
-        )
+            raise CannotReplay(f"{what}; use {'a machine with more' if largest == 1 else fewer}") from error
+        warnings.warn(f"{what}; going on with {largest // 2}", TimTraceWarning, stacklevel=4)
         return largest // 2
 
     def _score(self, rows: list[RecordedRow], told: Told) -> Scored:
@@ -290,7 +292,7 @@ class HfScorer:
                     told(share)
         return scored
 
-    def batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
+    def batches(self, rows: Sequence[RecordedRow]) -> list[ForwardBatch]:
         if self.numerics.is_tree and self._rows is None:
             return [tree_batch(group) for group in recorded_forwards(rows)]
         if self.numerics.is_packed and self._rows is None:

@@ -1,25 +1,50 @@
-"""The one model in memory, with the weights of one version in it."""
+"""The one model in memory, with the weights of one version in it, and what scores with it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
 
+from ..schemas.capture import Capture
+from ..schemas.contract import Contract
+from ..tracer.weights.checkpoints import CheckpointReader
+from ..tracer.weights.reader import Tensor, WeightReader
+from .arms import Arm
+from .exact_scorer import ExactArmScorer
+from .hf_scorer import HfScorer
 from .meter import Told
-from .recorded import RecordedRow
+from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
-from .scorers import Scorer
+from .vllm_scorer import VllmScorer
+
+Scorer = HfScorer | VllmScorer
+"""Built, given weights and attached to a model, it scores the rows of steps."""
+_OF_ENGINE: dict[str, type[HfScorer] | type[VllmScorer]] = {
+    "hf": HfScorer, "vllm": VllmScorer, "exact": ExactArmScorer,
+}  # fmt: skip
+Rows = dict[int, list[RecordedRow]]
+"""Step -> its rows."""
+FORWARDS = 16
+"""Forwards of the largest bound after which no further step joins: what is held in memory, and lost when a replay is killed."""
+
+
+def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture) -> Scorer:
+    """Return what scores an arm. Raises CannotReplay for what this machine lacks."""
+    return _OF_ENGINE[arm.engine](run, arm, contract, device, capture)
 
 
 class LoadedModel:
-    """A model that arms of the same load key share; built when it is first needed."""
+    """A model that arms of the same load key share; built when a scorer needs another one than the last."""
 
-    def __init__(self, weights: Any):
-        self.weights = weights
-        """What gives a version's tensors: `.load(version, attempt, is_lazy=True)`."""
+    def __init__(self, weights: WeightReader | CheckpointReader, *, keeps_tensors: bool = False):
+        """With `keeps_tensors` a version is read once, as suits several models with the same weights in turn."""
+        self._weights, self._keeps_tensors = weights, keeps_tensors
+        self._tensors: tuple[Any, dict[str, Tensor]] | None = None
         self._model: Any = None
         self._shared: Any = None
+        self._key: Any = None
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
         self.load_s = 0.0
@@ -30,19 +55,28 @@ class LoadedModel:
 
         `told` gets the shares that are done, and 0 where weights are loaded and scoring starts.
         """
-        if self._model is None:
-            self._model = scorer.build()
-        if scorer not in self._attached:
-            self._shared = scorer.attach(self._model, self._shared)
-            self._attached.append(scorer)
         whole = Scored()
         for version in sorted({row.policy_version for row in rows}):
             stale = scorer.arm.weights_version
-            self._put(scorer, version if stale is None else stale, rows[0].attempt)
+            self.ready(scorer, version if stale is None else stale, rows[0].attempt)
             told(0.0)
             chosen = [row for row in rows if row.policy_version == version]
             whole.extend(scorer.score(chosen, partial(_share_of, told, len(chosen) / len(rows))))
         return whole
+
+    def ready(self, scorer: Scorer, version: int, attempt: int | None) -> None:
+        """Put a version's weights under a scorer."""
+        if self._model is None or self._key != scorer.key:
+            self.close()
+            self._model, self._key = scorer.build(), scorer.key
+        if scorer not in self._attached:
+            self._shared = scorer.attach(self._model, self._shared)
+            self._attached.append(scorer)
+        if (version, attempt) != self._version:
+            start, is_start = perf_counter(), self._version is None and scorer.starts_with_weights
+            scorer.put(self._model, self._read(version, attempt))
+            self._version = version, attempt
+            self.load_s = 0.0 if is_start else perf_counter() - start
 
     def close(self) -> None:
         """Let go of the model, so that the next fits into memory."""
@@ -50,15 +84,70 @@ class LoadedModel:
             scorer.detach()
         if hasattr(self._model, "close"):
             self._model.close()
-        self._model = self._shared = None
+        self._model = self._shared = self._key = self._version = None
+        self._attached = []
 
-    def _put(self, scorer: Scorer, version: int, attempt: int | None) -> None:
-        if (version, attempt) != self._version:
-            start, is_start = perf_counter(), self._version is None and scorer.starts_with_weights
-            scorer.put(self._model, self.weights.load(version, attempt, is_lazy=True))
-            self._version = version, attempt
-            self.load_s = 0.0 if is_start else perf_counter() - start
+    def _read(self, version: int, attempt: int | None) -> dict[str, Tensor]:
+        if not self._keeps_tensors:
+            return self._weights.load(version, attempt, is_lazy=True)
+        if self._tensors is None or self._tensors[0] != (version, attempt):
+            self._tensors = None
+            self._tensors = (version, attempt), self._weights.load(version, attempt)
+        return self._tensors[1]
 
 
 def _share_of(told: Told, part: float, share: float) -> None:
     told(part * share)
+
+
+def joined_steps(
+    steps: Iterable[tuple[int, list[RecordedRow]]], most: int, num_tokens: Callable[[int, list[RecordedRow]], int]
+) -> Iterator[Rows]:
+    """Runs of steps that one arm or several score together, up to `most` tokens; with 0 each step is alone.
+
+    Joined are steps whose rows are of one policy version and attempt, and whose sequences have names of their own.
+    """
+    joined: Rows = {}
+    tokens, names, key = 0, set[str](), None
+    for step, rows in steps:
+        found, own = {(row.policy_version, row.attempt) for row in rows}, {row.seq_id for row in rows}
+        if joined and (tokens >= most or len(found) > 1 or found != key or not names.isdisjoint(own)):
+            yield joined
+            joined, tokens, names = {}, 0, set()
+        joined[step], key = rows, found
+        tokens, names = tokens + num_tokens(step, rows), names | own
+    if joined:
+        yield joined
+
+
+class JoinedScoring:
+    """Scores the steps of one run of them, each when it is asked for, or all of them with the first."""
+
+    def __init__(self, loaded: LoadedModel, steps: Sequence[int]):
+        self._loaded, self._steps = loaded, steps
+        self._scored: dict[tuple[str, int], Scored] = {}
+
+    def score(
+        self,
+        scorer: Scorer,
+        step: int,
+        rows: list[RecordedRow],
+        of_step: Callable[[int], list[RecordedRow]],
+        told: Callable[[int], Told],
+    ) -> Scored:
+        """What an arm gives rows of a step.
+
+        `of_step` gives the rows that it will ask for of a later one; `told`, of a number of tokens, gets the shares of these.
+        """
+        name = scorer.arm.name
+        if (name, step) in self._scored:
+            return self._scored.pop((name, step))
+        parts = {step: rows}
+        if scorer.arm.batch_tokens is not None and not scorer.capture.dense:
+            parts |= {later: of_step(later) for later in self._steps if later > step}
+        together = [row for part in parts.values() for row in part]
+        whole = self._loaded.score(scorer, together, told(sum(row.num_tokens for row in together)))
+        if len(together) == len(rows):
+            return whole
+        self._scored |= {(name, number): whole.only({row.seq_id for row in part}) for number, part in parts.items()}
+        return self._scored.pop((name, step))

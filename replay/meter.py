@@ -8,24 +8,24 @@ from ..tracer.progress import Advance
 from .recorded import RecordedRow
 
 Told = Callable[[float], None]
-"""Gets the shares of some work as they get done."""
+"""Called with each share of the work as it is done."""
 FORWARD_TOKENS = 256
-"""Tokens below which a forward takes as long as one of so many: it reads all weights in any case."""
+"""Below this many tokens a forward's time is constant: loading the weights dominates."""
 
 
 def untold(share: float) -> None:
-    """Tell nobody."""
+    """Ignore progress."""
 
 
 class Meter:
-    """Tells the work of one step of one arm, as its shares get done."""
+    """Turns shares of one step's work into units of progress."""
 
     def __init__(self, advance: Advance, work: int):
         self._advance, self._work = advance, work
         self._done, self._told = 0.0, 0
 
     def add(self, share: float) -> None:
-        """A share of the work is done."""
+        """Add a share of the work that is done."""
         self._done = min(self._done + share, 1.0)
         units = int(self._done * self._work) - self._told
         if units:
@@ -33,12 +33,12 @@ class Meter:
             self._told += units
 
     def finish(self) -> None:
-        """All of it is done."""
+        """Report the rest of the work as done."""
         self.add(1.0)
 
 
 def work(batches: Sequence[Sequence[RecordedRow]], cached_tokens: int | None) -> int:
-    """The work of forwards of these rows; `cached_tokens` at a time go through the KV cache, None for one forward."""
+    """Return the work of forwards of these rows, with `cached_tokens` at a time through the KV cache; None for one forward."""
     total = 0
     for rows in batches:
         prompts, responses = (

@@ -1,4 +1,4 @@
-"""What an arm's numbers are computed with, where a rebuilt transformers model scores: the recorded contract, changed."""
+"""The settings of an arm on a rebuilt transformers model: the recorded contract with the arm's changes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from .arms import DTYPES, PACKABLE, Arm
 from .backends import packing, trl
+from .backends.kernels import KERNELS
 from .batching import END_TO_END
 from .settings import autocast_dtype
 
@@ -19,7 +20,7 @@ class Numerics:
 
     arm: Arm
     recorded: Contract
-    """Of the pass that is replayed."""
+    """Contract of the replayed pass."""
 
     @property
     def dtype(self) -> str:
@@ -59,12 +60,16 @@ class Numerics:
 
     @property
     def is_tree(self) -> bool:
-        """Whether rows go through the model as the tree that they were recorded in: always where the arm leaves their shape."""
-        return self.recorded.get("packing") == PREFIX_TREE and not self._is_shaped and self.arm.attention in PACKABLE
+        """Whether rows run as the recorded tree: always unless the arm changes their shape."""
+        return (
+            self.recorded.get("packing") == PREFIX_TREE
+            and not self._is_shaped
+            and self.arm.attention in (None, *PACKABLE)
+        )
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows lie end to end in the forwards that they were recorded in: always where the arm leaves their shape."""
+        """Whether rows run end to end as recorded: always unless the arm changes their shape."""
         return self.recorded.get("packing") == PACKED_ROWS and not self._is_shaped
 
     @property
@@ -79,7 +84,7 @@ class Numerics:
             return packing.NAME
         # What is recorded for trees takes nothing else.
         recorded = "sdpa" if self.recorded.get("packing") == PREFIX_TREE else str(self.recorded["model"]["attention"])
-        return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
+        return recorded if self.arm.attention is None else KERNELS[self.arm.attention].implementation
 
     @property
     def experts(self) -> str | None:
@@ -89,12 +94,13 @@ class Numerics:
 
     @property
     def uses_trl(self) -> bool:
-        """Whether the trainer's own code scores: always where it can do what the arm asks."""
+        """Whether TRL's own code scores: always if it can do what the arm asks."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding in END_TO_END or arm.compile or arm.dtype == "fp64"
         shaped = shaped or (self.recorded.get("packing") == PREFIX_TREE and not self.is_tree)
-        return trl.scores(self.recorded) and not shaped and all(value is None for value in own)
+        # TRL is imported last, and only for an arm that it can score.
+        return not shaped and all(value is None for value in own) and trl.scores(self.recorded)
 
     @property
     def temperature(self) -> float:

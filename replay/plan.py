@@ -1,12 +1,13 @@
-"""What a replay will do and how long that takes, before it does."""
+"""The remaining work of a replay, and how long it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..schemas.layout import SCORES, SEQUENCES
@@ -21,31 +22,31 @@ PROBE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmPlan:
-    """What an arm still has to do."""
+    """The remaining work of one arm."""
 
     arm: str
-    num_steps: int
-    """Steps in which it lacks sequences."""
-    num_sequences: int
-    """That it lacks."""
-    num_tokens: int
-    """Of prompts and responses that go through the model, with the recorded neighbours of what it lacks."""
-    num_versions: int
-    """Weights that are loaded, each time that they change."""
+    num_steps: int = 0
+    """Steps with missing sequences."""
+    num_sequences: int = 0
+    """Missing sequences."""
+    num_tokens: int = 0
+    """Prompt and response tokens that go through the model, recorded neighbours of missing sequences included."""
+    num_versions: int = 0
+    """How often weights are loaded: once per change of version."""
     tokens_per_s: float | None = None
-    """Measured here on the first rows; None before."""
+    """Measured on the first rows; None before."""
     load_s: float | None = None
-    """Of one version's weights, measured here; None before."""
-    num_all_tokens: int
-    """Those of all sequences of these steps, where a sample is scored; else `num_tokens`."""
+    """Seconds to load one version, measured; None before."""
+    num_all_tokens: int = 0
+    """Tokens of all sequences of these steps if a sample is scored; else `num_tokens`."""
     num_devices: int = 1
-    """GPUs, or CPUs, that it computes on at once, or that each actor does."""
+    """GPUs or CPUs in use at once, per actor on a cluster."""
     num_actors: int = 1
-    """Actors of a cluster that divide its steps among themselves."""
+    """Ray actors that share the steps."""
 
     @property
     def device_hours(self) -> float | None:
-        """Estimated hours of devices, by whose price it costs; None before a pace is known."""
+        """Estimated device hours; None before a pace is known."""
         work_s = self._work_s(self.num_tokens)
         return None if work_s is None else work_s * self.num_devices / 3600
 
@@ -60,12 +61,12 @@ class ArmPlan:
         return self._seconds(self.num_all_tokens)
 
     def _seconds(self, num_tokens: int) -> float | None:
-        """Estimated time of the actor with most steps."""
+        """Estimated time of the actor with the most steps."""
         work_s = self._work_s(num_tokens)
         return work_s and work_s * -(-self.num_steps // self.num_actors) / self.num_steps
 
     def _work_s(self, num_tokens: int) -> float | None:
-        """Estimated time of one process."""
+        """Estimated time in one process."""
         if not num_tokens:
             return 0.0
         if self.tokens_per_s is None:
@@ -74,27 +75,27 @@ class ArmPlan:
 
 
 class ReplayPlan(list[ArmPlan], Table):
-    """What each arm still has to do."""
+    """The remaining work of each arm."""
 
     _text = "tim_trace.analysis.replay_text:plan_text"
 
     def at(self, tokens_per_s: float, load_s: float, num_actors: int = 1) -> ReplayPlan:
-        """The same at one pace for all arms."""
+        """Return the plan at one pace for all arms."""
         return ReplayPlan(replace(arm, tokens_per_s=tokens_per_s, load_s=load_s, num_actors=num_actors) for arm in self)
 
     @property
     def seconds(self) -> float | None:
-        """Estimated time of all arms together; None before a pace is known."""
+        """Estimated time of all arms; None before a pace is known."""
         return _total(arm.seconds for arm in self)
 
     @property
     def device_hours(self) -> float | None:
-        """Estimated hours of devices of all arms together; None before a pace is known."""
+        """Estimated device hours of all arms; None before a pace is known."""
         return _total(arm.device_hours for arm in self)
 
     @property
     def all_seconds(self) -> float | None:
-        """The same without a sample."""
+        """Estimated time of all arms without sampling."""
         return _total(arm.all_seconds for arm in self)
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
@@ -104,18 +105,18 @@ class ReplayPlan(list[ArmPlan], Table):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One sequence of a step, as far as a plan asks."""
+    """The size of one sequence of a step."""
 
     seq_id: str
     num_tokens: int
-    """Of prompt and response."""
+    """Prompt and response tokens."""
     version: int | None
     forward: tuple[str, int | None]
-    """The writer, and its number of the forward."""
+    """Writer, and its index of the forward."""
 
 
 def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
-    """Each step with what the replayed pass has of it; some steps are in memory at a time."""
+    """Yield each step with its sequences in the replayed pass; holds STEPS_AT_ONCE steps in memory."""
     for part in batched(steps, STEPS_AT_ONCE):
         yield from _extents(run, part).items()
 
@@ -142,7 +143,7 @@ def _extents(run: RecordedRun, steps: Sequence[int]) -> dict[int, list[Extent]]:
 
 
 class ArmCount:
-    """Counts what an arm has to do, step by step."""
+    """Counts the remaining work of an arm, step by step."""
 
     def __init__(
         self,
@@ -154,18 +155,10 @@ class ArmCount:
         weights_version: int | None,
         num_devices: int = 1,
     ):
-        """`lacks(step, sequence)` says whether the trace does not have a sequence of the arm."""
+        """`lacks(step, sequence)` is true if the arm has no score of the sequence yet."""
         self._lacks, self._sample, self._keeps_batches = lacks, sample, keeps_batches
         self._weights_version = weights_version
-        self._plan = ArmPlan(
-            arm=name,
-            num_steps=0,
-            num_sequences=0,
-            num_tokens=0,
-            num_versions=0,
-            num_all_tokens=0,
-            num_devices=num_devices,
-        )
+        self._plan = ArmPlan(arm=name, num_devices=num_devices)
         self._version: int | None = None
 
     def add(self, step: int, rows: Sequence[Extent]) -> None:
@@ -188,7 +181,7 @@ class ArmCount:
 
     @property
     def plan(self) -> ArmPlan:
-        """What was counted."""
+        """The counts so far."""
         return self._plan
 
     def _drawn(self, step: int, rows: Sequence[Extent]) -> list[Extent]:
@@ -196,7 +189,7 @@ class ArmCount:
         return [row for row in rows if row.seq_id in self._sample.steps[step].unit_of]
 
     def _loads(self, rows: Sequence[Extent]) -> int:
-        """How often other weights are loaded for a step's rows."""
+        """Count the weight loads for a step's rows."""
         found = sorted({-1 if row.version is None else row.version for row in rows})
         if self._weights_version is not None:
             found = [self._weights_version] if found else []
@@ -208,15 +201,15 @@ class ArmCount:
 
 
 class Pace:
-    """Tells the pace of a replay once, as soon as its first rows are scored."""
+    """Reports the pace of a replay once, as soon as its first rows are scored."""
 
     def __init__(self, tell: Callable[[float], None]):
-        """`tell` gets tokens a second."""
+        """`tell` is called with tokens per second."""
         self._tell: Callable[[float], None] | None = tell
         self._start, self._tokens = 0.0, 0.0
 
     def watching(self, told: Told, num_tokens: int) -> Told:
-        """`told`, listened to while `num_tokens` are scored; a share of 0 says that scoring starts."""
+        """Wrap `told` to time the scoring of `num_tokens`; a share of 0 marks its start."""
 
         def watched(share: float) -> None:
             if share == 0.0:
@@ -232,10 +225,11 @@ class Pace:
         return watched
 
 
-def _rows(table: Any) -> Any:
+def _rows(table: pa.Table) -> Iterator[tuple[Any, ...]]:
     return zip(*(table[name].to_pylist() for name in table.column_names), strict=True)
 
 
-def _total(values: Any) -> float | None:
-    known = list(values)
-    return None if any(value is None for value in known) else sum(known)
+def _total(values: Iterable[float | None]) -> float | None:
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return sum(known) if len(known) == len(found) else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,8 @@ from .backends.packing import Span
 from .batching import PackedBatch
 from .recorded import RecordedRow
 
+_Pair = tuple[int, int | None]
+"""A token and the one behind it; None for a row's last."""
 UNLABELLED = -100
 """Label of a place whose next token has no score."""
 
@@ -65,8 +66,8 @@ def tree_batch(rows: Sequence[RecordedRow]) -> TreeBatch:
     Rows share a token where they agree on all before it, on it, and on the one behind it; the tree is laid out depth first.
     """
     tokens: list[int] = []
-    roots: dict[Any, int] = {}
-    children: list[dict[Any, int]] = []
+    roots: dict[_Pair, int] = {}
+    children: list[dict[_Pair, int]] = []
     nodes_B: list[list[int]] = []
     for row in rows:
         ids = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]

@@ -41,10 +41,6 @@ class VllmScorer:
             raise CannotReplay(
                 f"capture hidden: vLLM gives no hidden states; use logits or topk:K, or {option('engine', 'hf')}"
             )
-        if arm.dtype in ("fp64", "tf32"):
-            raise CannotReplay(
-                f"engine vllm: does not compute in {arm.dtype}; use fp32, bf16 or fp16, or {option('engine', 'hf')}"
-            )
         run.check_adapter(arm.adapter)
         rollouts = run.arms(ROLLOUT)
         self.rollout: Contract = next((found for found in rollouts if found.get("engine") == "vllm"), {})
@@ -90,9 +86,10 @@ class VllmScorer:
         )  # scoring a sequence samples one more token
         if recorded is None or (isinstance(recorded, int) and 0 < recorded < needed):
             arguments["max_model_len"] = needed
-        for name in ("max_model_len", "gpu_memory_utilization"):
-            if (value := getattr(self.arm, name)) is not None:
-                arguments[name] = value
+        if self.arm.max_model_len is not None:
+            arguments["max_model_len"] = self.arm.max_model_len
+        if self.arm.gpu_memory_utilization is not None:
+            arguments["gpu_memory_utilization"] = self.arm.gpu_memory_utilization
         if self.arm.batch_size is not None:
             arguments["max_num_seqs"] = self.arm.batch_size
         if self.arm.batch_tokens is not None:

@@ -95,10 +95,17 @@ def said(default):
     return default if isinstance(default, (str, int, float)) else None
 
 
+def default_of(option):
+    """What a command gets where the option is not given: a switch without a default of its own is off."""
+    if option.is_bool_flag and option.default is not None:
+        return option.default is True
+    return said(None if option.required else option.default)
+
+
 @pytest.mark.parametrize("name", TWINS)
 def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     options = {
-        option.name: said(None if option.required else option.default)
+        option.name: default_of(option)
         for option in params_of(name)
         if isinstance(option, click.Option) and option.name not in PRINTING
     }

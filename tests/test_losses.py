@@ -32,9 +32,8 @@ from tim_trace.analysis.objective.sums import read_sequence_sums
 from tim_trace.analysis.statistics.loss import contribution, has_gradient, is_clipped
 from tim_trace.analysis.trace.database import Database
 from tim_trace.replay.gradients.arm import GradientArm
-from tim_trace.replay.gradients.divisors import divisors
-from tim_trace.replay.gradients.loss import StepLoss, passes_of
-from tim_trace.replay.gradients.updates import updates
+from tim_trace.replay.gradients.loss import StepLoss, divisors, passes_of
+from tim_trace.replay.gradients.update import updates
 from tim_trace.replay.recorded import RecordedRun
 from tim_trace.schemas.loss import (
     _GRPO_AGGREGATIONS,

@@ -4,34 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from ...schemas.errors import CannotReplay
 
-_NAMES = {"math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-_CUDA_ONLY = ("efficient", "cudnn")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """An attention that an arm can ask for."""
+
+    implementation: str = "sdpa"
+    """Its name in transformers; `sdpa` runs a kernel of torch's scaled_dot_product_attention."""
+    backend: str | None = None
+    """Which kernel of scaled_dot_product_attention: a member of torch's SDPBackend."""
+    needs_cuda: bool = False
+    shares_heads: bool = True
+    """Whether query heads can share the keys and values of one head."""
+    rounds_scores: bool = True
+    """Whether scores and softmax are rounded to the dtype of the activations, or may be."""
+
+
+KERNELS = {
+    "eager": Kernel(implementation="eager"),
+    "math": Kernel(backend="MATH"),
+    "flash": Kernel(backend="FLASH_ATTENTION", rounds_scores=False),
+    "efficient": Kernel(backend="EFFICIENT_ATTENTION", needs_cuda=True, shares_heads=False, rounds_scores=False),
+    "cudnn": Kernel(backend="CUDNN_ATTENTION", needs_cuda=True, rounds_scores=False),
+    "flex": Kernel(implementation="flex_attention"),
+}
 
 
 def check(attention: str | None, device: str) -> None:
     """Raise CannotReplay for a kernel that the device lacks."""
-    if attention in _CUDA_ONLY and not device.startswith("cuda"):
+    if attention is not None and KERNELS[attention].needs_cuda and not device.startswith("cuda"):
+        here = ", ".join(name for name, kernel in KERNELS.items() if not kernel.needs_cuda)
         raise CannotReplay(
-            f"attention {attention}: needs an NVIDIA GPU, and this replay runs on the CPU; here work eager, math, "
-            "flash and flex"
+            f"attention {attention}: needs an NVIDIA GPU; this replay runs on the CPU, where you can use {here}"
         )
 
 
 @contextmanager
 def forced(attention: str | None) -> Iterator[None]:
     """Let scaled_dot_product_attention use one kernel alone; it raises where that one cannot serve."""
-    if attention not in _NAMES:
+    kernel = Kernel() if attention is None else KERNELS[attention]
+    if kernel.backend is None:
         yield
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    grouped = _heads_repeated() if attention == "efficient" else nullcontext()
+    grouped = nullcontext() if kernel.shares_heads else _heads_repeated()
     try:
-        with sdpa_kernel([getattr(SDPBackend, _NAMES[attention])]), grouped:
+        with sdpa_kernel([getattr(SDPBackend, kernel.backend)]), grouped:
             yield
     except RuntimeError as error:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
@@ -66,7 +90,11 @@ def observed(found: set[str]) -> Iterator[None]:
 
     functional: Any = torch.nn.functional
     original = functional.scaled_dot_product_attention
-    names = {number.value: name for name, number in _backends().items()}
+    names = {
+        getattr(torch.nn.attention.SDPBackend, kernel.backend).value: name
+        for name, kernel in KERNELS.items()
+        if kernel.backend is not None
+    }
 
     def watching(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
@@ -79,9 +107,3 @@ def observed(found: set[str]) -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = original
-
-
-def _backends() -> dict[str, Any]:
-    from torch.nn.attention import SDPBackend
-
-    return {name: getattr(SDPBackend, attribute) for name, attribute in _NAMES.items()}

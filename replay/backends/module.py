@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...schemas.errors import CannotReplay
+from ..arm_option import FACTORY, phrase
 from ..arms import Arm
-from ..batching import END_TO_END, PaddedBatch
+from ..batching import PaddedBatch
 from .head import Head
-
-_OF_TRANSFORMERS = ("attention", "lm_head", "mode", "kv_dtype")
 
 
 def gives_hidden(model: Any) -> bool:
@@ -27,11 +26,9 @@ class ModuleScorer:
 
     def __init__(self, model: Any, head: Head, arm: Arm):
         """Raises CannotReplay for what such a model cannot do."""
-        wrong = [name.replace("_", "-") for name in _OF_TRANSFORMERS if name in arm.changes]
-        wrong += [f"padding {arm.padding}"] if arm.padding in END_TO_END else []
-        if wrong:
+        for name in arm.lacking(FACTORY):
             raise CannotReplay(
-                f"{wrong[0]}: the model factory's model gives logits alone, so that this cannot be changed; give it "
+                f"{phrase(name, getattr(arm, name))}: cannot be changed, because the model factory's model gives logits alone; give it "
                 "base_model, get_output_embeddings and config, as transformers' models have"
             )
         self._model = self.backbone = model.eval()

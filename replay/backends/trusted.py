@@ -14,6 +14,7 @@ import msgspec
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay, option
 from . import packing
+from .kernels import KERNELS
 
 SCORING_FUNCTIONS = (
     "trl.trainer.grpo_trainer.GRPOTrainer._get_per_token_logps_and_entropies",
@@ -42,7 +43,7 @@ WHY = {
     UNEXPLAINED: "nothing that the contract names differs here",
 }
 """Code -> why the recorded bits do not come back, in words."""
-ATTENTIONS = ("eager", "sdpa", "flex_attention", *_FLASH, packing.NAME)
+ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _MODEL_LISTS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from ...schemas.errors import InvalidOption
 from ...schemas.loss import CORRECTIONS, SEQUENCE_MEAN, SEQUENCE_SUM, Loss
 from ...schemas.passes import CURRENT, REPLAY_PREFIX, ROLLOUT, TRAIN
-from ..arms import Arm, parse_arm
+from ..arm_option import GRADIENT, HF
+from ..arms import Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
 """Importance weights train / rollout as they are: of the level that the loss's correction or ratio has, of tokens, of
 sequences."""
-_CANNOT = ("mode", "kv_dtype", "compile", "routing", "top_p", "top_k", "adapter")
 _OWN = ("logprobs", "correction", "name")
 
 
@@ -31,17 +31,14 @@ class GradientArm:
     name: str = ""
 
     def __post_init__(self) -> None:
-        changes = self.forward.changes
-        if self.forward.engine != "hf":
+        if self.forward.engine != HF:
             raise InvalidOption(
                 f"arm engine={self.forward.engine}: has no backward; replay it first (tim-trace replay RUN --engine "
                 f"{self.forward.engine}), then use its logprobs: --arm logprobs=replay/{self.forward.name}"
             )
-        wrong = [name.replace("_", "-") for name in _CANNOT if name in changes]
-        if wrong:
+        for name in self.forward.lacking(GRADIENT):
             raise InvalidOption(
-                f"arm {wrong[0]}: has no backward here; with gradients go dtype, quantize, lm-head, logits-dtype, "
-                "attention, batch-size, batch-tokens, padding, threads, deterministic, temperature, weights-version, logprobs and "
+                f"arm {name.replace('_', '-')}: has no backward here; gradients take {', '.join(names_for(GRADIENT))}, logprobs and "
                 f"correction; or replay it, and use its logprobs: --arm logprobs=replay/{self.forward.name}"
             )
         if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):

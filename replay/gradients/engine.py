@@ -13,18 +13,16 @@ from ...tracer.cluster import run_units
 from ...tracer.progress import Advance, Progress, no_progress
 from ..arms import check_distinct
 from ..batching import check_tokens
-from ..gpus import gpus_of_actor
+from ..gpus import device_here, gpus_of_actor
+from ..loaded import LoadedModel
 from ..meter import Meter, Told, untold
 from ..recorded import RecordedRun
 from .arm import GradientArm, corrected, parse_gradient_arm
-from .divisors import divisors
-from .held import HeldModel
-from .loss import StepLoss, passes_of
+from .loss import StepLoss, divisors, passes_of
 from .results import GradientReport, GradientStep
 from .scorer import GradientScorer
 from .step import StepPasses
-from .update import Update
-from .updates import GRAD_NORMS, LEARNING_RATES, hyperparameters, logged, loss_steps, updates
+from .update import GRAD_NORMS, LEARNING_RATES, Update, hyperparameters, logged, loss_steps, updates
 
 LEAST_MICRO_BATCHES = 4
 _UNITS = 1000
@@ -185,12 +183,10 @@ class _Taken:
     """Takes gradients, one optimizer step after the other."""
 
     def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked):
-        import torch
-
         self.run, self.arms, self.asked = run, arms, asked
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = device_here()
         self._passes = {name for arm in arms for name in passes_of(asked.loss, arm)}
-        self._held = HeldModel(run.weights)
+        self._loaded = LoadedModel(run.weights, keeps_tensors=True)
         self._scorers: dict[str, list[GradientScorer]] = {}
 
     def step(self, step: int) -> Iterator[tuple[GradientStep, float]]:
@@ -214,7 +210,7 @@ class _Taken:
 
     def close(self) -> None:
         """Let go of the model."""
-        self._held.close()
+        self._loaded.close()
 
     def _update(self, update: Update) -> Iterator[GradientStep]:
         passes = StepPasses(
@@ -228,13 +224,13 @@ class _Taken:
         for arm, scorer in zip(self.arms, self._scorers_of(update), strict=True):
             stale = arm.forward.weights_version
             version = update.policy_version if stale is None else stale
-            self._held.ready(scorer, version, update.rows[0].row.attempt)
+            self._loaded.ready(scorer, version, update.rows[0].row.attempt)
             yield passes.take(arm, scorer, self._loss(arm, update))
 
     def _scorers_of(self, update: Update) -> list[GradientScorer]:
         if update.contract not in self._scorers:
             contract = self.run.train_contract(update.contract, update.loss_pass)
-            self._held.close()
+            self._loaded.close()
             self._scorers[update.contract] = [
                 GradientScorer(self.run, arm.forward, contract, self._device) for arm in self.arms
             ]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from ...schemas.errors import CannotReplay, TimTraceWarning
 from ..backends import kernels
 from ..batching import ForwardBatch
-from ..hf_scorer import HfScorer, is_out_of_memory
+from ..hf_scorer import HfScorer
 from ..settings import settings
 from .update import LossRow
 
@@ -20,6 +19,9 @@ Losses = Callable[[Sequence[LossRow], Any], Any]
 
 class GradientScorer(HfScorer):
     """Gives the gradient of losses, on a model in the mode that the recording's was in."""
+
+    keeps_recorded_rows = False
+    pass_of_rows = "a forward and backward"
 
     def attach(self, model: Any, shared: Any = None) -> Any:
         """Score with this model, in train mode and with gradient checkpoints where the recording was."""
@@ -67,28 +69,7 @@ class GradientScorer(HfScorer):
 
         Where memory runs out there are half as many rows a forward from then on. Raises CannotReplay.
         """
-        while True:
-            try:
-                return self._gradient(rows, loss, seen)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._rows = self._half(rows, error)
-
-    def _half(self, rows: Sequence[LossRow], error: BaseException) -> int:
-        largest = self._rows or max(len(batch.rows) for batch, _ in self._forwards(rows))
-        if largest == 1 or self.arm.batch_size is not None or self.arm.batch_tokens is not None:
-            way_out = "use a machine with more" if largest == 1 else "use batch-size or batch-tokens with fewer"
-            raise CannotReplay(
-                f"arm {self.arm.name}: out of memory with {largest} rows a forward; {way_out}"
-            ) from error
-        warnings.warn(
-            f"arm {self.arm.name}: out of memory with {largest} rows a forward and backward; going on with "
-            f"{largest // 2}, so that the last digits may be others",
-            TimTraceWarning,
-            stacklevel=4,
-        )
-        return largest // 2
+        return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 
     def _gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
         import torch

@@ -1,18 +1,27 @@
-"""One optimizer step of a trace: the sequences that its loss went through, and what the loss knew of each.
+"""The optimizer steps of a trace: which weights, which rows, what the loss knew of each, and where the grad norm was logged.
 
 Shapes: T response tokens of a sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import pyarrow.dataset as ds
 
-from ..recorded import RecordedRow
+from ...schemas.errors import CannotReplay, option
+from ...schemas.layout import HYPERPARAMETER, METRICS, SCORES, SEQUENCES
+from ...schemas.passes import CURRENT, TRAIN
+from ..recorded import RecordedRow, RecordedRun, assumed_versions
 
+GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
+LEARNING_RATES = ("learning_rate", "lr", "actor/lr", "train/learning_rate")
+_LOSS = "loss"
+"""What the contract of a pass says that the loss's own forward gave."""
 Place = tuple[str, int]
 """A recorded forward: its writer, and its number there."""
 
@@ -103,3 +112,162 @@ class Update:
             dealt[index % len(dealt)].extend(unit)
         order = {id(entry): index for index, entry in enumerate(self.rows)}
         return [tuple(sorted(part, key=lambda entry: order[id(entry)])) for part in dealt]
+
+
+def loss_steps(run: RecordedRun) -> list[int]:
+    """The steps that a gradient can be taken of."""
+    return sorted({*run.steps(CURRENT), *run.steps(TRAIN)})
+
+
+def hyperparameters(run: RecordedRun) -> dict[str, Any]:
+    """A run's hyperparameters, by name."""
+    table = run.table(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
+    return {
+        name.removeprefix(HYPERPARAMETER): text if value is None else value
+        for name, value, text in zip(*(table[column].to_pylist() for column in table.column_names), strict=True)
+        if name.startswith(HYPERPARAMETER)
+    }
+
+
+def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
+    """Step -> the last value of the first of these metrics that the trace has."""
+    for name in names:
+        table = run.table(METRICS, ds.field("name") == name, ["step", "value"])
+        found = {
+            step: value
+            for step, value in zip(table["step"].to_pylist(), table["value"].to_pylist(), strict=True)
+            if value is not None
+        }
+        if found:
+            return found
+    return {}
+
+
+def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[int, float]) -> list[Update]:
+    """The optimizer steps that a step's sequences went through, with the logprobs of `passes`.
+
+    Raises CannotReplay where the trace has no advantages, or lacks a pass.
+    """
+    loss_pass = CURRENT if step in run.steps(CURRENT) else TRAIN
+    scored, notes = _one_iteration_a_version(run.step(step, loss_pass))
+    sequences = _sequences(run, step)
+    known = {name: _logprobs(run, step, name) for name in sorted(set(passes))}
+    versions = sorted({row.policy_version for row in scored})
+    metric_steps = _metric_steps(run, step, versions, norms)
+    first = {row.seq_id: row for row in reversed(scored)}
+    rows = [_loss_row(row, sequences[row.seq_id], known) for row in scored]
+    counted = {entry.row.seq_id: entry.num_tokens for entry in rows}
+    found = []
+    for version in versions:
+        own = tuple(entry for entry in rows if entry.row.policy_version == version)
+        digests = {entry.row.contract for entry in own}
+        if len(digests) != 1:
+            raise CannotReplay(
+                f"{run.store.url}: step {step}, weights {version}: scored under {len(digests)} contracts, of which a "
+                "gradient has one"
+            )
+        found.append(
+            Update(
+                step=step,
+                policy_version=version,
+                loss_pass=loss_pass,
+                contract=digests.pop(),
+                rows=own,
+                step_tokens=sum(counted.values()),
+                step_places=len({(row.writer, row.forward_id) for row in first.values()}),
+                own_ratio=_own_ratio(run, step, loss_pass),
+                metric_step=metric_steps[version],
+                notes=(*notes, *assumed_versions([entry.row for entry in own])),
+            )
+        )
+    return found
+
+
+def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
+    """Rows that were scored twice with the same weights, as the version says, count where the bits say so too."""
+    first: dict[tuple[str, int], RecordedRow] = {}
+    kept, dropped = [], 0
+    for row in sorted(rows, key=lambda row: row.iteration):
+        before = first.setdefault((row.seq_id, row.policy_version), row)
+        if np.array_equal(before.logprobs, row.logprobs, equal_nan=True):
+            kept.append(row)
+        else:
+            dropped += 1
+    notes = [
+        f"{dropped} rows were scored again by other weights under the same policy version: their optimizer steps cannot "
+        "be told apart, and the first is taken (Recorder.add_scores(policy_version=...) says which)"
+    ]
+    kept.sort(key=lambda row: (row.writer, row.forward_id, row.forward_row))
+    return kept, notes if dropped else []
+
+
+def _sequences(run: RecordedRun, step: int) -> dict[str, dict[str, Any]]:
+    columns = ["seq_id", "group_id", "response_mask", "advantage", "advantages"]
+    table = run.table(SEQUENCES, ds.field("step") == step, columns)
+    found = {row["seq_id"]: row for row in table.to_pylist()}
+    if not any(row["advantage"] is not None or row["advantages"] is not None for row in found.values()):
+        raise CannotReplay(
+            f"{run.store.url}: step {step} has no advantages, so that its loss has no gradient; record them with "
+            "Recorder.add_sequences(advantage=...)"
+        )
+    return found
+
+
+def _loss_row(row: RecordedRow, sequence: dict[str, Any], known: Mapping[str, dict[str, np.ndarray]]) -> LossRow:
+    length = len(row.response_ids)
+    mask, values = sequence["response_mask"], sequence["advantages"]
+    if values is None:
+        values = [np.nan if sequence["advantage"] is None else sequence["advantage"]]
+    advantage = np.array([np.nan if value is None else value for value in values], np.float32)
+    return LossRow(
+        row=row,
+        mask=np.ones(length, bool) if mask is None else np.array([bool(value) for value in mask], bool),
+        advantage=np.nan_to_num(advantage, nan=0.0),
+        group=sequence["group_id"] or "",
+        passes={name: values.get(row.seq_id, np.full(length, np.nan, np.float32)) for name, values in known.items()},
+    )
+
+
+def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarray]:
+    """Each sequence's logprobs in a pass, the first that it gave. Raises CannotReplay where it has none."""
+    wanted = (ds.field("step") == step) & (ds.field("pass") == pass_name)
+    table = run.table(SCORES, wanted, ["seq_id", "iteration", "logprobs"])
+    found: dict[str, tuple[int, np.ndarray]] = {}
+    for index, (seq_id, iteration) in enumerate(
+        zip(table["seq_id"].to_pylist(), table["iteration"].to_pylist(), strict=True)
+    ):
+        values = table["logprobs"][index]
+        if values.is_valid and (seq_id not in found or iteration < found[seq_id][0]):
+            found[seq_id] = iteration, np.asarray(values.values.fill_null(float("nan")))
+    if not found:
+        how = f"replay it first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
+            f"record it, or say a loss without it, as {option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
+        )  # fmt: skip
+        raise CannotReplay(
+            f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares with; {how}"
+        )
+    return {seq_id: values for seq_id, (_, values) in found.items()}
+
+
+def _own_ratio(run: RecordedRun, step: int, loss_pass: str) -> bool:
+    """Whether pass `train` is what the loss's own forward gave."""
+    if loss_pass == TRAIN:
+        return False
+    wanted = (ds.field("step") == step) & (ds.field("pass") == TRAIN)
+    digests = set(run.table(SCORES, wanted, ["contract"])["contract"].to_pylist())
+    return bool(digests) and all(digest and run.contract(TRAIN, digest).get("source") == _LOSS for digest in digests)
+
+
+def _metric_steps(
+    run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
+) -> dict[int, int | None]:
+    """The step at which each update of a step's sequences was logged.
+
+    A step with one update has it at its own number. With several, each has a number of its own where the steps of later
+    sequences leave room for them, as TRL numbers; otherwise which one was logged cannot be told.
+    """
+    steps = {version: step + version - versions[0] for version in versions}
+    others = set(loss_steps(run)) - {step}
+    if len(versions) > 1 and (others & set(steps.values()) or not set(steps.values()) <= set(norms)):
+        return dict.fromkeys(versions)
+    return dict(steps.items())

@@ -20,12 +20,10 @@ from ..backends import kernels
 from ..backends.double import keep_double
 from ..batching import ForwardBatch, PaddedBatch, check_tokens
 from ..gradients.arm import GradientArm, corrected, parse_gradient_arm
-from ..gradients.divisors import divisors
 from ..gradients.engine import loss_of
-from ..gradients.loss import StepLoss, passes_of
+from ..gradients.loss import StepLoss, divisors, passes_of
 from ..gradients.scorer import GradientScorer
-from ..gradients.update import LossRow, Update
-from ..gradients.updates import hyperparameters, loss_steps, updates
+from ..gradients.update import LossRow, Update, hyperparameters, loss_steps, updates
 from ..recorded import RecordedRun
 from ..settings import settings
 from .backward_reference import BackwardReference, JudgedGradient, kind_of_judged

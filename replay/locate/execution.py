@@ -11,8 +11,10 @@ import numpy as np
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
 from ...tracer.weights.reader import Tensor
+from ..arm_option import phrase
 from ..arms import Arm
 from ..backends.double import keep_double
+from ..backends.kernels import KERNELS
 from ..batching import ForwardBatch
 from ..hf_scorer import HfScorer
 from ..numerics import Numerics
@@ -45,7 +47,7 @@ class Execution:
         calls_whole_model: bool = False,
     ):
         """Raises CannotReplay for an arm whose operators cannot be heard."""
-        _check(arm)
+        check_heard(arm)
         self.arm, self.run = arm, run
         self._prepare = prepare
         self.scorer = self.scorer_of(run, arm, contract, device)
@@ -85,7 +87,7 @@ class Execution:
     @property
     def rounds_scores(self) -> bool:
         """Whether scores and softmax are rounded to the dtype, or may be: torch chooses its kernel by itself."""
-        return self.arm.attention not in ("flash", "efficient", "cudnn")
+        return self.arm.attention is None or KERNELS[self.arm.attention].rounds_scores
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these weights. Raises CannotReplay."""
@@ -196,11 +198,9 @@ def head_name(model: Any) -> str:
     return next((name for name, module in model.named_modules() if module is head), "")
 
 
-def _check(arm: Arm) -> None:
-    if arm.compile:
-        raise CannotReplay(f"arm {arm.name}: operators inside a compiled model cannot be heard; leave compile out")
-    if arm.mode != "prefill":
-        why = "; engine exact gives the same bits in every mode" if arm.engine == "exact" else ""
+def check_heard(arm: Arm) -> None:
+    """Raise CannotReplay for an arm whose operators cannot be listened to."""
+    for name in arm.unheard:
         raise CannotReplay(
-            f"arm {arm.name}: operators are compared in one forward a row{why}; leave mode {arm.mode} out"
+            f"arm {arm.name}: operators are compared in one forward per row that runs them all; leave {phrase(name, getattr(arm, name))} out"
         )

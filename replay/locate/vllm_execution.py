@@ -26,7 +26,7 @@ from ..backends.vllm_mixture import Select, check_mixture, held_by, in_order, is
 from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
 from ..vllm_scorer import VllmScorer
-from .execution import Execution
+from .execution import Execution, check_heard
 from .taps import Call, RowTaps, core_name
 
 VLLM = "vllm"
@@ -59,10 +59,7 @@ class VllmExecution:
         prepare: Callable[[Any], None] | None = None,
     ):
         """Raises CannotReplay for an arm whose operators cannot be heard."""
-        if arm.prefix_caching == "on":
-            raise CannotReplay(
-                f"arm {arm.name}: what a prefix cache holds is not computed again and cannot be heard; leave prefix-caching out"
-            )
+        check_heard(arm)
         if run.model_factory is not None:
             raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; leave the factory of this side out")
         if has_experts(run.model["config"]):

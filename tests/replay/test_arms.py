@@ -1,5 +1,11 @@
+import ast
+from pathlib import Path
+
 import pytest
-from tim_trace.replay.arms import Arm, parse_arm, read_arms
+from tim_trace.replay import arms
+from tim_trace.replay.arm_option import ENGINES, FACTORY, GRADIENT, LOCATE
+from tim_trace.replay.arms import OPTIONS, Arm, names_for, parse_arm, read_arms
+from tim_trace.replay.backends.kernels import KERNELS
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.steps import parse_steps
 
@@ -28,20 +34,67 @@ def test_an_arm_is_read_and_named_for_what_it_changes(text, changes, name):
         ("batch-size", "write changes as name=value"),
         ("batch-size=two", "batch-size cannot be 'two'"),
         ("batch-size=0", "use 1 or more"),
-        ("mode=chunked:0", "use prefill, decode or chunked:N"),
+        ("mode=chunked:0", "use prefill, decode, chunked:N"),
         ("temperature=0", "use a number above 0"),
         ("top-p=1.5", "above 0 and up to 1"),
-        ("kv-dtype=fp8", "a prefill reads no cache; add mode='decode'"),
-        ("padding=packed,mode=decode", "padding packed: works with mode='prefill' alone"),
-        ("compile,mode=decode", "compile: works with mode='prefill' alone"),
-        ("padding=packed,attention=eager", "cannot keep to each row.*math, flash"),
+        ("kv-dtype=fp8", "a prefill reads no cache; use mode='decode', chunked:N"),
+        ("padding=packed,mode=decode", "packed does not go with mode decode: .*; use mode='prefill'"),
+        ("compile,mode=decode", "compile: does not go with mode decode: .*; use mode='prefill'"),
+        ("padding=packed,attention=eager", "cannot keep to each row; use attention='math', flash"),
         ("prefix-caching=on", "is vLLM's; add engine='vllm'"),
+        ("engine=vllm,dtype=fp64", "dtype: vLLM has no fp64; use fp32, bf16, fp16"),
+        ("weights-version=-1", "weights_version: got -1; use 0 or more"),
         ("engine=vllm,threads=2", "threads: vLLM has no such setting here; .*mode.*attention-backend"),
     ],
 )
 def test_an_arm_that_makes_no_sense_is_refused(text, message):
     with pytest.raises(InvalidOption, match=message):
         parse_arm(text)
+
+
+def test_every_option_of_an_arm_is_read_by_what_scores():
+    """An option that is described and that no code reads would change nothing, silently."""
+    read = set()
+    for file in Path(arms.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2] in ("arm", "forward"):
+                read.add(node.attr)
+    assert set(OPTIONS) - read == set()
+
+
+def test_an_option_s_description_names_what_there_is():
+    for name, described in OPTIONS.items():
+        assert described.help.endswith((".", "]")), name
+        assert set(described.users) & set(ENGINES), name
+        assert set(described.users) <= {*ENGINES, FACTORY, GRADIENT, LOCATE}, name
+        assert set(described.refused) <= set(described.users), name
+        for clash in described.clashes:
+            words = {value.partition(":")[0] for value in OPTIONS[clash.other].values}
+            assert set(clash.values) <= set(described.values), name
+            assert set(clash.others) <= words, name
+            assert clash.engine in (None, *described.users), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_attention_kernel_is_known_to_torch_or_transformers(kernel):
+    torch = pytest.importorskip("torch")
+    from transformers import AttentionInterface
+
+    described = KERNELS[kernel]
+    assert described.implementation in ("eager", *AttentionInterface())
+    if described.backend is not None:
+        assert hasattr(torch.nn.attention.SDPBackend, described.backend)
+    assert parse_arm(f"attention={kernel}").name == kernel
+
+
+def test_what_takes_arms_says_so_from_one_description():
+    assert names_for(GRADIENT) == [
+        "dtype", "quantize", "lm-head", "logits-dtype", "attention", "batch-size", "batch-tokens", "padding", "threads",
+        "deterministic", "temperature", "weights-version",
+    ]  # fmt: skip
+    assert Arm(mode="decode").unheard == ["mode"]
+    assert Arm(engine="vllm", mode="decode", prefix_caching="off").unheard == []
+    assert Arm(engine="vllm", prefix_caching="on").unheard == ["prefix_caching"]
 
 
 def test_a_file_holds_a_table_an_arm(tmp_path):

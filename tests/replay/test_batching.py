@@ -10,8 +10,8 @@ from tim_trace.replay.arms import Arm
 from tim_trace.replay.batching import forwards
 from tim_trace.replay.engine import replay
 from tim_trace.replay.hf_scorer import HfScorer
+from tim_trace.replay.loaded import joined_steps
 from tim_trace.replay.recorded import RecordedRow, RecordedRun
-from tim_trace.replay.together import joined_steps
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
 from tim_trace.tracer.weights.source import open_weights
 
@@ -231,12 +231,21 @@ def test_distributions_of_a_shared_prompt_are_those_of_each_row(tmp_path):
     ("changes", "message"),
     [
         ({"batch_tokens": 0}, "got 0; use 1 or more"),
-        ({"batch_tokens": 64, "batch_size": 2}, "use one of the two"),
-        ({"padding": "shared", "mode": "decode"}, "padding shared: works with mode='prefill' alone"),
-        ({"padding": "shared", "attention": "eager"}, "cannot keep to each row of a shared forward"),
-        ({"padding": "shared", "engine": "exact"}, "runs each row's own prompt"),
-        ({"padding": "shared", "routing": "recorded"}, "cannot take each row's recorded routes"),
-        ({"batch_tokens": 64, "engine": "vllm", "mode": "chunked:8"}, "is what mode chunked:8 sets"),
+        ({"batch_tokens": 64, "batch_size": 2}, "64 does not go with batch-size 2: both bound a forward; drop one"),
+        (
+            {"padding": "shared", "mode": "decode"},
+            "padding: shared does not go with mode decode: .*; use mode='prefill'",
+        ),
+        (
+            {"padding": "shared", "attention": "eager"},
+            "attention eager: it cannot keep to each row; use attention='math', flash",
+        ),
+        ({"padding": "shared", "engine": "exact"}, "engine exact has no shared; use left, right, packed"),
+        ({"padding": "shared", "routing": "recorded"}, "cannot take the routes of each row; drop one"),
+        (
+            {"batch_tokens": 64, "engine": "vllm", "mode": "chunked:8"},
+            "mode chunked:8: the chunk is vLLM's bound of tokens; use mode='prefill', decode",
+        ),
     ],
 )
 def test_what_excludes_each_other_is_refused(changes, message):

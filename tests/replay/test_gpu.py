@@ -5,6 +5,7 @@ import pytest
 import torch
 from grouped import VOCAB, tiny_model
 from tim_trace.analysis.trace.database import connect
+from tim_trace.replay.backends.kernels import KERNELS
 from tim_trace.replay.engine import replay
 from tim_trace.replay.locate.engine import locate
 from tim_trace.tracer.recorder import Recorder
@@ -19,7 +20,6 @@ pytestmark = [
 
 DEVICE = "cuda"
 ROWS, PROMPT, RESPONSE = 4, 6, 10
-KERNELS = ["eager", "math", "flash", "efficient", "cudnn", "flex"]
 
 
 @pytest.fixture(scope="module")

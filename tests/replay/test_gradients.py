@@ -445,7 +445,7 @@ def test_arms_go_by_their_changes():
 
 
 def test_a_sketch_tells_the_length_of_a_difference():
-    from tim_trace.replay.gradients.sketch import Sketcher
+    from tim_trace.replay.gradients.sums import Sketcher
 
     draw = np.random.default_rng(0)
     x = torch.from_numpy(draw.normal(size=(300, 101)).astype(np.float32))

@@ -118,7 +118,7 @@ def test_a_recorded_run_is_held_against_its_engine(tmp_path, mode):
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        ("llama", {"against": "engine=vllm,prefix-caching=on"}, "leave prefix-caching out"),
+        ("llama", {"against": "engine=vllm,prefix-caching=on"}, "leave prefix-caching on out"),
         (
             "qwen2_moe",
             {"against": "engine=vllm"},

@@ -2,12 +2,14 @@
 
 import json
 import re
+import sys
 
 import pytest
-from builders import tim_trace
+from builders import change_contract, run, tim_trace
 from grouped import record_groups
 from tim_trace.analysis.replay_text import estimate_sentence
 from tim_trace.analysis.trace.database import connect
+from tim_trace.replay.backends import trusted
 from tim_trace.replay.engine import replay
 from tim_trace.replay.meter import untold
 from tim_trace.replay.plan import ArmPlan, Pace, ReplayPlan
@@ -46,6 +48,22 @@ def test_a_dry_run_with_force_leaves_what_is_there(trace):
     before = replayed(trace)
     replay(trace, dtype="bf16", force=True, dry_run=True)
     assert replayed(trace) == before == 48
+
+
+def test_a_dry_run_imports_no_trainer_and_no_engine(trace):
+    """TRL's import, and that of vLLM which it brings, takes longer than all else that a dry run does."""
+    scored = {
+        "engine": "trl",
+        "scoring_function": trusted.SCORING_FUNCTIONS[0],
+        "fused_lm_head": trusted.FUSED_HEADS[0],
+    }
+    change_contract(trace, "train", lambda contract: contract | scored)
+    program = (
+        "import sys; from tim_trace.replay.engine import replay; (arm,) = replay(sys.argv[1], dry_run=True).plan; "
+        "print(arm.tokens_per_s > 0, sorted({'trl', 'vllm'} & set(sys.modules)))"
+    )
+    done = run(sys.executable, "-c", program, trace)
+    assert done.stdout == "True []\n", done.stderr
 
 
 def test_an_arm_that_has_everything_takes_no_time(trace):

@@ -370,7 +370,7 @@ def test_the_logits_of_a_factory_s_model_are_captured(table):
         (("--model-factory", "factory:missing"), "model factory 'factory:missing': cannot be imported"),
         (
             ("--model-factory", "factory:build", "--mode", "decode"),
-            "mode: the model factory's model gives logits alone",
+            "mode decode: cannot be changed, because the model factory's model gives logits alone",
         ),
         (
             ("--model-factory", "factory:build", "--capture", "hidden"),
@@ -672,7 +672,7 @@ def test_vllm_s_raw_logprobs_are_brought_to_the_recorded_temperature(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"engine": "vllm", "dtype": "fp64"}, CannotReplay, "does not compute in fp64; use fp32, bf16 or fp16"),
+        ({"engine": "vllm", "dtype": "fp64"}, InvalidOption, "vLLM has no fp64; use fp32, bf16, fp16"),
         ({"engine": "vllm", "attention": "eager"}, InvalidOption, "attention: vLLM has no such setting"),
         ({"prefix_caching": "on"}, InvalidOption, "add engine='vllm'"),
     ],

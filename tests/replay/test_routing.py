@@ -168,7 +168,7 @@ def test_which_tokens_were_sent_elsewhere_can_be_asked(arms):
 def test_routing_is_refused_where_it_cannot_be(trace, tmp_path):
     with pytest.raises(InvalidOption, match="routing: vLLM has no such setting here"):
         Arm(engine="vllm", routing="recorded")
-    with pytest.raises(InvalidOption, match="compile: routers inside a compiled backbone cannot be forced"):
+    with pytest.raises(InvalidOption, match=r"compile: .*routers inside a compiled backbone cannot be forced"):
         Arm(compile=True, routing="recorded")
     with pytest.raises(InvalidOption, match=r"routing: got 'rollout'; use recorded"):
         Arm(routing="rollout")
