@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ..schemas.checksums import whole_hash
 from ..schemas.errors import StorageError, TraceExists
-from ..schemas.layout import INDEX, JOURNAL, MANIFEST, TEMPORARY_PREFIX, WRITERS
+from ..schemas.layout import INDEX, JOURNAL, MANIFEST, TABLES, TEMPORARY_PREFIX, WRITERS
 from ..schemas.writer_state import parse_writer_state
 from .index import write_index
+from .journal import journal_of
 from .progress import Progress, no_progress
 from .store import Store, first_line
 
@@ -51,19 +52,18 @@ class Upload:
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
         """Send what is finished and was not sent yet. Raises StorageError after `tries` attempts at one file.
 
-        Files go before the states that account for them. Journals stay here: what they hold goes once it is sealed.
+        Files go before the states that account for them. A segment goes once none of its journals is left.
         """
         source = Store(self.folder)
-        states = {
-            f"{WRITERS}/{name}": _without_journals(
-                source.read_json(f"{WRITERS}/{name}"), source.shown(f"{WRITERS}/{name}")
-            )
-            for name in source.files(WRITERS)
-        }
+        states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
+        unsealed: set[str] = set()
+        for path, content in states.items():
+            states[path], waiting = _without_unsealed(content, source.shown(path))
+            unsealed |= waiting
         files = {
             path: size
             for path, size in source.walk("").items()
-            if path.partition("/")[0] not in (JOURNAL, WRITERS, INDEX) and path != MANIFEST
+            if path.partition("/")[0] not in (JOURNAL, WRITERS, INDEX) and path not in (MANIFEST, *unsealed)
             if not any(part.startswith(TEMPORARY_PREFIX) for part in path.split("/")) and self._sent.get(path) != size
         }
         with progress("sending", sum(files.values())) as advance:
@@ -144,10 +144,17 @@ class Upload:
         self.num_bytes = num_bytes
 
 
-def _without_journals(content: bytes, where: str) -> bytes:
-    """Return a writer's state as it is sent: its journals stay on this machine, and nobody should miss them at the URL."""
+def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
+    """Return a writer's state as it is sent, without journals, and the files that are left out with them.
+
+    Journals stay on this machine. Of a segment that is sealed in part, a reader would find sequences without their scores.
+    """
     state = parse_writer_state(content, where)
     if not state.journals:
-        return content
+        return content, set()
+    segments = {found[0] for journal in state.journals if (found := journal_of(journal.rpartition("/")[2]))}
+    paths = {path for of in segments for path in (f"{of.dense}/zarr.json", *map(of.parquet, TABLES))}
+    unsealed = paths & set(state.files or ())
     state.journals = ()
-    return state.to_json().encode()
+    state.files = {name: record for name, record in (state.files or {}).items() if name not in unsealed}
+    return state.to_json().encode(), unsealed
