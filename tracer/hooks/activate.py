@@ -10,7 +10,6 @@ import wrapt
 
 from .session import Order, Session
 
-
 _HOOKS = {
     "transformers.trainer": ("trl", "install"),
     "verl.trainer.ppo.v1.trainer_base": ("verl", "install"),
@@ -38,11 +37,11 @@ def activate() -> Session | None:
         return None
     session = Session(order)
     for module in _HOOKS:
-        wrapt.register_post_import_hook(partial(_hook, session), module)
+        wrapt.register_post_import_hook(partial(_hook, session, module), module)
     return session
 
 
-def _hook(session: Session, module: Any) -> None:
-    with session.guard(f"{module.__name__} (its functions could not be hooked)"):
-        file, function = _HOOKS[module.__name__]
+def _hook(session: Session, name: str, module: Any) -> None:
+    with session.guard(f"{name} (its functions could not be hooked)"):
+        file, function = _HOOKS[name]
         getattr(import_module(f"{__package__}.{file}"), function)(session, module)

@@ -1,10 +1,11 @@
-"""What of a model of transformers decides its numbers."""
+"""What of a model of transformers decides its numbers, and which tokenizer it has."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
+from hashlib import sha256
 from typing import Any
 
 from ..routing import facts
@@ -66,3 +67,15 @@ def as_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
+    """Which tokenizer the run uses; the hash is of its whole definition."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {
+        "name": getattr(tokenizer, "name_or_path", None),
+        "class": f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
+        "vocab_size": len(tokenizer),
+        "sha256": None if backend is None else sha256(backend.to_str().encode()).hexdigest(),
+    }

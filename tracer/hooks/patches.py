@@ -1,10 +1,10 @@
-"""Wrapping other libraries' functions, and putting the originals back."""
+"""Wrapping other libraries' functions, reading the arguments of their calls, and putting the originals back."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _MISSING = object()
@@ -36,6 +36,10 @@ class Patches:
         setattr(owner, name, awaited if is_coroutine else wrapped)
         return True
 
+    def wrap_all(self, owner: Any, wrappers: Mapping[str, Callable[..., Any]]) -> list[str]:
+        """Wrap several functions of an owner by their names; return the names of those that it does not have."""
+        return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
+
     @property
     def wrapped(self) -> list[tuple[Any, str]]:
         """Owner and name of every function that is wrapped."""
@@ -48,3 +52,19 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """A call's arguments by name, without self; those that the function takes as **kwargs among them.
+
+    Raises TypeError when the call does not fit the function.
+    """
+    bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
+    bound.pop("self", None)
+    more: dict[str, Any] = bound.pop("kwargs", {})
+    return bound | more
+
+
+@functools.lru_cache(maxsize=32)
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)

@@ -48,11 +48,10 @@ class TrainerClasses:
             return
         if version := trl_version():
             self._session.hooks["trl"] = version
-        missing = {}
-        wrappers = self._asynchronous() if is_asynchronous(trainer_class) else self._generating()
-        for name, wrapper in wrappers.items():
-            if not self._patches.wrap(trainer_class, name, partial(self._of_class, trainer_class, wrapper)):
-                missing[f"{trainer_class.__qualname__}.{name}"] = POINTS[name]
+        hooks = self._asynchronous() if is_asynchronous(trainer_class) else self._generating()
+        wrappers = {name: partial(self._of_class, trainer_class, hook) for name, hook in hooks.items()}
+        unwrapped = self._patches.wrap_all(trainer_class, wrappers)
+        missing = {f"{trainer_class.__qualname__}.{name}": POINTS[name] for name in unwrapped}
         if not self._hears:
             self._hears = True
             _hook_engines(self._session, self._patches)

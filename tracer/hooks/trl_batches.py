@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...schemas.passes import REFERENCE, TRAIN
-from .calls import arguments
 from .engine_call import EngineCall
+from .patches import arguments
 from .trl_release import PAD_TOKEN, REWARD_NAMES, REWARD_WEIGHTS, end_tokens, find, sampled_logprobs
 from .trl_state import Generation, Loss, Recorded, Scoring
 

@@ -19,11 +19,11 @@ from ..batch import Batch
 from ..optimizer import optimizer_statistics, underlying
 from ..weights.layout import is_sharded, replicated
 from ..writer import Part
-from .calls import arguments
 from .engine_call import EngineCall
+from .model_contract import tokenizer_identity
 from .model_weights import keeps_weights, own_tensors
+from .patches import arguments
 from .session import Session
-from .tokenizer import tokenizer_identity
 from .trainer_class import is_asynchronous, name_of, own_loss, unknown_output
 from .trainer_tensors import trained_model
 from .trl_batches import (

@@ -8,18 +8,20 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...schemas.contract import Contract
+from ...schemas.layout import PASSES
 from ...schemas.passes import REFERENCE, ROLLOUT, TRAIN
+from ..contracts import read_contract
+from ..store import Store
 from ..writer import Part
-from .calls import arguments
-from .declared import declared_contract
-from .patches import Patches
+from .model_contract import tokenizer_identity
+from .patches import Patches, arguments
 from .session import Session
-from .tokenizer import tokenizer_identity
 from .verl_batches import ESTIMATED, SCORED, Row, column, fetch, finish_reasons, flat, one_a_row, rows_of, sums
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 from .verl_forwards import FORWARD_KEYS, forward_of
@@ -34,6 +36,7 @@ POINTS = {
     "_update_actor": "current logprobs",
 }
 """Function of the trainer -> what it gives."""
+_LOGGED = "logged metrics"
 
 _SYNC = "verl.trainer.main_ppo_sync"
 """Of verl 0.8: a program with a trainer of its own."""
@@ -64,13 +67,8 @@ def install(session: Session, module: Any) -> Patches:
         "_compute_advantage": hooks.compute_advantage,
         "_update_actor": hooks.update_actor,
     }
-    missing = {
-        f"PPOTrainer.{name}": POINTS[name]
-        for name, wrapper in wrappers.items()
-        if not patches.wrap(module.PPOTrainer, name, wrapper)
-    }
-    if not patches.wrap(module.Tracking, "log", hooks.log):
-        missing["Tracking.log"] = "logged metrics"
+    missing = {f"PPOTrainer.{name}": POINTS[name] for name in patches.wrap_all(module.PPOTrainer, wrappers)}
+    missing |= {f"Tracking.{name}": _LOGGED for name in patches.wrap_all(module.Tracking, {"log": hooks.log})}
     hooks.sentence = version_sentence("verl", verl.__version__, missing)
     return patches
 
@@ -82,18 +80,16 @@ def install_older(session: Session, module: Any) -> Patches:
 
     session.hooks["verl"] = verl.__version__
     hooks, patches = TrainerHooks(session), Patches()
-    wrappers: list[tuple[Any, str, Callable[..., Any]]] = [
-        (module.RayPPOTrainer, "fit", hooks.fit),
-        (module.RayPPOTrainer, "_compute_old_log_prob", hooks.compute_older_logprobs),
-        (module.RayPPOTrainer, "_compute_ref_log_prob", hooks.compute_older_logprobs),
-        (module.RayPPOTrainer, "_update_actor", hooks.update_older_actor),
-        (tracking.Tracking, "log", hooks.log),
-    ]
-    missing = {
-        f"{owner.__name__}.{name}": _OLDER_POINTS[name]
-        for owner, name, wrapper in wrappers
-        if not patches.wrap(owner, name, wrapper)
+    wrappers: dict[str, Callable[..., Any]] = {
+        "fit": hooks.fit,
+        "_compute_old_log_prob": hooks.compute_older_logprobs,
+        "_compute_ref_log_prob": hooks.compute_older_logprobs,
+        "_update_actor": hooks.update_older_actor,
     }
+    missing = {
+        f"RayPPOTrainer.{name}": _OLDER_POINTS[name] for name in patches.wrap_all(module.RayPPOTrainer, wrappers)
+    }
+    missing |= {f"Tracking.{name}": _LOGGED for name in patches.wrap_all(tracking.Tracking, {"log": hooks.log})}
     if "RayPPOTrainer._update_actor" in missing:
         hooks.sentence = _DUMPS_ALONE.format(verl.__version__)
     else:
@@ -117,11 +113,10 @@ def install_main(session: Session, module: Any) -> Patches:
 
 
 _OLDER_POINTS = {
-    "fit": "steps of a second training in a process, apart from those of the first",
+    "fit": POINTS["fit"],
     "_compute_old_log_prob": "which rows of the train pass went through the model together",
     "_compute_ref_log_prob": "which rows of the reference pass went through the model together",
     "_update_actor": "sequences, rewards, advantages and every pass",
-    "log": "logged metrics",
 }
 
 
@@ -320,9 +315,9 @@ class TrainerHooks:
         if pass_name not in self._contracts:
             folder = self.session.recorder.folder
             if pass_name == ROLLOUT:
-                found = declared_contract(folder, ROLLOUT, lambda contract: _is_training(contract, sampling(config)))
+                found = _declared_contract(folder, ROLLOUT, lambda contract: _is_training(contract, sampling(config)))
             else:
-                found = declared_contract(folder, pass_name, lambda contract: contract.get("engine") == "verl")
+                found = _declared_contract(folder, pass_name, lambda contract: contract.get("engine") == "verl")
             if found is None:
                 found = configured_rollout(config) if pass_name == ROLLOUT else configured_contract(config)
             self._contracts[pass_name] = found
@@ -364,3 +359,11 @@ def _bypasses(config: Any) -> bool:
     """Whether verl takes the rollout's logprobs for the trainer's own."""
     correction = config.algorithm.get("rollout_correction")
     return bool(correction and correction.get("bypass_mode", False))
+
+
+def _declared_contract(folder: Path, pass_name: str, accepts: Callable[[Contract], bool]) -> Contract | None:
+    """The newest accepted contract of a pass that lies in the trace; None without one."""
+    paths = sorted((folder / PASSES / pass_name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    store = Store(folder)
+    contracts = (read_contract(store, pass_name, path.stem) for path in paths)
+    return next((contract for contract in contracts if accepts(contract)), None)

@@ -18,9 +18,8 @@ from ...schemas.contract import Contract
 from ...schemas.passes import CURRENT, REFERENCE, TRAIN
 from ..batch import Batch
 from ..writer import Part
-from .calls import arguments
 from .model_weights import keeps_weights, own_tensors
-from .patches import Patches
+from .patches import Patches, arguments
 from .session import Session
 from .trl_batches import right_padded
 from .verl_contract import FSDP, model_identity, scoring_contract

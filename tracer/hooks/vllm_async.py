@@ -9,21 +9,25 @@ import asyncio
 import sys
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ...schemas.capture import Capture
 from ...schemas.contract import Contract
 from ...schemas.passes import ROLLOUT
 from ..writer import Part
-from .async_request import ABORT, ERROR, AsyncRequest
-from .calls import arguments
-from .patches import Patches
+from .engine_call import EngineCall
+from .patches import Patches, arguments
 from .session import Session
 from .versions import version_sentence
+from .vllm import EMBEDDED, EngineHooks, has_embeddings
 from .vllm_contract import Conditions, async_contract, sampling_settings
-from .vllm_identity import describe_engine
-from .vllm_logprobs import Requested, asking, room_for
-from .vllm_prompts import EMBEDDED, has_embeddings
+from .vllm_logprobs import DELTA, Requested, asking, cut_down, room_for
+
+ABORT, ERROR = "abort", "error"
+"""vLLM's words for a request that its caller, or an error, ended."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
 """Calls that change what the engine's model computes: verl's takes padding of the vocabulary out of its softmax."""
@@ -59,28 +63,22 @@ def install(session: Session, module: Any) -> Patches:
         "generate": hooks.generate,
         "collective_rpc": hooks.collective_rpc,
     }
-    missing = {
-        f"AsyncLLM.{name}": POINTS[name]
-        for name, wrapper in wrappers.items()
-        if not patches.wrap(module.AsyncLLM, name, wrapper)
-    }
+    missing = {f"AsyncLLM.{name}": POINTS[name] for name in patches.wrap_all(module.AsyncLLM, wrappers)}
     sentence = version_sentence("vllm", vllm.__version__, missing)
     if sentence:
         session.tell(sentence)
     return patches
 
 
-class AsyncEngineHooks:
-    """What runs around an engine's functions. The caller gets what it would have got without.
+class AsyncEngineHooks(EngineHooks):
+    """What runs around the functions of `AsyncLLM`.
 
     A step is a wave of requests: it begins with a request that finds no other under way.
     """
 
     def __init__(self, session: Session):
-        self.session = session
+        super().__init__(session)
         self._model_patches: weakref.WeakKeyDictionary[Any, list[Mapping[str, Any]]] = weakref.WeakKeyDictionary()
-        self._contracts: dict[Any, Contract] = {}
-        self._described = False
         self._step = 0
         self._num_running = 0
         self._names: Counter[str] = Counter()
@@ -177,10 +175,7 @@ class AsyncEngineHooks:
             self.session.note(_LOST)
         if not request.outputs:
             return
-        if not self._described:
-            self._described = True
-            config = engine.vllm_config.model_config
-            self.session.record(Part.TEXTS, describe_engine, self.session, config, engine.get_tokenizer)
+        self._describe(engine.vllm_config.model_config, engine.get_tokenizer)
         recorder = self.session.recorder
         self.session.record(Part.CONTRACTS, self._add_contract, engine, request)
         if self.session.is_sampled_for_trainer:
@@ -195,14 +190,9 @@ class AsyncEngineHooks:
 
     def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:
         """The engine's contract, the same object for as long as nothing in it changes, and whether it is new."""
-        settings = tuple(
-            (name, value) for name, value in sampling_settings(params) if name not in ("max_tokens", "seed", "n")
-        )
-        key = (id(engine), settings, conditions)
-        is_new = key not in self._contracts
-        if is_new:
-            self._contracts[key] = async_contract(engine, params, self._model_patches.get(engine, []), conditions)
-        return self._contracts[key], is_new
+        key = (id(engine), sampling_settings(params, of_request=False), conditions)
+        read = partial(async_contract, engine, params, self._model_patches.get(engine, []), conditions)
+        return self._known_contract(key, read)
 
     def _declare(self, engine: Any, params: Any, lora_request: Any) -> None:
         """Keep the contract, once for each of its sampling settings, before the caller has the first rollout."""
@@ -210,6 +200,89 @@ class AsyncEngineHooks:
         if is_new:
             self.session.recorder.add_contract(ROLLOUT, contract)
             self.session.seal()
+
+
+@dataclass(slots=True, kw_only=True)
+class GivenCompletion:
+    """One completion, as far as the caller was given it. An output that is not a delta replaces what came before."""
+
+    index: int
+    num_tokens: int = 0
+    tokens: Any = ()
+    """At least `num_tokens` token ids; vLLM's own list may grow on."""
+    positions: Any = None
+    """The engine's logprobs, as many; None without any."""
+    finish_reason: str | None = None
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return list(self.tokens[: self.num_tokens])
+
+    @property
+    def logprobs(self) -> Any:
+        return None if self.positions is None else self.positions[: self.num_tokens]
+
+    def add(self, completion: Any, logprobs: Any) -> None:
+        """Add the tokens of a delta and the logprobs that the engine gave for them."""
+        self.tokens = [*self.tokens] if self.num_tokens == 0 else self.tokens
+        self.tokens.extend(completion.token_ids)
+        if logprobs is not None:
+            self.positions = [] if self.positions is None else self.positions
+            self.positions.extend(logprobs)
+        self.num_tokens = len(self.tokens)
+
+    def replace(self, completion: Any, logprobs: Any) -> None:
+        """Take all tokens so far, and the logprobs that the engine gave for them."""
+        self.tokens, self.positions, self.num_tokens = completion.token_ids, logprobs, len(completion.token_ids)
+
+
+class AsyncRequest:
+    """A request on its way."""
+
+    def __init__(self, *, name: str, step: int, requested: Requested, conditions: Conditions):
+        self.name = name
+        self.step = step
+        self.conditions = conditions
+        self.requested = requested
+        self.prompt_token_ids: Sequence[int] | None = None
+        self._is_delta = requested.params.output_kind.name == DELTA
+        self._completions: dict[int, GivenCompletion] = {}
+
+    def give(self, output: Any) -> list[tuple[Any, Any]]:
+        """Leave an output what the caller asked for; return its completions, each with what the engine gave of it."""
+        return [(completion, cut_down(completion, self.requested)) for completion in output.outputs]
+
+    def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
+        """Add what an output told."""
+        self.prompt_token_ids = output.prompt_token_ids
+        for completion, logprobs in given:
+            held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
+            (held.add if self._is_delta else held.replace)(completion, logprobs)
+            held.finish_reason = completion.finish_reason
+
+    def end(self, reason: str) -> None:
+        """End the completions that are not finished, for this reason."""
+        for held in self._completions.values():
+            held.finish_reason = held.finish_reason or reason
+
+    def is_refused(self, reason: str) -> bool:
+        """Whether the engine never took the request."""
+        return reason == ERROR and self.prompt_token_ids is None
+
+    @property
+    def outputs(self) -> list[GivenCompletion]:
+        """The completions that have a token, or ended without one by themselves."""
+        held = (self._completions[index] for index in sorted(self._completions))
+        return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
+
+    @property
+    def num_lost(self) -> int:
+        """Completions of which the caller was given no token."""
+        return int(self.requested.params.n) - len(self.outputs)
+
+    def call(self, capture: Capture) -> EngineCall:
+        """The request as a call of the engine that returned these completions."""
+        return EngineCall(outputs=[self], requested=[self.requested], given=None, capture=capture)
 
 
 def _is_verl() -> bool:

@@ -39,6 +39,8 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "max_tokens", "n",
 )  # fmt: skip
+_OF_REQUEST = ("max_tokens", "seed", "n")
+"""Settings that every request to a serving engine may have for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +108,11 @@ def async_contract(
     `model_patches` are the calls by which the caller changed the engine's model. A request's own limit and seed are left
     out.
     """
-    sampling = {name: value for name, value in sampling_settings(params) if name not in ("max_tokens", "seed", "n")}
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,
         "model_class": None,
         "model_patches": [_said(dict(patch)) for patch in model_patches],
-        "sampling": sampling,
+        "sampling": dict(sampling_settings(params, of_request=False)),
     }
 
 
@@ -134,9 +135,10 @@ def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
     }
 
 
-def sampling_settings(params: Any) -> tuple[tuple[str, Any], ...]:
-    """The request's sampling settings, by name."""
-    return tuple((name, getattr(params, name, None)) for name in _SAMPLING)
+def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[str, Any], ...]:
+    """Return a request's sampling settings by name, without `of_request` those that it shares with others."""
+    names = _SAMPLING if of_request else [name for name in _SAMPLING if name not in _OF_REQUEST]
+    return tuple((name, getattr(params, name, None)) for name in names)
 
 
 _MODES = {

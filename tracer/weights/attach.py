@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 from ...schemas.errors import InvalidOption, NotInstalled, WeightsMissing, option
 from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Segment
 from ..create import grown_trace
-from ..hooks.model_contract import dtypes
-from ..hooks.tokenizer import tokenizer_identity
+from ..hooks.model_contract import dtypes, tokenizer_identity
 from ..importers.import_writer import ImportWriter
 from ..snapshot import Snapshot, take_snapshot
 from ..store import Store, first_line
