@@ -74,13 +74,8 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
             _check_free(folder, path, force=force)
-            building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
-            building.mkdir()
-            stack.enter_context(alone(building))
-        stack.callback(remove_empty, folder)
-        stack.callback(shutil.rmtree, building, ignore_errors=True)
-        with _explained(path):
-            write_part(building, MANIFEST, manifest.to_json().encode())
+            stack.callback(remove_empty, folder)
+            building = stack.enter_context(_building(folder, manifest))
         yield building
         with claimed(path), _explained(path):
             _check_free(folder, path, force=force, building=building)
@@ -103,16 +98,24 @@ def grown_trace(path: str | os.PathLike[str], *, is_live: bool = False) -> Itera
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
             manifest = _growing(folder, path, building=None, is_live=is_live)
-            building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
-            building.mkdir()
-            stack.enter_context(alone(building))
-        stack.callback(shutil.rmtree, building, ignore_errors=True)
-        with _explained(path):
-            write_part(building, MANIFEST, manifest.to_json().encode())
+            building = stack.enter_context(_building(folder, manifest))
         yield building
         with claimed(path), _explained(path):
             _growing(folder, path, building=building, is_live=is_live)
             move_part(building, folder)
+
+
+@contextmanager
+def _building(folder: Path, manifest: Manifest) -> Iterator[Path]:
+    """Give a folder in a trace's folder to write to, with a manifest; what is left in it is removed."""
+    building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
+    building.mkdir()
+    with alone(building):
+        try:
+            write_part(building, MANIFEST, manifest.to_json().encode())
+            yield building
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
 
 
 def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None, is_live: bool) -> Manifest:

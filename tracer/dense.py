@@ -16,8 +16,8 @@ import pyarrow as pa
 from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace, InvalidRecord
 from ..schemas.layout import Segment
-from .dense_group import BFLOAT16, Block, blocks_of, open_dense
-from .journal import DENSE_SCHEMA
+from .dense_group import Block, blocks_of, open_dense
+from .journal import BFLOAT16, DENSE_SCHEMA
 from .staging import is_tensor
 from .store import Store
 

@@ -13,14 +13,8 @@ from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace, InvalidRecord
 from ..schemas.layout import DENSE, ROUTING, Segment
 from ..schemas.passes import check_pass_name
-from .journal import DENSE_TABLE, journaled_segments, read_journal
+from .journal import BFLOAT16, DATA_TYPES, DENSE_TABLE, journaled_segments, read_journal
 from .store import Store, first_line
-
-BFLOAT16 = "bfloat16"
-DATA_TYPES = (
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
-)  # fmt: skip
-"""dtypes of arrays, as NumPy and Zarr name them."""
 
 Rows = Callable[[int, int], np.ndarray]
 """(first row, number of rows) -> their bits."""

@@ -20,7 +20,7 @@ from zarr.abc.store import Store as ZarrStore
 from ..schemas.checksums import BlockDigests, SealedFile, sealed, whole_hash
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import Segment
-from .dense_group import BFLOAT16, DATA_TYPES
+from .journal import BFLOAT16, DATA_TYPES
 from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 

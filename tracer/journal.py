@@ -38,6 +38,12 @@ DENSE_SCHEMA = pa.schema(
 )
 """A block of `rows` rows of one array of a Zarr group, row-major, before it is sealed."""
 
+BFLOAT16 = "bfloat16"
+DATA_TYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+)  # fmt: skip
+"""dtypes of these arrays, as NumPy and Zarr name them; bits of bfloat16 are stored as uint16."""
+
 IDENTITY = b"tim-trace file"
 """Metadata of a stream's schema: the path that it was written under."""
 

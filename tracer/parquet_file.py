@@ -188,21 +188,17 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
     """The footer of a file with its length and the magic number. Raises DamagedTrace for what is no Parquet."""
     where = store.shown(relative)
     try:
-        return _tail(store, relative, num_bytes, where, tail_bytes)
+        tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
+        if len(tail) < 12 or tail[-4:] != MAGIC:
+            raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
+        length = struct.unpack("<i", tail[-8:-4])[0] + 8
+        if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
+            raise DamagedTrace(f"{where}: not readable as Parquet (its footer cannot have {length - 8:,} bytes)")
+        return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise DamagedTrace(f"{where}: cannot be read ({error.strerror or first_line(error)})") from error
-
-
-def _tail(store: Store, relative: str, num_bytes: int, where: str, tail_bytes: int) -> bytes:
-    tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
-    if len(tail) < 12 or tail[-4:] != MAGIC:
-        raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
-    length = struct.unpack("<i", tail[-8:-4])[0] + 8
-    if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
-        raise DamagedTrace(f"{where}: not readable as Parquet (its footer cannot have {length - 8:,} bytes)")
-    return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
 
 
 def _check_counts(found: Any, num_bytes: int) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from ..schemas.checksums import SealedFile
 from ..schemas.layout import SCORES, Segment
 from ..schemas.tables import TABLES
 from . import dense
-from .held_rows import HeldRows
 from .journal import DENSE_SCHEMA, DENSE_TABLE, JournalStream
 from .seal import seal_rows, seal_table
 from .worker import Worker
@@ -22,33 +21,49 @@ from .worker import Worker
 SEAL_BYTES = 64 << 20
 """Journal bytes that are sealed together: about four million tokens of ids and three passes."""
 
+
+class HeldRows:
+    """Takes record batches as a journal's stream does, and keeps them: for a trace of which a killed process leaves nothing."""
+
+    is_synced = False
+
+    def __init__(self) -> None:
+        self.batches: list[pa.RecordBatch] = []
+        self.num_bytes = 0
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Keep rows; they are validated, as those that a journal is read for are."""
+        batch.validate(full=True)
+        self.batches.append(batch)
+        self.num_bytes += batch.nbytes
+
+    def sync(self) -> None:
+        """Nothing of them is on the disk."""
+
+    def close(self) -> None:
+        """They stay until they are sealed."""
+
+
 _Stream = JournalStream | HeldRows
-
-
-class Account(Protocol):
-    """Keeps account of a writer's files."""
-
-    def opened(self, journal: str) -> None:
-        """A journal was begun."""
-
-    def sealed(self, journal: str, files: dict[str, SealedFile], *, sync: bool) -> None:
-        """Rows were sealed into these files, none where there was no row; the journal, where there is one, is removed next.
-
-        With `sync` that journal was to survive a loss of power, and so are the files.
-        """
 
 
 class SegmentWriter:
     """Appends rows and distributions of one writer; not for use from several threads.
 
-    One segment is sealed while the next is appended to, its scores on one thread and the rest on another: `account` is told
+    One segment is sealed while the next is appended to, its scores on one thread and the rest on another: `account` is called
     from these, too. Appending never waits for sealing; who gives it more asks `is_behind` first.
     """
 
     def __init__(
-        self, folder: Path, writer: str, account: Account, seal_bytes: int = SEAL_BYTES, *, journals: bool = True
+        self,
+        folder: Path,
+        writer: str,
+        account: Callable[..., None],
+        seal_bytes: int = SEAL_BYTES,
+        *,
+        journals: bool = True,
     ):
-        """Without `journals`, rows wait in memory until they are sealed."""
+        """`account` is `TraceWriter.account`. Without `journals`, rows wait in memory until they are sealed."""
         self.folder = folder
         self.seal_bytes = seal_bytes
         self._account = account
@@ -154,7 +169,7 @@ class SegmentWriter:
         elif table not in self._streams:
             schema = DENSE_SCHEMA if table == DENSE_TABLE else TABLES[table].schema
             self._streams[table] = JournalStream(self.folder, self.segment, table, schema)
-            self._account.opened(self.segment.journal(table))
+            self._account(begun=self.segment.journal(table))
         return self._streams[table]
 
     def sync(self) -> None:
@@ -178,7 +193,7 @@ class SegmentWriter:
             else:
                 files = seal_table(self.folder, segment, table)
             with self._handover:
-                self._account.sealed(journal, files, sync=stream.is_synced)
+                self._account(files, ended=journal, sync=stream.is_synced)
                 if not isinstance(stream, HeldRows):
                     (self.folder / journal).unlink()
                 del self._sealing[journal]

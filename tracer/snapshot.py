@@ -177,7 +177,7 @@ def _look(snapshot: Snapshot) -> None:
             snapshot.damaged.append(
                 f"{store.shown(folder)}: is a link that leads out of the trace, to {real}; it is not followed: put a copy in its place"
             )
-    snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index)
+    snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)
     snapshot.damaged += damaged
     snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
     # Journals come first: what is sealed after this listing is still found below, as Parquet.

@@ -6,13 +6,13 @@ import errno
 import os
 import shlex
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -32,9 +32,6 @@ from ..schemas.layout import (
 )  # fmt: skip
 from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
-
-if TYPE_CHECKING:
-    from .index import Index
 
 _DEEP = (PASSES, TOKENIZER)
 """Folders with few files at any depth."""
@@ -380,20 +377,20 @@ class Store:
         return parse_manifest(content, where)
 
     def writers(
-        self, manifest: Manifest | None = None, index: Index | None = None
+        self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
     ) -> tuple[list[WriterState], list[str]]:
         """Read every writer's state; what could not be read comes second, a sentence each.
 
-        Who has read the trace's `manifest` gives it. Of an `index` those are taken that are certainly what lies there now.
+        Who has read the trace's `manifest` gives it, and `Index.state` of an index that may hold states that are still current.
         """
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
         known: dict[str, WriterState | None] = {}
-        if index is not None:
-            known = {name: index.state(f"{WRITERS}/{name}", md5=md5) for name, md5 in self._md5(WRITERS).items()}
+        if known_state is not None:
+            known = {name: known_state(f"{WRITERS}/{name}", md5=md5) for name, md5 in self._md5(WRITERS).items()}
         contents = self._read_many(WRITERS, [name for name in names if known.get(name) is None])
-        if index is not None:
-            known |= {name: index.state(f"{WRITERS}/{name}", content=content) for name, content in contents.items()}
+        if known_state is not None:
+            known |= {name: known_state(f"{WRITERS}/{name}", content=content) for name, content in contents.items()}
         states, damaged = [], []
         for name in names:
             try:

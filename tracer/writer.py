@@ -97,7 +97,7 @@ class TraceWriter:
             hooks=hooks or {},
             versions=environment.all_versions() if versions is None else dict(versions),
         )
-        self.segments = SegmentWriter(folder, self.name, self, journals=journals)
+        self.segments = SegmentWriter(folder, self.name, self.account, journals=journals)
         self._saving = threading.RLock()
         self._reserve = folder / JOURNAL / f"{RESERVE_PREFIX}{self.name}"
         self._weights: WeightWriter | None = None
@@ -206,7 +206,9 @@ class TraceWriter:
 
     def _keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         if self._weights is None:
-            self._weights = WeightWriter(self.folder, self.name, self.written, patience=self.patience)
+            self._weights = WeightWriter(
+                self.folder, self.name, partial(self.account, saves=False), patience=self.patience
+            )
         with self._bounded():
             self._weights.snapshot(version, tensors)
         self._check_weights()
@@ -225,7 +227,7 @@ class TraceWriter:
             tokenizer.save_pretrained(temporary)
             files = {path.relative_to(temporary): path for path in temporary.rglob("*") if path.is_file()}
             account = {f"{TOKENIZER}/{name.as_posix()}": sealed(path.read_bytes()) for name, path in files.items()}
-        self._account(account)
+        self.account(account, saves=False)
 
     def flush(self, *, sync: bool, weights: bool = True) -> bool:
         """Wait until everything submitted is with the operating system; with `sync`, until it is on the disk.
@@ -242,24 +244,28 @@ class TraceWriter:
         self.raise_invalid()
         return self._is_whole()
 
-    def opened(self, journal: str) -> None:
-        """Account for a journal that was begun."""
-        with self._saving:
-            self.state.journals = (*self.state.journals, journal)
-            self.save_state()
+    def account(
+        self,
+        files: Mapping[str, SealedFile] | None = None,
+        *,
+        begun: str | None = None,
+        ended: str | None = None,
+        saves: bool = True,
+        sync: bool = False,
+    ) -> None:
+        """Account for files, for a journal that was `begun`, and for one that `ended` since it was sealed into the files.
 
-    def sealed(self, journal: str, files: dict[str, SealedFile], *, sync: bool) -> None:
-        """Account for what a journal was sealed into; with `sync`, have that survive a loss of power."""
+        Without `saves` the state is saved with the next journal or segment. With `sync` the files survive a loss of power.
+        """
         with self._saving:
-            self._account(files)
-            self.state.journals = tuple(name for name in self.state.journals if name != journal)
-            self.save_state()
+            assert self.state.files is not None
+            self.state.files |= files or {}
+            begins = () if begun is None else (begun,)
+            self.state.journals = (*(name for name in self.state.journals if name != ended), *begins)
+            if saves:
+                self.save_state()
         if sync:
-            self._sync_files(files)
-
-    def written(self, relative: str, content: bytes) -> None:
-        """Account for a file; the state is saved with the next journal or segment."""
-        self._account({relative: sealed(content)})
+            self._sync_files(files or ())
 
     def save_state(self) -> None:
         with self._saving:
@@ -317,15 +323,9 @@ class TraceWriter:
     def _state_path(self) -> Path:
         return self.folder / WRITERS / f"{self.name}.json"
 
-    def _account(self, files: Mapping[str, SealedFile]) -> None:
-        with self._saving:
-            assert self.state.files is not None
-            self.state.files |= files
-
     def _keep(self, relative: str, content: bytes) -> None:
         write_part(self.folder, relative, content)
-        self.written(relative, content)
-        self.save_state()
+        self.account({relative: sealed(content)})
 
     def _sync(self, *, weights: bool) -> None:
         """Have everything recorded survive a loss of power."""

@@ -13,11 +13,10 @@ from tim_trace.analysis.verify import verify
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.engine_parameters import held_tensors
-from tim_trace.tracer.hooks.engine_weights import EngineWeights
+from tim_trace.tracer.hooks.engine_weights import EngineWeights, values_a_row
 from tim_trace.tracer.hooks.session import Order, Session
 from tim_trace.tracer.hooks.trainer_tensors import trainer_tensors, transfer_name
 from tim_trace.tracer.weights import digests
-from tim_trace.tracer.weights.coarse import values_a_row
 from tim_trace.tracer.weights.digests import _sum, digest, resolved
 
 LORA = json.dumps({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]})

@@ -21,11 +21,18 @@ from tim_trace.tracer.hooks.patches import Patches
 from tim_trace.tracer.hooks.ray import with_order
 from tim_trace.tracer.hooks.session import BOOTSTRAP, ENVIRONMENT, Order, Session
 from tim_trace.tracer.hooks.verl import TrainerHooks
-from tim_trace.tracer.hooks.verl_batches import column, finish_reasons, flat, one_a_row, rows_of
+from tim_trace.tracer.hooks.verl_batches import (
+    UPDATE_KEY,
+    WorkerHooks,
+    column,
+    finish_reasons,
+    flat,
+    one_a_row,
+    rows_of,
+    rows_of_padded,
+)
 from tim_trace.tracer.hooks.verl_contract import policy_loss
-from tim_trace.tracer.hooks.verl_padded import rows_of_padded
 from tim_trace.tracer.hooks.verl_progress import progress_of
-from tim_trace.tracer.hooks.verl_worker import UPDATE_KEY, WorkerHooks
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
 

@@ -1,7 +1,7 @@
-"""Parquet files in which equal parts lie once: passes that have the same bits, such as `current` where it equals `train`.
+"""Parquet files that store equal column chunks once, such as the logprobs of `current` where they equal `train`.
 
-A footer says of each column of each row group at which byte it begins. Nothing asks these places to differ: where two row groups
-have the same bytes in a column, both name one place. Every reader of Parquet reads such a file as any other.
+A footer gives the byte offset of each column chunk, and the format does not require offsets to differ: two row groups with the
+same bytes in a column point to one copy. Every Parquet reader reads such a file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..parquet_file import BLOCKS, MAGIC
 from .thrift import Struct, read_struct, write_struct
 
 MIN_BYTES = 1 << 10
-"""Smaller parts stay where they are: what is read together then lies together."""
+"""Smaller chunks are not shared, so that columns read together stay adjacent."""
 
 # Numbers of fields in parquet.thrift: https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 _ROW_GROUPS, _KEY_VALUES = 4, 5
@@ -28,11 +28,11 @@ _CHUNK_OFFSET, _META_DATA = 2, 3
 _SIZE, _DATA_OFFSET, _DICTIONARY_OFFSET = 7, 9, 11
 _KEY, _VALUE = 1, 2
 _OTHER_PLACES = ((4, 6), (10, 14))
-"""Fields of a column chunk and of its metadata that name other places: page indexes and filters, which no file of ours has."""
+"""Fields of a column chunk and of its metadata with further offsets: page indexes and filters, which tim-trace does not write."""
 
 
 def share_chunks(path: Path, sealed: SealedFile, block_bytes: int) -> SealedFile:
-    """Write a file of the trace anew where parts of it are equal, and return what to say of it; else it stays as it is."""
+    """Rewrite a file so that equal chunks are stored once, and return its new account; unchanged if none are equal."""
     with open(path, "rb") as source:
         footer, end = _footer(source)
         chunks = sorted(_chunks(footer), key=lambda chunk: _place(chunk)[0])
@@ -54,7 +54,7 @@ def share_chunks(path: Path, sealed: SealedFile, block_bytes: int) -> SealedFile
 
 
 def _footer(source: BinaryIO) -> tuple[Struct, int]:
-    """The fields of a footer, and where it begins."""
+    """Return the fields of a footer, and its offset."""
     end = source.seek(-8, os.SEEK_END)
     (size,) = struct.unpack("<i", source.read(4))
     source.seek(end - size)
@@ -67,21 +67,21 @@ def _chunks(footer: Struct) -> Iterator[Struct]:
 
 
 def _place(chunk: Struct) -> tuple[int, int]:
-    """First byte and number of bytes of a column of a row group."""
+    """Return the offset and size of a column chunk."""
     meta = chunk[_META_DATA][1]
     starts = [meta[field][1] for field in (_DICTIONARY_OFFSET, _DATA_OFFSET) if field in meta]
     return min(starts), meta[_SIZE][1]
 
 
 def _moved(source: BinaryIO, chunks: list[Struct], end: int) -> dict[int, int] | None:
-    """First byte of each part -> where it begins in a file in which equal ones lie once; None where none is equal."""
+    """Return old offset -> new offset of each chunk; None if no two chunks are equal."""
     at = expected = len(MAGIC)
     known: dict[tuple[int, str], int] = {}
     moved: dict[int, int] = {}
     for chunk in chunks:
         start, size = _place(chunk)
         if start != expected or _has_other_places(chunk):
-            return None  # it has more than columns, one after the other
+            return None  # not just column chunks, one after the other
         expected += size
         source.seek(start)
         key = size, whole_hash(source.read(size))
@@ -100,7 +100,7 @@ def _has_other_places(chunk: Struct) -> bool:
 def _copy(
     source: BinaryIO, target: BinaryIO, digests: BlockDigests, chunks: list[Struct], moved: dict[int, int]
 ) -> None:
-    """Write each part once, in the order in which they lie."""
+    """Write each chunk once, in file order."""
     target.write(MAGIC)
     digests.add(MAGIC)
     for chunk in chunks:
@@ -120,7 +120,7 @@ def _set_places(footer: Struct, moved: dict[int, int]) -> None:
             for field in (_DATA_OFFSET, _DICTIONARY_OFFSET):
                 if field in meta:
                     meta[field] = meta[field][0], meta[field][1] + moved[start] - start
-            if chunk[_CHUNK_OFFSET][1]:  # 0, as the format asks for where the chunk's metadata is in the footer alone
+            if chunk[_CHUNK_OFFSET][1]:  # 0 if the chunk's metadata is only in the footer, as the format asks
                 chunk[_CHUNK_OFFSET] = chunk[_CHUNK_OFFSET][0], chunk[_CHUNK_OFFSET][1] + moved[start] - start
             firsts.append(moved[start])
         if _GROUP_OFFSET in group:

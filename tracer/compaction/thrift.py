@@ -1,4 +1,4 @@
-"""Structures in Thrift's compact protocol, read and written without knowing their fields' names: what a Parquet footer is.
+"""Reading and writing Thrift's compact protocol, of which Parquet footers are made, without a schema.
 
 https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 """
@@ -12,11 +12,11 @@ _INTEGERS = (4, 5, 6)
 _LONG_LIST, _MAX_DELTA = 15, 15
 
 Struct = dict[int, tuple[int, Any]]
-"""Number of a field -> its type and value; a list is its elements' type and these."""
+"""Field number -> type and value; a list is the element type and the elements."""
 
 
 def read_struct(content: bytes) -> Struct:
-    """The structure that a content begins with. Raises ValueError for what is none."""
+    """Read the structure at the beginning of `content`. Raises ValueError."""
     try:
         return _Reader(content).struct()
     except IndexError as error:
@@ -24,7 +24,7 @@ def read_struct(content: bytes) -> Struct:
 
 
 def write_struct(fields: Struct) -> bytes:
-    """The bytes of a structure."""
+    """Encode a structure."""
     target = bytearray()
     _put_struct(target, fields)
     return bytes(target)
@@ -44,7 +44,7 @@ class _Reader:
         return found
 
     def _value(self, kind: int) -> Any:
-        if kind in (_TRUE, _FALSE, _BYTE):  # in a list each flag is a byte
+        if kind in (_TRUE, _FALSE, _BYTE):  # in a list, a bool is a byte
             return self._byte()
         if kind in _INTEGERS:
             return _unfolded(self._varint())

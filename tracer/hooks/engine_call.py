@@ -13,6 +13,9 @@ from ...schemas.passes import ROLLOUT
 from ..dense import Logits, TopK
 from .vllm_logprobs import Requested, distribution, gathered, sampled_logprobs
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+"""Sampling parameters of vLLM that are columns of sequences."""
+
 
 @dataclass(slots=True, kw_only=True)
 class EngineCall:
@@ -82,12 +85,7 @@ class EngineCall:
             prompt_ids=[list(self.outputs[prompt].prompt_token_ids or []) for prompt in prompts],
             response_ids=[list(done.token_ids) for done in self.completions],
             finish_reason=self.finish_reasons,
-            temperature=[p.temperature for p in params],
-            top_p=[p.top_p for p in params],
-            top_k=[p.top_k for p in params],
-            min_p=[p.min_p for p in params],
-            repetition_penalty=[p.repetition_penalty for p in params],
-            max_tokens=[p.max_tokens for p in params],
+            **{name: [getattr(one, name) for one in params] for name in _SAMPLING},
         )
         logprobs = self.logprobs()
         scored = [row for row, values in enumerate(logprobs) if values is not None]

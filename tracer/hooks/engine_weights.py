@@ -11,7 +11,6 @@ import pyarrow as pa
 from ...schemas.layout import ENGINE_WEIGHTS
 from ...schemas.tables import ENGINE_WEIGHTS_TABLE
 from ..arrow_arrays import column_array
-from ..weights.coarse import values_a_row
 from ..weights.digests import Digest, digest, resolved
 from ..writer import Part
 from .engine_parameters import held_tensors
@@ -23,6 +22,14 @@ GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
 """dtypes through which a tensor may have gone on its way."""
+
+_NUM_ROWS = 64
+_MAX_VALUES = 256
+"""What eight bits hold."""
+_MIN_TIMES_MORE = 2
+"""Times as many different values as that a row of the trainer's has."""
+_MIN_COSINE_SCORE = 6.0
+"""Standard deviations of what chance gives, by which the two sides' rows must point the same way."""
 
 
 _PACKED = (
@@ -124,9 +131,13 @@ class EngineWeights:
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
-                    self._own[name] = digest(tensor, self._dtype, self._device)
-                    self._shapes[name] = tuple(tensor.shape)
+                    self._take(name, tensor)
             yield name, tensor
+
+    def _take(self, name: str, tensor: Any) -> None:
+        """Take the digest of one of the trainer's own tensors."""
+        self._shapes[name] = tuple(tensor.shape)
+        self._own[name] = digest(tensor, self._dtype, self._device)
 
     def hold(self, trainer: Any) -> None:
         """Take the trainer's digests, once a policy version, before the engine is given anything of it."""
@@ -144,8 +155,7 @@ class EngineWeights:
             self._own, self._unmerged = {}, {}
             if self._is_whole:
                 for name, tensor, unmerged in trainer_tensors(model):
-                    self._shapes[name] = tuple(tensor.shape)
-                    self._own[name] = digest(tensor, self._dtype, self._device)
+                    self._take(name, tensor)
                     if unmerged is not None:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
@@ -227,3 +237,25 @@ class EngineWeights:
 def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
     """Digests by tensor as whole numbers."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))
+
+
+def values_a_row(own: Any, coarse: Any) -> int | None:
+    """The most different values that a row of `coarse` has where its rows are those of `own`, rounded to few; else None.
+
+    Shapes: R rows that are looked at, C columns.
+    """
+    if own.numel() < 2:
+        return None
+    coarse_RC = _some_rows(coarse)
+    own_RC, coarse_RC = _some_rows(own).to(coarse_RC).float(), coarse_RC.float()
+    count = max(len(row.unique()) for row in coarse_RC)
+    if not 2 <= count <= _MAX_VALUES or min(len(row.unique()) for row in own_RC) < _MIN_TIMES_MORE * count:
+        return None
+    own_RC, coarse_RC = own_RC.double(), coarse_RC.double()
+    cosine = (own_RC * coarse_RC).sum() / (own_RC.norm() * coarse_RC.norm())
+    return count if float(cosine) * own_RC.numel() ** 0.5 > _MIN_COSINE_SCORE else None
+
+
+def _some_rows(tensor: Any) -> Any:
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows[:: -(-len(rows) // _NUM_ROWS)]

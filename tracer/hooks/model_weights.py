@@ -10,6 +10,25 @@ from .session import Session
 _REMEDY = "replaying needs them; record with --weights delta, or name the run's checkpoints with --weights-from DIR"
 
 
+class KeptWeights:
+    """The weights of one trained model: whether they are kept, and which version was kept last."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._is_kept: bool | None = None
+        self._version: int | None = None
+
+    def keep(self, version: int, model: Any, *, is_first: bool) -> None:
+        """Keep a version, once; `is_first` says that whole tensors are this process's to keep."""
+        if self._version == version:
+            return
+        self._version = version
+        if self._is_kept is None:
+            self._is_kept = keeps_weights(self._session, model)
+        if self._is_kept:
+            self._session.recorder.add_weights(version, own_tensors(model, is_first=is_first))
+
+
 def keeps_weights(session: Session, model: Any) -> bool:
     """Decide whether this run's weights are kept, and say so when they are not."""
     order = session.order

@@ -21,14 +21,11 @@ from ..writer import Part
 from .packed_rows import PackedRow, PackedSample, of_bytes, to_bytes
 from .session import Session
 from .trainer_class import name_of
-from .trl_batches import right_padded, why_ended
-from .trl_contract import packed_contract, sampling, uses_server, worker_contract
+from .trl_batches import ROW_KEY, right_padded, why_ended
+from .trl_contract import packed_contract, sampling_columns, uses_server, worker_contract
 from .trl_release import end_tokens
 from .trl_state import TrainerState
 from .trl_trainer import TrainerHooks
-
-ROW_KEY = "tim_trace_row"
-"""Rides along in the trainer's batches: the samples of each process's packed row."""
 
 _REWARDS = "rewards/"
 """What the names of rewards begin with among a sample's metrics."""
@@ -214,7 +211,6 @@ class AsyncTrainerHooks(TrainerHooks):
             )
 
     def _add_samples(self, trainer: Any, row: PackedRow) -> Batch:
-        settings = sampling(trainer)
         samples = row.samples
         names = sorted({name for sample in samples for name in sample.rewards if name != "reward"})
         rewards = {name: [sample.rewards.get(name, np.nan) for sample in samples] for name in names}
@@ -229,12 +225,7 @@ class AsyncTrainerHooks(TrainerHooks):
             advantage=[sample.advantage for sample in samples],
             reward=[sample.rewards.get("reward") for sample in samples],
             rewards=rewards or None,
-            temperature=settings.get("temperature"),
-            top_p=settings.get("top_p"),
-            top_k=settings.get("top_k"),
-            min_p=settings.get("min_p") or 0.0,
-            repetition_penalty=settings.get("repetition_penalty"),
-            max_tokens=settings.get("max_completion_length"),
+            **sampling_columns(trainer),
             finish_reason=why_ended(end_tokens(trainer), [int(sample.ids[-1]) for sample in samples]),
         )
         return batch

@@ -19,7 +19,7 @@ from .trl_state import Generation, Loss, Recorded, Scoring
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
 """What a trainer scores after the model, in this order."""
 ROW_KEY = "tim_trace_row"
-"""Rides along in the trainer's batches, so that a shuffled micro-batch tells which rows it holds."""
+"""Key in the trainer's batches that shows which rows a shuffled micro-batch holds, or the samples of each packed row."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:

@@ -134,6 +134,13 @@ def sampling(trainer: Any) -> dict[str, Any]:
     return settings | dict(getattr(trainer.args, "generation_kwargs", None) or {})
 
 
+def sampling_columns(trainer: Any) -> dict[str, Any]:
+    """Return these settings by the names of the columns of sequences."""
+    settings = sampling(trainer)
+    found = {name: settings.get(name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+    return found | {"min_p": settings.get("min_p") or 0.0, "max_tokens": settings.get("max_completion_length")}
+
+
 def model_identity(trainer: Any) -> dict[str, Any]:
     """Which model is trained; where it has adapters of PEFT, the model below them, and their configs by name."""
     model = trained_model(trainer)

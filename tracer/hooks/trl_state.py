@@ -19,6 +19,8 @@ from ..dense import Distribution
 from ..routing import Routing
 from ..rows import Forward
 from .engine_call import EngineCall
+from .model_weights import KeptWeights
+from .session import Session
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +124,7 @@ _EVALUATED = -1
 class TrainerState:
     """What is known of one trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session):
         self.generation: Generation | None = None
         self.loss: Loss | None = None
         self.recorded: dict[int, Recorded] = {}
@@ -131,9 +133,7 @@ class TrainerState:
         self.num_forwards: dict[tuple[str, str], int] = {}
         """Split and pass -> its forwards so far."""
         self.described = False
-        self.keeps_weights: bool | None = None
-        """Whether weights are kept; None before that was decided."""
-        self.kept_version: int | None = None
+        self.weights = KeptWeights(session)
         self.told_step: int | None = None
         self.told: dict[str, Any] = {}
         """Metrics of that step that are recorded."""

@@ -21,7 +21,6 @@ from ..weights.layout import is_sharded, replicated
 from ..writer import Part
 from .engine_call import EngineCall
 from .model_contract import tokenizer_identity
-from .model_weights import keeps_weights, own_tensors
 from .patches import arguments
 from .session import Session
 from .trainer_class import is_asynchronous, name_of, own_loss, unknown_output
@@ -45,15 +44,14 @@ from .trl_contract import (
     has_adapters,
     model_identity,
     reference_contract,
-    sampling,
+    sampling_columns,
     scoring_contract,
     server_contract,
     server_info,
 )
-from .trl_distributions import HeadTap
 from .trl_release import ATTRIBUTES, GENERATING, NUM_GENERATIONS, find, lost
-from .trl_routing import routing_tap, tell_of_routing
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
+from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
 OPTIMIZER_STEPS = 5
 """The optimizer's statistics are taken at the first step and then every so many."""
@@ -233,7 +231,7 @@ class TrainerHooks:
     def _state(self, trainer: Any) -> TrainerState:
         state = self._states.get(trainer)
         if state is None:
-            state = self._states[trainer] = TrainerState()
+            state = self._states[trainer] = TrainerState(self.session)
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
@@ -241,16 +239,9 @@ class TrainerHooks:
 
         `adapted` restricts it to models with or without adapters.
         """
-        version = int(trainer.state.global_step)
-        if state.kept_version == version or adapted not in (None, has_adapters(trainer)):
-            return
-        state.kept_version = version
-        model = trained_model(trainer)
-        if state.keeps_weights is None:
-            state.keeps_weights = keeps_weights(self.session, model)
-        if state.keeps_weights:
+        if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
-            self.session.recorder.add_weights(version, own_tensors(model, is_first=is_first))
+            state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)
 
     def _begin(self, trainer: Any, split: str, rows: int) -> Generation:
         state = self._state(trainer)
@@ -356,7 +347,6 @@ class TrainerHooks:
         response_mask = output["completion_mask"]
         if "tool_mask" in output:
             response_mask = response_mask * output["tool_mask"]
-        settings = sampling(trainer)
         call = engine_call_of(generation)
         batch = recorder.add_sequences(
             split=generation.split,
@@ -371,12 +361,7 @@ class TrainerHooks:
             response_mask=response_mask,
             advantage=output["advantages"],
             **local_rewards(trainer, generation, rows),
-            temperature=settings.get("temperature"),
-            top_p=settings.get("top_p"),
-            top_k=settings.get("top_k"),
-            min_p=settings.get("min_p") or 0.0,
-            repetition_penalty=settings.get("repetition_penalty"),
-            max_tokens=settings.get("max_completion_length"),
+            **sampling_columns(trainer),
             finish_reason=finish_reasons(trainer, call, generation),
         )
         recorded = Recorded(

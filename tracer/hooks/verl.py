@@ -22,12 +22,26 @@ from ..writer import Part
 from .model_contract import tokenizer_identity
 from .patches import Patches, arguments
 from .session import Session
-from .verl_batches import ESTIMATED, SCORED, Row, column, fetch, finish_reasons, flat, one_a_row, rows_of, sums
+from .verl_batches import (
+    ESTIMATED,
+    SCORED,
+    UPDATE_KEY,
+    Row,
+    column,
+    fetch,
+    finish_reasons,
+    flat,
+    get_off,
+    one_a_row,
+    padded_column,
+    ride_along,
+    rows_of,
+    rows_of_padded,
+    sums,
+)
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 from .verl_forwards import FORWARD_KEYS, forward_of
-from .verl_padded import get_off, padded_column, ride_along, rows_of_padded
 from .verl_progress import progress_of
-from .verl_worker import UPDATE_KEY
 from .versions import version_sentence
 
 POINTS = {
@@ -272,7 +286,6 @@ class TrainerHooks:
         masks = values("response_mask") or [np.ones(len(ids), bool) for ids in responses]
         advantages = values("advantages")
         shared = None if advantages is None else one_a_row(advantages, masks)
-        asked = sampling(config)
         recorded = recorder.add_sequences(
             step=progress.step,
             seq_ids=[row.key for row in rows],
@@ -283,11 +296,7 @@ class TrainerHooks:
             response_mask=[mask.astype(bool) for mask in masks],
             reward=sums(values("rm_scores")),
             advantage=advantages if shared is None else shared,
-            temperature=asked["temperature"],
-            top_p=asked["top_p"],
-            top_k=max(asked["top_k"], 0),
-            min_p=asked["min_p"],
-            repetition_penalty=asked["repetition_penalty"],
+            **sampling(config) | {"top_k": max(sampling(config)["top_k"], 0)},
             max_tokens=config.data.max_response_length,
             finish_reason=finish_reasons(responses, [trainer.tokenizer.eos_token_id], config.data.max_response_length),
         )

@@ -48,6 +48,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     if is_fsdp and cast == "None":  # verl 0.7 has bfloat16 there, whatever the parameters are cast to
         precision = (getattr(settings, "mixed_precision", None) or {}).get("param_dtype", "bf16")
         cast, parameters = "bfloat16", _PRECISIONS.get(precision, precision)
+    casts = {"parameters_dtype": parameters} if is_fsdp else {}
     autocast = None if cast in ("None", "float32") else cast  # verl uses none there
     return {
         "engine": "verl",
@@ -57,7 +58,6 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "grad_enabled": grad,
         "settings": {name: as_json(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
         "autocast": autocast,
-        "parameters_dtype": parameters if is_fsdp else None,
         "temperature": temperature,
         "logprobs_of": "logits divided by the temperature, over every row of the head",
         "logprobs_dtype": str(dtype).removeprefix("torch."),
@@ -67,7 +67,8 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "tokens_a_forward": getattr(settings, tokens, None) if getattr(settings, "use_dynamic_bsz", False) else None,
         "parallelism": {"world_size": _world_size(), "data_parallel_size": engine.get_data_parallel_size()},
         "device": environment.device_name(_device(model)),
-        "model": numerics(model) if hasattr(model, "config") else {"class": class_path(model), "dtypes": dtypes(model)},
+        "model": casts
+        | (numerics(model) if hasattr(model, "config") else {"class": class_path(model), "dtypes": dtypes(model)}),
         "torch": environment.torch_settings() | {"autocast_dtype": autocast},
         "versions": environment.numeric_versions(),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,7 @@ class VerlEngineWeights(EngineWeights):
     def export(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
         """Of a model that no process holds whole, the trainer's own are those that verl gathers."""
         weights, *rest = original(engine, *args, **kwargs)
-        if self._engine is engine and not self._is_whole:
-            weights = self._exported(weights)
-        return weights, *rest
+        return self.gathered(weights) if self._engine is engine else weights, *rest
 
     def tell_of(self, step: int, version: int) -> None:
         """Record the newest transfer under the version whose weights it gave; nothing where there was none since."""
@@ -106,18 +104,7 @@ class VerlEngineWeights(EngineWeights):
             if self._is_whole:
                 for name, tensor, _ in _tensors(engine):
                     self._take(name, tensor)
-            self._engine = self._newest = engine
-
-    def _take(self, name: str, tensor: Any) -> None:
-        self._shapes[name] = tuple(tensor.shape)
-        self._own[name] = digest(tensor, self._dtype, self._device)
-
-    def _exported(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        for name, tensor in weights:
-            if self.is_on:
-                with self._guard():
-                    self._take(name, tensor)
-            yield name, tensor
+            self._engine = self._newest = self._trainer = engine
 
     async def _look(self, worker: Any) -> None:
         """Have the engine write what it holds, where it is time for that."""

@@ -18,16 +18,14 @@ from ...schemas.contract import Contract
 from ...schemas.passes import CURRENT, REFERENCE, TRAIN
 from ..batch import Batch
 from ..writer import Part
-from .model_weights import keeps_weights, own_tensors
+from .model_weights import KeptWeights
 from .patches import Patches, arguments
 from .session import Session
 from .trl_batches import right_padded
+from .verl_batches import UPDATE_KEY
 from .verl_contract import FSDP, model_identity, scoring_contract
 from .verl_engine_weights import VerlEngineWeights
 from .verl_forwards import FORWARD_KEYS, ROW_KEY, Forwards, attended_tokens
-
-UPDATE_KEY = "tim_trace_update"
-"""Rides along from the driver to the workers with the rows of an update: its step and its weights' version."""
 
 _COMPOSITION = "which rows of verl's passes went through the model together"
 
@@ -103,8 +101,7 @@ class WorkerHooks:
         self._declared: set[str] = set()
         self._scoring: str | None = None
         self._contract: Contract | None = None
-        self._kept_version: int | None = None
-        self._keeps_weights: bool | None = None
+        self._weights = KeptWeights(session)
         self._forwards: Forwards | None = None
         """Those of the call of an engine that is under way."""
         self._attended: dict[str, int] = {}
@@ -252,22 +249,11 @@ class WorkerHooks:
 
     def _keep_weights(self, engine: Any, version: int) -> None:
         """Keep the weights that scored, before an update changes them."""
-        if self._kept_version == version:
-            return
-        self._kept_version = version
-        if self._keeps_weights is None:
-            self._keeps_weights = self._can_keep(engine)
-        if self._keeps_weights:
-            is_first = engine.get_data_parallel_rank() == 0
-            self.session.recorder.add_weights(version, own_tensors(engine.module, is_first=is_first))
-
-    def _can_keep(self, engine: Any) -> bool:
         strategy = getattr(engine.engine_config, "strategy", None)
         if strategy in FSDP:
-            return keeps_weights(self.session, engine.module)
-        if self.session.order.weights != "none":
+            self._weights.keep(version, engine.module, is_first=engine.get_data_parallel_rank() == 0)
+        elif self.session.order.weights != "none":
             self.session.note(_OTHER_STRATEGY.format(strategy))
-        return False
 
     def _keep(self, is_last: bool) -> None:
         """See that what was recorded outlives this process: Ray may kill it at any time, and ends no worker otherwise."""

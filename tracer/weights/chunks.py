@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numcodecs import Blosc
@@ -21,6 +21,8 @@ from numcodecs import Blosc
 from ...schemas.weights import ITEM_BYTES, StoredTensor
 from ..whole_file import write_whole
 from ..worker import Worker
+
+_T = TypeVar("_T")
 
 DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
@@ -84,28 +86,35 @@ def write_row(
 ) -> tuple[list[int], int]:
     """Write one row on the encoders' threads and return the chunks that hold something, and their bytes on disk."""
     size = chunk_elements(dtype, len(bits_E))
-    written: dict[int, int] = {}
 
-    def write(index: int) -> None:
+    def write(index: int) -> int:
         part_C = bits_E[index * size : (index + 1) * size]
-        if part_C.any():
-            written[index] = _write_chunk(folder / chunk_key(row, index), part_C, size)
+        return _write_chunk(folder / chunk_key(row, index), part_C, size) if part_C.any() else 0
 
-    for_each_chunk(write, -(-len(bits_E) // size), encoders)
-    return sorted(written), sum(written.values())
+    return written_chunks(map_chunks(write, -(-len(bits_E) // size), encoders))
 
 
-def for_each_chunk(work: Callable[[int], None], num_chunks: int, encoders: Sequence[Worker]) -> None:
-    """Work on every chunk, on the encoders' threads."""
+def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
+    """Return the chunks that have bytes on disk, and all of their bytes."""
+    return [index for index, size in enumerate(num_bytes) if size], sum(num_bytes)
+
+
+def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
+    """Return what `work` gives of every chunk, done on the encoders' threads."""
     if num_chunks <= 1:
-        work(0)  # waking another thread would cost a small model's training more than the work itself
-        return
+        return [work(0)]  # waking another thread would cost a small model's training more than the work itself
+    found: dict[int, _T] = {}
+
+    def keep(index: int) -> None:
+        found[index] = work(index)
+
     for index in range(num_chunks):
-        encoders[index % len(encoders)].submit(partial(work, index), 0)
+        encoders[index % len(encoders)].submit(partial(keep, index), 0)
     for encoder in encoders:
         encoder.drain()
         if encoder.error is not None:
             raise encoder.error
+    return [found[index] for index in range(num_chunks)]
 
 
 def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:

@@ -266,7 +266,7 @@ class WeightReader:
         for step in self._path(record)[:-1]:
             self._read(step, tensor)  # raises for the first row whose bits are wrong
         raise DamagedTrace(
-            f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version}: {tensor.name} is not what was recorded "
+            f"{self._shown(record)}: version {record.version}: {tensor.name} is not what was recorded "
             "(its hash differs); restore the folder from a copy"
         )
 
@@ -310,6 +310,9 @@ class WeightReader:
             return None  # reading it from its keyframe names what is damaged on its own way
         return chunk_C
 
+    def _shown(self, record: WeightVersion) -> str:
+        return self.store.shown(f"{WEIGHTS}/{record.segment}")
+
     def _chunk_size(self, record: WeightVersion, dtype: str) -> int:
         return chunk_elements(dtype, self._elements(record)[dtype])
 
@@ -325,20 +328,10 @@ class WeightReader:
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
         """The keyframe and the rows that a version is rebuilt from, in order. Raises WeightsMissing for one that is not there."""
         key = record.segment, record.row
-        if key not in self._paths:
-            self._paths[key] = self._found_path(record)
-        return self._paths[key]
-
-    def _found_path(self, record: WeightVersion) -> list[WeightVersion]:
-        """The keyframe and the rows that a version is rebuilt from, in order. Raises WeightsMissing for one that is not there."""
-        same = (
-            kept
-            for attempts in self._by_attempt.values()
-            for parts in attempts.values()
-            for kept in parts
-            if kept.segment == record.segment
-        )
-        by_row = {kept.row: kept for kept in same}
+        if key in self._paths:
+            return self._paths[key]
+        every = (kept for attempts in self._by_attempt.values() for parts in attempts.values() for kept in parts)
+        by_row = {kept.row: kept for kept in every if kept.segment == record.segment}
         path, parent = [record], record.parent_row
         while parent is not None:
             if parent not in by_row:
@@ -348,12 +341,13 @@ class WeightReader:
                 )
             if parent >= path[-1].row:
                 raise DamagedTrace(
-                    f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {path[-1].version} is said to change row {parent}, "
+                    f"{self._shown(record)}: version {path[-1].version} is said to change row {parent}, "
                     "which does not come before it; restore the folder from a copy"
                 )
             path.append(by_row[parent])
             parent = path[-1].parent_row
-        return path[::-1]
+        self._paths[key] = path[::-1]
+        return self._paths[key]
 
     def _chunks_of(self, record: WeightVersion) -> dict[str, frozenset[int]]:
         """dtype -> the chunks that were kept of one version. Raises DamagedTrace for chunks that none of its tensors has."""
@@ -363,14 +357,14 @@ class WeightReader:
             for dtype, chunks in record.chunks.items():
                 if dtype not in counts:
                     raise DamagedTrace(
-                        f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype}, and no array"
+                        f"{self._shown(record)}: version {record.version} has chunks of {dtype}, and no array"
                     )
                 size = chunk_elements(dtype, counts[dtype])
                 if len(set(chunks)) != len(chunks) or not all(
                     0 <= index * size < max(counts[dtype], 1) for index in chunks
                 ):
                     raise DamagedTrace(
-                        f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
+                        f"{self._shown(record)}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
                     )
             self._chunk_sets[key] = {dtype: frozenset(chunks) for dtype, chunks in record.chunks.items()}
         return self._chunk_sets[key]

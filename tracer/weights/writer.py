@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.checksums import whole_hash
+from ...schemas.checksums import SealedFile, sealed, whole_hash
 from ...schemas.clock import now
 from ...schemas.layout import WEIGHTS, Segment
 from ...schemas.weights import ITEM_BYTES, WeightLayout, WeightVersion, chain_hash
@@ -28,10 +28,11 @@ from .chunks import (
     array_document,
     changes_key,
     chunk_elements,
-    for_each_chunk,
     group_document,
+    map_chunks,
     part,
     write_row,
+    written_chunks,
 )
 from .layout import layout_of, local_part
 
@@ -80,13 +81,13 @@ class WeightWriter:
         self,
         folder: Path,
         writer: str,
-        account: Callable[[str, bytes], None],
+        account: Callable[[dict[str, SealedFile]], None],
         *,
         versions_a_keyframe: int = VERSIONS_A_KEYFRAME,
         most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
     ):
-        """`account` is called with the path in the trace and the content of each document that was written."""
+        """`account` is called with each document that was written, by its path in the trace."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
@@ -234,34 +235,24 @@ class WeightWriter:
 
     def _by_chunk(self, delta_E: np.ndarray, bits_E: np.ndarray, dtype: str) -> list[Changes]:
         size = chunk_elements(dtype, len(bits_E))
-        found: dict[int, Changes] = {}
 
-        def find(index: int) -> None:
+        def find(index: int) -> Changes:
             within = slice(index * size, (index + 1) * size)
-            found[index] = changes_of(delta_E[within], bits_E[within])
+            return changes_of(delta_E[within], bits_E[within])
 
-        for_each_chunk(find, -(-len(bits_E) // size), self._encoders)
-        return [found[index] for index in sorted(found)]
+        return map_chunks(find, -(-len(bits_E) // size), self._encoders)
 
     def _together(self, several: list[list[Changes]]) -> list[Changes]:
-        found: dict[int, Changes] = {}
-
-        def add(index: int) -> None:
-            found[index] = added([one[index] for one in several])
-
-        for_each_chunk(add, len(several[0]), self._encoders)
-        return [found[index] for index in sorted(found)]
+        return map_chunks(lambda index: added([one[index] for one in several]), len(several[0]), self._encoders)
 
     def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
         """Write a row's changes, and return the chunks that have some, and their bytes on disk."""
-        written: dict[int, int] = {}
 
-        def write(index: int) -> None:
-            if len(of_chunks[index][0]):
-                written[index] = write_changes(folder / changes_key(row, index), of_chunks[index])
+        def write(index: int) -> int:
+            changes = of_chunks[index]
+            return write_changes(folder / changes_key(row, index), changes) if len(changes[0]) else 0
 
-        for_each_chunk(write, len(of_chunks), self._encoders)
-        return sorted(written), sum(written.values())
+        return written_chunks(map_chunks(write, len(of_chunks), self._encoders))
 
     def _begin_segment(self, layout: WeightLayout) -> None:
         self._is_few, self._recent, self._on_the_way = True, [[]], [0]
@@ -275,7 +266,7 @@ class WeightWriter:
 
     def _write_document(self, name: str, content: bytes) -> None:
         write_part(self._trace, f"{WEIGHTS}/{name}", content)
-        self._account(f"{WEIGHTS}/{name}", content)
+        self._account({f"{WEIGHTS}/{name}": sealed(content)})
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
