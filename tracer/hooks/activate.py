@@ -1,4 +1,4 @@
-"""Turning recording on in a process that `tim-trace record` started. Imported at every start of Python: kept light."""
+"""Turning recording on in a process that `tim-trace record` started. Kept light: imported whenever Python starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of an engine, as it returned: read only as far as somebody asks."""
+"""The result of one call of an engine, read lazily."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ma
 
 @dataclass(slots=True, kw_only=True)
 class EngineCall:
-    """The completions of one call, those of a prompt after those of the one before.
+    """The completions of one call, grouped by prompt.
 
     Shapes: B completions, N response tokens of some completions together.
     """
@@ -29,7 +29,7 @@ class EngineCall:
     requested: Sequence[Requested]
     """What the caller asked for each prompt."""
     given: list[Any] | None
-    """[B] each completion's logprobs as the engine returned them, where the caller was given less; None where not."""
+    """[B] each completion's logprobs as the engine returned them; None if the caller got the same."""
     capture: Capture
 
     @property
@@ -64,12 +64,12 @@ class EngineCall:
         ]
 
     def captured(self) -> list[int]:
-        """Completions whose distributions were asked for and are there."""
+        """Return the completions whose distributions were requested and returned."""
         asked = [self.requested[prompt].captured for prompt in self.prompt_of]
         return [row for row, keep in enumerate(asked) if keep and self.engine_logprobs[row]]
 
     def distribution(self, rows: Sequence[int]) -> TopK | Logits | None:
-        """The distributions of some completions, end to end."""
+        """Concatenate the distributions of some completions."""
         given = self.engine_logprobs
         parts: list[dict[str, np.ndarray] | None] = [distribution(given[row], self.capture) for row in rows]
         return gathered(parts)

@@ -1,4 +1,4 @@
-"""Accounting for the engine's weights: what the trainer holds, what the engine was given, and what it holds."""
+"""Accounting for the engine's weights: digests of what the trainer holds, the engine was given, and the engine holds."""
 
 from __future__ import annotations
 
@@ -21,32 +21,30 @@ from .vllm_contract import model_runner
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
-"""dtypes through which a tensor may have gone on its way."""
+"""dtypes that a tensor may have been rounded to on the way."""
 
 _NUM_ROWS = 64
 _MAX_VALUES = 256
-"""What eight bits hold."""
+"""Number of values of eight bits."""
 _MIN_TIMES_MORE = 2
-"""Times as many different values as that a row of the trainer's has."""
+"""A row of the trainer's has at least this many times more distinct values."""
 _MIN_COSINE_SCORE = 6.0
-"""Standard deviations of what chance gives, by which the two sides' rows must point the same way."""
+"""Minimum cosine of the two sides' rows, in standard deviations of that of random rows."""
 
 
-_PACKED = (
-    "the engine's weights are not compared for {} quantised tensors, whose numbers the trainer holds packed ({}, ...)"
-)
+_PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
 _NO_OWN = (
-    "the engine's weights are not compared with the trainer's: it holds them in pieces (FSDP, ZeRO-3), and this release of TRL does "
-    "not let them be heard as it gathers them (VLLMGeneration._iter_named_params)"
+    "the engine's weights are not compared with the trainer's: these are sharded (FSDP, ZeRO-3), and this release of TRL has no "
+    "function in which to read them once gathered (VLLMGeneration._iter_named_params)"
 )
 
 
 class EngineWeights:
-    """One process's engine and trainer, tensor by tensor.
+    """Compares the weights of one process's engine and trainer, tensor by tensor.
 
-    A policy version is told when the engine first samples with it for training. What the engine holds is read the first time
-    and after 1, 2, 4, 8, ... versions, whenever what it was given is not what the trainer holds, and from the first time on that
-    it is not what it was given. An error ends the account and nothing else.
+    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read the first
+    time and after 1, 2, 4, 8, ... versions, whenever it was given something else than the trainer holds, and at every version
+    once it differed from what it was given. An error ends the account and nothing else.
     """
 
     def __init__(self, session: Any):
@@ -88,7 +86,7 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """Hear what an engine of this process is given."""
+        """Take digests of what an engine of this process is given, from now on."""
         if not self.is_on:
             return
         with self._guard():
@@ -116,7 +114,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """The same tensors, each listened to before the engine has it."""
+        """Pass tensors on, taking a digest of each before the engine gets it."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -127,7 +125,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """What TRL gathers of a sharded trainer: the trainer's own, since no process holds it whole before."""
+        """Pass on the tensors gathered from a sharded trainer, taking their digests as the trainer's own."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -140,7 +138,7 @@ class EngineWeights:
         self._own[name] = digest(tensor, self._dtype, self._device)
 
     def hold(self, trainer: Any) -> None:
-        """Take the trainer's digests, once a policy version, before the engine is given anything of it."""
+        """Take the trainer's digests, once per policy version, before the engine is given anything of it."""
         version = int(trainer.state.global_step)
         if not self.is_on or self._version == version:
             return
@@ -198,14 +196,14 @@ class EngineWeights:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Digests of what the engine holds, where it is time to look; none where it is not."""
+        """Return digests of what the engine holds if they are due; else nothing."""
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}
         return read_digests({name: digest(tensor, self._dtype) for name, tensor in held_tensors(model, self._shapes)})
 
     def _is_due(self, own: dict[str, int]) -> bool:
-        """Whether what the engine holds is read at this version, the next."""
+        """Whether the engine's own copy is read at this version."""
         is_power = self._num_told & (self._num_told - 1) <= 0
         self._num_told += 1
         return is_power or self._level == HELD or any(self._last.get(name) != value for name, value in own.items())
@@ -214,7 +212,7 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Tensor -> the dtype through which the trainer's gives what the engine has, or how few values a row of it has."""
+        """Return tensor -> the dtype that explains the difference to the trainer's, or the number of distinct values per row."""
         import torch
 
         engine = None if self._model is None else self._model()
@@ -235,12 +233,12 @@ class EngineWeights:
 
 
 def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
-    """Digests by tensor as whole numbers."""
+    """Return digests by tensor as integers."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """The most different values that a row of `coarse` has where its rows are those of `own`, rounded to few; else None.
+    """Return the most distinct values in a row of `coarse` if its rows are those of `own`, coarsely rounded; else None.
 
     Shapes: R rows that are looked at, C columns.
     """

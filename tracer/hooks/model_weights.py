@@ -1,4 +1,4 @@
-"""The weights of a model that a trainer holds: whether they are kept, and which tensors this process keeps."""
+"""Whether a trainer's weights are kept, and which tensors this process keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KeptWeights:
         self._version: int | None = None
 
     def keep(self, version: int, model: Any, *, is_first: bool) -> None:
-        """Keep a version, once; `is_first` says that whole tensors are this process's to keep."""
+        """Keep a version, once. The first process (`is_first`) also keeps the tensors that every process holds whole."""
         if self._version == version:
             return
         self._version = version
@@ -49,7 +49,7 @@ def keeps_weights(session: Session, model: Any) -> bool:
 
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
-    """The tensors that this process keeps: its parts of sharded ones, and whole ones in the first process alone."""
+    """Return the tensors that this process keeps: its shards, and in the first process also whole tensors."""
     return {name: tensor for name, tensor in model_tensors(model).items() if is_first or _is_part(tensor)}
 
 
@@ -59,8 +59,8 @@ def _is_part(tensor: Any) -> bool:
 
 def _problem(model: Any) -> str | None:
     if any(getattr(parameter, "ds_id", None) is not None for parameter in model.parameters()):
-        return f"DeepSpeed ZeRO-3 holds them in pieces that cannot be read from here; {_REMEDY}"
+        return f"DeepSpeed ZeRO-3 shards cannot be read from here; {_REMEDY}"
     flats = [flat for module in model.modules() if (flat := flat_parameter(module)) is not None]
     if any(any(flat._param_extensions) or not all(flat._contiguities) for flat in flats):
-        return f"FSDP1 has flattened some that are sharded otherwise, too; use FSDP2, or: {_REMEDY}"
+        return f"FSDP1 flattened parameters that are sharded in another way too; use FSDP2, or: {_REMEDY}"
     return None

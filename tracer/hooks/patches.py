@@ -17,7 +17,7 @@ class Patches:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
-        """Make `owner.name(...)` call `wrapper(original, ...)`; False when there is no such function."""
+        """Make `owner.name(...)` call `wrapper(original, ...)`; return False if there is no such function."""
         original = getattr(owner, name, None)
         if not callable(original):
             return False
@@ -30,14 +30,14 @@ class Patches:
         async def awaited(*args: Any, **kwargs: Any) -> Any:
             return await wrapper(original, *args, **kwargs)
 
-        # Ray asks whether a function is a coroutine's.
+        # Ray checks whether a function is a coroutine function.
         is_coroutine = inspect.iscoroutinefunction(original)
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, awaited if is_coroutine else wrapped)
         return True
 
     def wrap_all(self, owner: Any, wrappers: Mapping[str, Callable[..., Any]]) -> list[str]:
-        """Wrap several functions of an owner by their names; return the names of those that it does not have."""
+        """Wrap several functions of an owner; return the names of the missing ones."""
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     @property
@@ -55,7 +55,7 @@ class Patches:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """A call's arguments by name, without self; those that the function takes as **kwargs among them.
+    """Return a call's arguments by name, without self, **kwargs included.
 
     Raises TypeError when the call does not fit the function.
     """

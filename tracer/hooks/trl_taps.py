@@ -1,4 +1,4 @@
-"""Listening to a TRL trainer's model while its own scoring runs: hidden states, of which distributions are made, and router choices.
+"""Reading hidden states, for distributions, and router choices from a TRL trainer's model during its own scoring.
 
 Shapes: B rows, T padded width, H hidden width, W padded width of prompt and response.
 """
@@ -25,9 +25,9 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Listens to the model's last hidden states during one scoring call and projects those of the captured rows.
+    """Reads the model's last hidden states during one scoring call and projects the captured rows.
 
-    It adds a forward hook that only reads; the trainer's own numbers are left as they are.
+    Its forward hook only reads; the trainer's numbers do not change.
     """
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
@@ -44,9 +44,9 @@ class HeadTap:
 
     @staticmethod
     def problem(trainer: Any, model: Any) -> str | None:
-        """Why this model's head cannot be read from here, or None."""
+        """Return why this model's head cannot be read in this process; None if it can."""
         weight = _language_model(trainer, model).get_output_embeddings().weight
-        # What FSDP has gathered for a forward looks whole, and is gone after it.
+        # What FSDP gathers for a forward looks whole, but is freed after it.
         is_whole = not any(map(is_sharded, model_parameters(model)))
         if not is_whole or weight.ndim != 2 or getattr(weight, "ds_id", None) is not None:
             return "trainer distributions are not captured: the model's head is sharded over processes (FSDP, ZeRO-3)"
@@ -72,7 +72,7 @@ class HeadTap:
             self._hidden[int(row)] = hidden_BTH[int(row) - first, begin : begin + int(self._lengths[row])].detach()
 
     def distribution(self) -> Distribution | None:
-        """The captured rows' distributions, rows end to end; None when no forward was heard."""
+        """Return the captured rows' distributions, concatenated; None if no forward ran."""
         if len(self._hidden) != len(self.rows):
             return None
         projection = Projection(model=self._model, dtype=self._dtype())
@@ -80,7 +80,7 @@ class HeadTap:
         return projection.distribution(hidden, self._session.capture, find(self._trainer, TEMPERATURE))
 
     def _dtype(self) -> Any:
-        """The trainer's fused head's compute dtype; None for that of the hidden states."""
+        """Return the compute dtype of the trainer's fused head; None for that of the hidden states."""
         import torch
 
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):
@@ -96,7 +96,7 @@ def _language_model(trainer: Any, model: Any) -> Any:
 
 
 class RoutingTap(RouterTap):
-    """Listens to the model's routers during one scoring call."""
+    """Reads the model's routers during one scoring call."""
 
     def __init__(self, session: Session, known: list[Router], rows: TrainRows, call: dict[str, Any]):
         super().__init__(known)
@@ -104,7 +104,7 @@ class RoutingTap(RouterTap):
         self._widths = call["input_ids"].shape[1] - call["logits_to_keep"], call["logits_to_keep"]
 
     def routing(self) -> Routing | None:
-        """What the routers chose for each prompt and response token, row after row; None where it cannot be read."""
+        """Return the choices for each prompt and response token, row after row; None if they cannot be read."""
         prompt, response = self._rows.prompt_lengths, self._rows.response_lengths
         mask_BW = np.hstack([left_padded(self._widths[0], prompt), right_padded(self._widths[1], response)])
         heard = self.forwards()
@@ -116,7 +116,7 @@ class RoutingTap(RouterTap):
 
 
 def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> RoutingTap | None:
-    """What listens to the routers during a call that gives the `train` pass, where that was asked for."""
+    """Return a tap for a call that yields the `train` pass, if router choices are recorded."""
     if rows is None or not session.order.routing or trainer.args.torch_compile:
         return None
     known = routers(trainer.accelerator.unwrap_model(call["model"]))
@@ -124,14 +124,14 @@ def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: di
 
 
 def tell_of_routing(session: Session, trainer: Any) -> None:
-    """Say why a mixture of experts' router choices are not recorded, where they are not."""
+    """Note why a mixture of experts' router choices are not recorded, if they are not."""
     model = trained_model(trainer)
     known = routers(model)
     if not is_mixture(model):
         if session.order.routing:
-            session.note(f"{_WHAT}: {type(model).__name__} is no mixture of experts; record it without --routing")
+            session.note(f"{_WHAT}: {type(model).__name__} is not a mixture of experts; record it without --routing")
     elif session.order.routing and trainer.args.torch_compile:
-        session.note(f"{_WHAT}: routers inside a compiled model cannot be listened to; record without torch_compile")
+        session.note(f"{_WHAT}: routers inside a compiled model cannot be read; record without torch_compile")
     elif not known:
         session.note(f"{_WHAT}: {type(model).__name__} has no router module that chooses before its experts run")
     elif not session.order.routing:

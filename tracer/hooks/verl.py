@@ -1,6 +1,6 @@
-"""Recording verl's PPO trainers, of today (verl.trainer.ppo.v1) and of before, where they run: sequences, rewards, advantages, passes and metrics.
+"""Recording verl's PPO trainers, v1 and older, on the driver: sequences, rewards, advantages, passes and metrics.
 
-Its engines and workers are processes of their own: vllm_async.py and verl_worker.py record what only they know.
+Engines and workers are separate processes, recorded by vllm_async.py and verl_worker.py.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from .verl_progress import progress_of
 from .versions import version_sentence
 
 POINTS = {
-    "fit": "steps of a second training in a process, apart from those of the first",
+    "fit": "steps of a second training in a process as an attempt of their own",
     "_compute_advantage": "sequences, rewards, advantages, rollout, train and reference logprobs",
     "_update_actor": "current logprobs",
 }
-"""Function of the trainer -> what it gives."""
+"""Function of the trainer -> what is recorded from it."""
 _LOGGED = "logged metrics"
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""Of verl 0.8: a program with a trainer of its own."""
+"""A program of verl 0.8 that has its own trainer."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
@@ -67,11 +67,11 @@ _DUMPS_ALONE = (
     "trainer.rollout_data_dir=DIR, and after the run: tim-trace import verl DIR -o RUN; verl 0.7 and newer are recorded"
 )
 
-_NO_DISTRIBUTIONS = "of verl's passes the taken tokens' logprobs are recorded, and no distributions (--capture {})"
+_NO_DISTRIBUTIONS = "verl's passes are recorded as logprobs of the sampled tokens, without distributions (--capture {})"
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook the trainer that a module of verl defines."""
+    """Hook the trainer of a module of verl."""
     import verl
 
     session.hooks["verl"] = verl.__version__
@@ -88,7 +88,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def install_older(session: Session, module: Any) -> Patches:
-    """Hook verl's trainer of before (trainer.use_v1=False), whose batches lie on the driver as padded tensors."""
+    """Hook verl's older trainer (trainer.use_v1=False), whose batches are padded tensors on the driver."""
     import verl
     from verl.utils import tracking
 
@@ -112,7 +112,7 @@ def install_older(session: Session, module: Any) -> Patches:
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a trainer that runs with `python -m` under its module's name, so that it is hooked in the process where Ray runs it."""
+    """Import a trainer started with `python -m` under its module's name, so that it is hooked in the process where Ray runs it."""
     patches = Patches()
 
     def run_ppo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,18 +135,18 @@ _OLDER_POINTS = {
 
 
 class TrainerHooks:
-    """What runs around a trainer's functions. Each calls the original and returns what it returned."""
+    """Hooks around a trainer's functions. Each calls the original and returns its result."""
 
     def __init__(self, session: Session):
         self.session = session
         self._is_fitting = False
         self._flushes = False
-        """Whether Ray may kill this process without a word when the training ends."""
+        """Whether Ray may kill this process silently when the training ends."""
         self._is_last = False
-        """Whether it will do so soon."""
+        """Whether the training is about to end."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
-        """What to say of this version of verl."""
+        """A note on this version of verl; None if there is nothing to report."""
 
     def fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
@@ -194,7 +194,7 @@ class TrainerHooks:
     def compute_older_logprobs(
         self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Put the workers' columns of forwards beside the logprobs, so that they stay with their rows."""
+        """Put the workers' columns of forwards into the batch of logprobs, so that they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -222,12 +222,12 @@ class TrainerHooks:
     ) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
-        # The asynchronous trainers have a `fit` of their own, which Ray keeps from being hooked.
+        # The asynchronous trainers have their own `fit`, which cannot be hooked under Ray.
         if not self._is_fitting:
             self._flushes = True
             self._begin(trainer)
         with self.session.guard("verl's batch"):
-            # Classes made of this one may train on what older weights sampled.
+            # Subclasses may train on samples of older weights.
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
@@ -278,7 +278,7 @@ class TrainerHooks:
             self.session.note(_NOT_HOOKED.format(" and ".join(others), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
-        """Record the rows of a step; `values` gives a column of verl's, [B] arrays, or None where there is none."""
+        """Record the rows of a step; `values` returns a column of verl's as [B] arrays, or None if it is missing."""
         recorder, config, progress = self.session.recorder, trainer.config, progress_of(trainer)
         if not rows:
             return
@@ -302,7 +302,7 @@ class TrainerHooks:
         )
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            del passes[TRAIN]  # a copy of the rollout's; the loss's first logprobs are the trainer's own
+            del passes[TRAIN]  # a copy of the rollout's; the trainer's own are the loss's first logprobs
         for pass_name, name in passes.items():
             logprobs = values(name)
             if logprobs is None:
@@ -313,14 +313,14 @@ class TrainerHooks:
                 recorded,
                 logprobs=logprobs,
                 entropy=values("entropy") if pass_name == TRAIN else None,
-                # Tool output was not sampled; verl fills its places with 0.0.
+                # Tool output was not sampled; verl fills it with 0.0.
                 scored_mask=[mask.astype(bool) for mask in masks] if pass_name == ROLLOUT else None,
                 policy_version={ROLLOUT: None, TRAIN: progress.old_version, REFERENCE: None}[pass_name],
                 forward=forward_of(values(FORWARD_KEYS[pass_name])) if pass_name in FORWARD_KEYS else None,
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
-        """What the process that made a pass declared of it; what the configuration says where it declared nothing."""
+        """Return the contract declared by the process that made a pass, or else one from the configuration."""
         if pass_name not in self._contracts:
             folder = self.session.recorder.folder
             if pass_name == ROLLOUT:
@@ -334,7 +334,7 @@ class TrainerHooks:
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
-    """Whether an engine's contract is that of training, and not of validation, which may sample otherwise."""
+    """Whether an engine's contract is that of training rather than validation, which may sample differently."""
     given = contract.get("sampling") or {}
     top_k = {name: max(settings.get("top_k") or 0, 0) for name, settings in (("given", given), ("asked", asked))}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
@@ -354,7 +354,7 @@ def _workers_not_hooked(trainer: Any) -> list[str]:
 
 
 def _told(trainer: Any) -> dict[str, Any]:
-    """What the workers need to know of an update."""
+    """Return what the workers need to know about an update."""
     progress = progress_of(trainer)
     return {
         "step": progress.step,
@@ -365,13 +365,13 @@ def _told(trainer: Any) -> dict[str, Any]:
 
 
 def _bypasses(config: Any) -> bool:
-    """Whether verl takes the rollout's logprobs for the trainer's own."""
+    """Whether verl uses the rollout's logprobs as the trainer's own."""
     correction = config.algorithm.get("rollout_correction")
     return bool(correction and correction.get("bypass_mode", False))
 
 
 def _declared_contract(folder: Path, pass_name: str, accepts: Callable[[Contract], bool]) -> Contract | None:
-    """The newest accepted contract of a pass that lies in the trace; None without one."""
+    """Return the newest contract of a pass in the trace that is accepted; None without one."""
     paths = sorted((folder / PASSES / pass_name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     store = Store(folder)
     contracts = (read_contract(store, pass_name, path.stem) for path in paths)

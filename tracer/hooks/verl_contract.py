@@ -1,4 +1,4 @@
-"""The contracts of verl's passes and its loss: read off a worker's engine, and off the run's configuration."""
+"""Contracts of verl's passes and its loss, read from a worker's engine and from the run's configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENGINE = (
     "sequence_parallel", "full_determinism", "pad_to_length", "pad_to_length_bucket", "entropy_from_logits_with_chunking",
     "reshard_after_forward",
 )  # fmt: skip
-"""Settings of a worker's engine that can change a logprob, of FSDP and of Megatron."""
+"""Settings of a worker's engine, FSDP or Megatron, that can change a logprob."""
 
 FSDP = ("fsdp", "fsdp2")
 """Strategies that cast the parameters to the dtype of the forward."""
@@ -34,10 +34,10 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """What decides the logprobs of a worker's engine.
+    """Return what decides the logprobs of a worker's engine.
 
     `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward); `dtype` is that of the
-    logprobs: in bfloat16 two of them at -4 nats lie 0.031 apart.
+    logprobs: bfloat16 has steps of 0.031 nats at -4.
     """
     settings = engine.engine_config
     model = _model(engine)
@@ -45,11 +45,11 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     rows, tokens = kind if grad else tuple(f"infer_{name}" for name in kind)
     is_fsdp = getattr(settings, "strategy", None) in FSDP
     cast = parameters = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
-    if is_fsdp and cast == "None":  # verl 0.7 has bfloat16 there, whatever the parameters are cast to
+    if is_fsdp and cast == "None":  # verl 0.7 autocasts to bfloat16, whatever the parameters are cast to
         precision = (getattr(settings, "mixed_precision", None) or {}).get("param_dtype", "bf16")
         cast, parameters = "bfloat16", _PRECISIONS.get(precision, precision)
     casts = {"parameters_dtype": parameters} if is_fsdp else {}
-    autocast = None if cast in ("None", "float32") else cast  # verl uses none there
+    autocast = None if cast in ("None", "float32") else cast  # verl does not autocast then
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -75,7 +75,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
 
 
 def configured_contract(config: Any) -> Contract:
-    """What the run's configuration says of its trainer, where no worker told more."""
+    """Return the trainer's contract from the run's configuration, if no worker declared one."""
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -87,7 +87,7 @@ def configured_contract(config: Any) -> Contract:
 
 
 def configured_rollout(config: Any) -> Contract:
-    """What the run's configuration says of its engine, where the engine told nothing."""
+    """Return the engine's contract from the run's configuration, if the engine declared none."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "engine": rollout.name,
@@ -99,7 +99,7 @@ def configured_rollout(config: Any) -> Contract:
 
 
 def sampling(config: Any) -> dict[str, Any]:
-    """What verl asks its engine for in training."""
+    """Return the sampling settings that verl passes to its engine in training."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "temperature": rollout.temperature,
@@ -111,7 +111,7 @@ def sampling(config: Any) -> dict[str, Any]:
 
 
 def model_identity(engine: Any) -> dict[str, Any]:
-    """Which model a worker trains."""
+    """Return the identity of the model that a worker trains."""
     model, config = _model(engine), getattr(engine.model_config, "hf_config", None)
     return {
         "name": getattr(engine.model_config, "path", None),
@@ -123,7 +123,7 @@ def model_identity(engine: Any) -> dict[str, Any]:
 
 
 def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
-    """The policy's loss, and its settings that are not in it; None for a loss that is not known."""
+    """Return the policy's loss, and the settings that `Loss` has no field for; None for an unknown loss."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.get("rollout_correction") or {}
     mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), _AGGREGATIONS.get(actor.loss_agg_mode)
     if mode not in ("vanilla", "gspo") or aggregation is None:
@@ -153,7 +153,7 @@ def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
 
 
 def _model(engine: Any) -> Any:
-    """The engine's model, of several its first part (Megatron's virtual pipeline)."""
+    """Return the engine's model, or its first part under Megatron's virtual pipeline."""
     return engine.module[0] if isinstance(engine.module, (list, tuple)) else engine.module
 
 

@@ -1,4 +1,4 @@
-"""Recording what vLLM returns, from the process that calls `LLM.generate` or `LLM.chat`.
+"""Recording the results of vLLM, in the process that calls `LLM.generate` or `LLM.chat`.
 
 Shapes: T response tokens, K kept tokens, V vocabulary.
 """
@@ -30,11 +30,11 @@ POINTS = {
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-"""Functions that sample, too."""
+"""Further functions that sample."""
 
 _NO_ROUTING = (
-    "rollouts have no router choices: vLLM 0.32 gives them (enable_return_routed_experts) from its Model Runner V2 alone, "
-    "which does not run without Triton, and they are not read yet; those of the trainer are recorded"
+    "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "
+    "which needs Triton, and they are not read yet; those of the trainer are recorded"
 )
 _NO_TOKENIZER = "the trace has no tokenizer, so tokens are shown as ids: the engine has none (skip_tokenizer_init)"
 EMBEDDED = (
@@ -63,7 +63,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class EngineHooks:
-    """What hooks of every engine of vLLM do. The caller gets what it would have got without them."""
+    """Base of the hooks of vLLM's engines. Callers get the same results as without them."""
 
     def __init__(self, session: Session):
         self.session = session
@@ -96,7 +96,7 @@ class EngineHooks:
 
 
 class OfflineHooks(EngineHooks):
-    """What runs around the functions of `LLM`."""
+    """Hooks around the functions of `LLM`."""
 
     def __init__(self, session: Session):
         super().__init__(session)
@@ -138,7 +138,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Callable[..., Any], llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Ask the engine for the sampled tokens' logprobs, and for the distributions of captured rows."""
+        """Request the sampled tokens' logprobs, and the distributions of captured rows."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -152,7 +152,7 @@ class OfflineHooks(EngineHooks):
         if len(each) != rows or any(not hasattr(p, "logprobs") for p in each):
             return {}, []
         captured = self._captured(rows)
-        # Requests mostly share one object of parameters, so each (object, captured) is looked at once.
+        # Requests mostly share one parameter object, so each (object, captured) is handled once.
         known: dict[tuple[int, bool], tuple[Any, Requested]] = {}
         for old, keep in zip(each, captured, strict=True):
             if (id(old), keep) not in known:
@@ -166,7 +166,7 @@ class OfflineHooks(EngineHooks):
         return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
-        """Which of a call's prompts are to have their distributions kept."""
+        """Return for each of a call's prompts whether its distributions are kept."""
         capture = self.session.capture
         generation: Generation | None = self.session.generation
         if not capture.dense:
@@ -210,9 +210,9 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Give every completion the logprobs that the caller asked for and no others.
+    """Cut every completion's logprobs down to what the caller requested.
 
-    Returns what the engine gave, a completion after the other, or None where that is what the caller has.
+    Returns the engine's logprobs, completion by completion, or None if the caller gets the same.
     """
     if not any(wish.changed for wish in requested):
         return None
@@ -221,14 +221,14 @@ def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[An
 
 
 def has_embeddings(prompts: Any) -> bool:
-    """Whether any of a call's prompts is embeddings in place of tokens."""
+    """Whether any of a call's prompts is given as embeddings."""
     given = prompts if isinstance(prompts, (list, tuple)) else (prompts,)
     mappings = {kind for kind in set(map(type, given)) if issubclass(kind, Mapping)}
     return any(type(prompt) in mappings and prompt.get("prompt_embeds") is not None for prompt in given)
 
 
 def num_prompts(prompts: Any) -> int:
-    """How many requests a call makes of its prompts or conversations."""
+    """Return the number of requests of a call's prompts or conversations."""
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence) or not len(prompts):
         return 1
     first = prompts[0]

@@ -1,6 +1,6 @@
-"""Recording vLLM's serving engine, from the process that calls `AsyncLLM.generate`.
+"""Recording vLLM's serving engine, in the process that calls `AsyncLLM.generate`.
 
-Under verl the sequences are the driver's, and the engine's process says what decided their logprobs.
+Under verl the driver records the sequences, and the engine's process only declares the contract of their logprobs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .vllm_contract import Conditions, async_contract, sampling_settings
 from .vllm_logprobs import DELTA, Requested, asking, cut_down, room_for
 
 ABORT, ERROR = "abort", "error"
-"""vLLM's words for a request that its caller, or an error, ended."""
+"""vLLM's reasons for a request ended by its caller, or by an error."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
-"""Calls that change what the engine's model computes: verl's takes padding of the vocabulary out of its softmax."""
+"""Calls that change the engine's model: verl's excludes vocabulary padding from the softmax."""
 
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
-"""The package that a process has imported in which verl samples."""
+"""Imported in processes in which verl samples."""
 
 POINTS = {
     "__init__": "room for captured distributions",
@@ -41,14 +41,14 @@ POINTS = {
     "collective_rpc": "how the caller changed the engine's model",
 }
 
-_STREAMED = "rollouts of AsyncLLM.generate whose input is a stream are not recorded: their prompt grows on the way"
+_STREAMED = "rollouts of AsyncLLM.generate with a stream as input are not recorded: their prompt keeps growing"
 _BARE = (
-    "logprobs of AsyncLLM.generate are not recorded where the prompt is an EngineCoreRequest that asks for none: its sampling "
-    "parameters are its own"
+    "logprobs of AsyncLLM.generate are not recorded if the prompt is an EngineCoreRequest that requests none: it carries its "
+    "own sampling parameters"
 )
 _LOST = (
-    "completions of AsyncLLM.generate are not recorded where the request ended (aborted, or an error) before its caller was "
-    "given a token of them"
+    "completions of AsyncLLM.generate are not recorded if the request ended (aborted, or an error) before its caller got "
+    "a token of them"
 )
 
 
@@ -71,9 +71,9 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class AsyncEngineHooks(EngineHooks):
-    """What runs around the functions of `AsyncLLM`.
+    """Hooks around the functions of `AsyncLLM`.
 
-    A step is a wave of requests: it begins with a request that finds no other under way.
+    A step is a wave of requests: it begins with a request while no other is running.
     """
 
     def __init__(self, session: Session):
@@ -95,7 +95,7 @@ class AsyncEngineHooks(EngineHooks):
             return original(engine, *args, **kwargs)
         try:
             call = arguments(original, engine, *args, **kwargs)
-        except TypeError:  # the caller's own, which the original raises, too
+        except TypeError:  # the caller's own error, which the original raises too
             return original(engine, *args, **kwargs)
         if _is_verl():
             with self.session.guard("the contract of vLLM's rollouts"):
@@ -114,7 +114,7 @@ class AsyncEngineHooks(EngineHooks):
     async def _recorded(
         self, original: Callable[..., Any], engine: Any, call: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Hand on what the engine gives, and record the request when it has ended."""
+        """Pass on the engine's outputs, and record the request when it has ended."""
         request: AsyncRequest | None = None
         with self.session.guard("vLLM's rollouts"):
             call, request = self._begin(call)
@@ -140,7 +140,7 @@ class AsyncEngineHooks(EngineHooks):
             await outputs.aclose()
 
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
-        """Ask the engine for the sampled tokens' logprobs, and for the distributions of a captured request."""
+        """Request the sampled tokens' logprobs, and the distributions of a captured request."""
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
             self.session.note(_STREAMED)
@@ -195,7 +195,7 @@ class AsyncEngineHooks(EngineHooks):
         return self._known_contract(key, read)
 
     def _declare(self, engine: Any, params: Any, lora_request: Any) -> None:
-        """Keep the contract, once for each of its sampling settings, before the caller has the first rollout."""
+        """Keep the contract, once for each sampling settings, before the caller gets the first rollout."""
         contract, is_new = self._contract(engine, params, Conditions.of([params], lora_request))
         if is_new:
             self.session.recorder.add_contract(ROLLOUT, contract)
@@ -204,14 +204,14 @@ class AsyncEngineHooks(EngineHooks):
 
 @dataclass(slots=True, kw_only=True)
 class GivenCompletion:
-    """One completion, as far as the caller was given it. An output that is not a delta replaces what came before."""
+    """One completion, as far as the caller got it. An output that is not a delta replaces earlier ones."""
 
     index: int
     num_tokens: int = 0
     tokens: Any = ()
-    """At least `num_tokens` token ids; vLLM's own list may grow on."""
+    """At least `num_tokens` token ids; vLLM's own list may keep growing."""
     positions: Any = None
-    """The engine's logprobs, as many; None without any."""
+    """The engine's logprobs of these tokens; None without any."""
     finish_reason: str | None = None
 
     @property
@@ -223,7 +223,7 @@ class GivenCompletion:
         return None if self.positions is None else self.positions[: self.num_tokens]
 
     def add(self, completion: Any, logprobs: Any) -> None:
-        """Add the tokens of a delta and the logprobs that the engine gave for them."""
+        """Append the tokens of a delta and the engine's logprobs for them."""
         self.tokens = [*self.tokens] if self.num_tokens == 0 else self.tokens
         self.tokens.extend(completion.token_ids)
         if logprobs is not None:
@@ -232,12 +232,12 @@ class GivenCompletion:
         self.num_tokens = len(self.tokens)
 
     def replace(self, completion: Any, logprobs: Any) -> None:
-        """Take all tokens so far, and the logprobs that the engine gave for them."""
+        """Replace all tokens so far, and the engine's logprobs for them."""
         self.tokens, self.positions, self.num_tokens = completion.token_ids, logprobs, len(completion.token_ids)
 
 
 class AsyncRequest:
-    """A request on its way."""
+    """A running request."""
 
     def __init__(self, *, name: str, step: int, requested: Requested, conditions: Conditions):
         self.name = name
@@ -249,11 +249,11 @@ class AsyncRequest:
         self._completions: dict[int, GivenCompletion] = {}
 
     def give(self, output: Any) -> list[tuple[Any, Any]]:
-        """Leave an output what the caller asked for; return its completions, each with what the engine gave of it."""
+        """Cut an output down to what the caller requested; return its completions, each with the engine's logprobs."""
         return [(completion, cut_down(completion, self.requested)) for completion in output.outputs]
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Add what an output told."""
+        """Add the content of an output."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
@@ -261,27 +261,27 @@ class AsyncRequest:
             held.finish_reason = completion.finish_reason
 
     def end(self, reason: str) -> None:
-        """End the completions that are not finished, for this reason."""
+        """End unfinished completions with this reason."""
         for held in self._completions.values():
             held.finish_reason = held.finish_reason or reason
 
     def is_refused(self, reason: str) -> bool:
-        """Whether the engine never took the request."""
+        """Whether the engine rejected the request."""
         return reason == ERROR and self.prompt_token_ids is None
 
     @property
     def outputs(self) -> list[GivenCompletion]:
-        """The completions that have a token, or ended without one by themselves."""
+        """The completions that have a token or ended normally without one."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
 
     @property
     def num_lost(self) -> int:
-        """Completions of which the caller was given no token."""
+        """Number of completions of which the caller got no token."""
         return int(self.requested.params.n) - len(self.outputs)
 
     def call(self, capture: Capture) -> EngineCall:
-        """The request as a call of the engine that returned these completions."""
+        """Return the request as an engine call with these completions."""
         return EngineCall(outputs=[self], requested=[self.requested], given=None, capture=capture)
 
 
