@@ -19,11 +19,11 @@ from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
-"""Journal bytes that are sealed together: about four million tokens of ids and three passes."""
+"""Journal bytes that are sealed together: about four million tokens with ids and three passes."""
 
 
 class HeldRows:
-    """Takes record batches as a journal's stream does, and keeps them: for a trace of which a killed process leaves nothing."""
+    """Keeps record batches in memory, with the interface of JournalStream: a killed process leaves nothing of them."""
 
     is_synced = False
 
@@ -32,23 +32,23 @@ class HeldRows:
         self.num_bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Keep rows; they are validated, as those that a journal is read for are."""
+        """Keep rows after validating them, as reading a journal does."""
         batch.validate(full=True)
         self.batches.append(batch)
         self.num_bytes += batch.nbytes
 
     def sync(self) -> None:
-        """Nothing of them is on the disk."""
+        """Do nothing: no row is on the disk."""
 
     def close(self) -> None:
-        """They stay until they are sealed."""
+        """Do nothing: rows stay until they are sealed."""
 
 
 _Stream = JournalStream | HeldRows
 
 
 class SegmentWriter:
-    """Appends rows and distributions of one writer; not for use from several threads.
+    """Appends rows and distributions of one writer; not thread-safe.
 
     One segment is sealed while the next is appended to, its scores on one thread and the rest on another: `account` is called
     from these, too. Appending never waits for sealing; who gives it more asks `is_behind` first.
@@ -73,8 +73,8 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """What is being sealed, by its journal. A journal gives way to its files under `_handover`, so that whoever holds that
-        finds every row in one or the other."""
+        """Streams being sealed, by journal. Files replace a journal under `_handover`, so that its holder finds every row in one
+        or the other."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -99,7 +99,7 @@ class SegmentWriter:
 
     @property
     def signs(self) -> list[Any]:
-        """What differs as long as the threads that seal get on."""
+        """Changes as long as the sealing threads make progress."""
         return [sealer.signs for sealer in self._sealers.values()]
 
     @property
@@ -141,7 +141,7 @@ class SegmentWriter:
         self._raise_sealing()
 
     def close(self, *, distributions: bool = True) -> None:
-        """Seal what there is and wait for it."""
+        """Seal all rows and wait for it."""
         self.seal(distributions=distributions)
         self._end_sealers()
         self._raise_sealing()
@@ -173,7 +173,7 @@ class SegmentWriter:
         return self._streams[table]
 
     def sync(self) -> None:
-        """Have everything appended survive a loss of power, what is being sealed included."""
+        """Make everything appended survive a loss of power, including what is being sealed."""
         for stream in self._streams.values():
             stream.sync()
         with self._handover:

@@ -19,7 +19,7 @@ from .patience import MAX_WAIT_S, Patience
 from .worker import Worker
 
 _QUIET_S = 5.0
-"""Seconds of waiting at the end before it says what it waits for."""
+"""Seconds of waiting at the end before a message."""
 
 
 def cache_folder(url: str) -> Path:
@@ -35,10 +35,10 @@ def forget(folder: str | os.PathLike[str], url: str) -> None:
 
 
 class Sender:
-    """A trace that is recorded to a URL: the folder that it is written to first, and what was sent of it."""
+    """Sends a trace that is recorded to a URL from the folder that it is written to first."""
 
     def __init__(self, url: str, *, max_wait: float = MAX_WAIT_S):
-        """Raises TraceExists where something lies at the URL, or what an earlier recording could not send still lies here."""
+        """Raises TraceExists if the URL is in use, or if the cache folder still holds an earlier recording that was not sent."""
         from .upload import Upload  # here, so that a command starts before the file systems' libraries are loaded
 
         self.url, self._max_wait = url, max_wait
