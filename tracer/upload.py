@@ -1,4 +1,4 @@
-"""Sending a local trace to object storage: every file once, what accounts for it after it, and the manifest last of all."""
+"""Sending a local trace to object storage: every file once, then the states that account for it, and the manifest last."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .store import Store, first_line
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
 _FEW_FILES, _GROWTH = 32, 1.25
 _TRIES = 5
-"""How often a file is sent before it is given up; the file system tries again by itself, too."""
+"""Attempts at sending a file; the file system also retries by itself."""
 
 
 class Upload:
-    """A local trace, and the URL that it goes to. Whoever reads there meets whole files, each accounted for."""
+    """Sends a local trace to a URL, where readers find only complete files that are accounted for."""
 
     def __init__(self, folder: Path, url: str):
         self.folder, self.url = folder, url
         self._store = Store(url)
         self._sent: dict[str, str | int] = {}
-        """Path -> what was sent: bytes of a file that never changes, and the hash of a writer's state."""
+        """Path -> size of a sent file, or hash of a sent writer's state."""
         self._num_indexed = 0
-        """Files that were sent when the index was."""
+        """Number of files sent when the index was."""
         self.num_bytes = 0
-        """Bytes sent so far, of a file on its way too: while this grows, the storage answers."""
+        """Bytes sent so far, including files in progress; grows while the storage answers."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
         """Return whether the URL holds some of a run's `files` and nothing else, as an interrupted upload leaves it.
@@ -50,9 +50,9 @@ class Upload:
         return bool(names)
 
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
-        """Send what is finished and was not sent yet. Raises StorageError after `tries` attempts at one file.
+        """Send finished files that were not sent yet. Raises StorageError after `tries` attempts at one file.
 
-        Files go before the states that account for them. A segment goes once none of its journals is left.
+        Files are sent before the states that account for them, and a segment once none of its journals is left.
         """
         source = Store(self.folder)
         states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
@@ -80,7 +80,7 @@ class Upload:
             self._sent[MANIFEST] = 1
 
     def send_index(self, *, elsewhere: Store | None = None) -> None:
-        """Send an index of what was sent, in the place of the one before; `elsewhere` as in `write_index`."""
+        """Send an index of what was sent, replacing the previous one; `elsewhere` as in `write_index`."""
         write_index(self.folder, elsewhere=elsewhere)
         names = Store(self.folder).files(INDEX)
         for name, size in names.items():
@@ -95,23 +95,23 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """Whether so many files were sent since the last index that another one pays; in all, that sends a few of the last."""
+        """Whether enough files were sent since the last index to send another; growing by a factor bounds the total."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     @property
     def _has_buckets(self) -> bool:
-        """Whether the file system has no folders but names of objects in a bucket."""
+        """Whether the file system has buckets instead of folders."""
         protocol = self._store.filesystem.protocol
         return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove what lies in a folder there beside these files: processes that died have sent it."""
+        """Remove all other files of a folder at the URL, which killed processes have sent."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")
 
     def _remove(self, path: str) -> None:
-        """Remove what somebody else may have removed; what stays does no harm."""
+        """Try to remove a file; a leftover does no harm."""
         with contextlib.suppress(Exception):
             self._store.filesystem.rm_file(self._store.path(path))
 
@@ -122,7 +122,7 @@ class Upload:
         target, filesystem = self._store.path(path), self._store.filesystem
         for attempt in range(1, tries + 1):
             try:
-                if not self._has_buckets:  # of which none is made for somebody who misspelled one
+                if not self._has_buckets:  # buckets are not created, since the name may be misspelled
                     filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
                 if content is None:
                     before = self.num_bytes
@@ -130,7 +130,7 @@ class Upload:
                     filesystem.put_file(str(self.folder / path), target, callback=moved)
                 else:
                     filesystem.pipe_file(target, content)
-                self.num_bytes += 1  # an empty file is progress, too
+                self.num_bytes += 1  # an empty file is progress too
                 return
             except Exception as error:  # whatever a file system's library raises
                 if content is None and not (self.folder / path).exists():  # merged or removed since it was listed
