@@ -69,7 +69,10 @@ class SealedGroup:
 
     def arrays(self, group: str) -> dict[str, _Array]:
         """Return name -> array of a group below the root, such as `replay/bf16`."""
-        names = self.store.walk(f"{self.folder}/{group}") if self._files is None else self._below(group)
+        if self._files is None:
+            names = [*self.store.walk(f"{self.folder}/{group}")]
+        else:
+            names = [name[len(group) + 1 :] for name in self._files if name.startswith(f"{group}/")]
         found = [name.removesuffix(f"/{DOCUMENT}") for name in names if name.endswith(f"/{DOCUMENT}")]
         return {name: self._array(f"{group}/{name}") for name in found if "/" not in name}
 
@@ -102,10 +105,6 @@ class SealedGroup:
                 num_bytes, blocks = self._files[name]
                 self._open[name] = VerifiedFile(self.store, relative, num_bytes, FileChecksums(blocks=blocks))
         return self._open[name]
-
-    def _below(self, group: str) -> list[str]:
-        assert self._files is not None
-        return [name[len(group) + 1 :] for name in self._files if name.startswith(f"{group}/")]
 
     def _array(self, name: str) -> _Array:
         where = f"{name}/{DOCUMENT}"

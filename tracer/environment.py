@@ -107,11 +107,6 @@ def torch_settings() -> dict[str, Any]:
     }
 
 
-def torch_settings_key() -> tuple[Any, ...]:
-    """Return torch's settings as a hashable value that changes with any of them."""
-    return tuple(torch_settings().values())
-
-
 def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: found) -> Any:
     # Torch raises when a switch of its old interface is read after the new one was used.
     try:

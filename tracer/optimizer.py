@@ -32,7 +32,8 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
         updates, weights, moments, num_elements = [], [], [], 0
         for chunk in _chunks(optimizer):
             update, second = _update(torch, *chunk)
-            updates.append(_square(torch, update) * _squared(chunk[0]["lr"]))
+            rate = chunk[0]["lr"]
+            updates.append(_square(torch, update) * (rate * rate))
             weights.append(_square(torch, chunk[1]))
             if second is not None:
                 moments.append(second)
@@ -75,7 +76,9 @@ def _chunks(optimizer: Any) -> Iterator[Chunk]:
         alike: dict[Any, Chunk] = {}
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
-            if not state or not (("exp_avg_sq" in state and "exp_avg" in state) or _buffer(state) is not None):
+            if not state or not (
+                ("exp_avg_sq" in state and "exp_avg" in state) or state.get("momentum_buffer") is not None
+            ):
                 continue
             key = (parameter.device, parameter.dtype, tuple(state), _known_step(state))
             item = parameter.element_size()
@@ -106,7 +109,7 @@ def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[
 def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Sequence[Any]) -> tuple[list[Any], Any]:
     """Return the update of each tensor before the learning rate, and the sum of v_hat or None."""
     if "exp_avg_sq" not in states[0]:
-        return [_local(_buffer(state)) for state in states], None
+        return [_local(state["momentum_buffer"]) for state in states], None
     beta1, beta2 = group["betas"]
     step = _step(states[0])
     scale1, scale2 = 1 - beta1**step, 1 - beta2**step
@@ -153,14 +156,6 @@ def _dtype_of_sums(torch: Any, tensors: list[Any]) -> Any:
 def _total(torch: Any, values: list[Any]) -> Any:
     device = values[0].device
     return torch.stack([value.to(device, non_blocking=True) for value in values]).sum()
-
-
-def _squared(rate: Any) -> Any:
-    return rate * rate
-
-
-def _buffer(state: Mapping[str, Any]) -> Any:
-    return state.get("momentum_buffer")
 
 
 def _known_step(state: Mapping[str, Any]) -> Any:

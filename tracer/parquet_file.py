@@ -149,10 +149,7 @@ class ParquetFooter:
         Raises DamagedTrace where the checksums cannot be read.
         """
         checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
-        try:
-            return VerifiedFile(store, relative, self.num_bytes, checksums)
-        except ValueError as error:
-            raise unreadable_checksums(store.shown(relative), error) from error
+        return VerifiedFile(store, relative, self.num_bytes, checksums)
 
     def checksums(self, where: str, *, keeps_tail: bool) -> FileChecksums:
         """Return the checksums of the file. Raises DamagedTrace if they cannot be read."""

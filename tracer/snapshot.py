@@ -125,11 +125,6 @@ class Snapshot:
         return {name for state in self.writers for name in state.replaced}
 
     @property
-    def num_attempts(self) -> int:
-        """Number of attempts at training; 0 if unknown."""
-        return len({state.attempt for state in self.writers if state.attempt is not None})
-
-    @property
     def unchecked(self) -> list[str]:
         """Writers of an earlier release, whose files have no checksums."""
         return [state.writer for state in self.writers if state.files is None]
@@ -513,7 +508,7 @@ def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
 
     Read from sequences, and from metrics for steps without sequences. Raises DamagedTrace.
     """
-    if snapshot.num_attempts < 2:
+    if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}
     for table in (METRICS, SEQUENCES):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import xxhash
@@ -71,7 +72,8 @@ class VerifiedFile:
         self._end = self.num_bytes - checksums.tail_bytes
         count = -(-self._end // size)
         if blocks is not None and len(blocks) != count * DIGEST_BYTES:
-            raise ValueError(f"{len(blocks) // DIGEST_BYTES} for {count} blocks")
+            error = ValueError(f"{len(blocks) // DIGEST_BYTES} for {count} blocks")
+            raise unreadable_checksums(self.store.shown(self.relative), error)
         self._seen = bytearray(count)
 
     def _need_checksums(self) -> None:
@@ -88,9 +90,6 @@ class VerifiedFile:
                 except DamagedTrace as error:
                     self._failed = error
                     raise
-                except ValueError as error:
-                    self._failed = unreadable_checksums(self.store.shown(self.relative), error)
-                    raise self._failed from error
                 self._read_checksums = None
 
     def _gone(self) -> QueryFailed:
@@ -166,7 +165,9 @@ class VerifiedFile:
         if stop <= start:
             return b""
         if not self.store.is_local:
-            return self._read_remote(start, stop)
+            # Small reads wait for each other, so that read-ahead of one serves the next ones.
+            with self._alone if stop - start <= _SMALL_BYTES else nullcontext():
+                return self._read_blocks(start, stop)
         content = self._fetch(start, stop)
         if self._blocks is None:
             return content
@@ -180,14 +181,8 @@ class VerifiedFile:
                 self._compare(index, (before, asked, after))
         return content
 
-    def _read_remote(self, start: int, stop: int) -> bytes:
-        """Read with at most one request, in whole blocks, using cached ones."""
-        if stop - start > _SMALL_BYTES:
-            return self._read_blocks(start, stop)
-        with self._alone:  # so that read-ahead of one reader serves the next ones
-            return self._read_blocks(start, stop)
-
     def _read_blocks(self, start: int, stop: int) -> bytes:
+        """Read from object storage with at most one request, in whole blocks, using cached ones."""
         size = self._block_bytes
         wanted = range(start // size, (stop - 1) // size + 1)
         held = {index: _kept.get((self, index)) for index in wanted}

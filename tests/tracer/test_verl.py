@@ -23,7 +23,6 @@ from tim_trace.tracer.hooks.session import BOOTSTRAP, ENVIRONMENT, Order, Sessio
 from tim_trace.tracer.hooks.verl import TrainerHooks
 from tim_trace.tracer.hooks.verl_batches import (
     UPDATE_KEY,
-    WorkerHooks,
     column,
     finish_reasons,
     flat,
@@ -33,6 +32,7 @@ from tim_trace.tracer.hooks.verl_batches import (
 )
 from tim_trace.tracer.hooks.verl_contract import policy_loss
 from tim_trace.tracer.hooks.verl_progress import progress_of
+from tim_trace.tracer.hooks.verl_worker import WorkerHooks
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
 

@@ -144,7 +144,7 @@ def _write_table(
     """Write the rows of parts to files numbered from `first`; `room` and `small` as in `sorted_groups`."""
     groups = _Waiting(sorted_groups(store, TABLE_SPECS[table], parts, small, room, advance))
     found: dict[str, SealedFile] = {}
-    while groups.has_more:
+    while groups.next is not None:
         relative = Segment(writer, first + len(found)).parquet(table)
         steps: list[tuple[int, int]] = []
         with trace_file(building, relative) as temporary:
@@ -263,19 +263,15 @@ class _Waiting:
 
     def __init__(self, groups: Iterator[pa.Table]):
         self._groups = groups
-        self._next = next(groups, None)
-
-    @property
-    def has_more(self) -> bool:
-        return self._next is not None
+        self.next = next(groups, None)
 
     def until(self, path: Path, file_bytes: int, steps: list[tuple[int, int]]) -> Iterator[pa.Table]:
         """Yield row groups until the file has `file_bytes`; append the first and last step of each to `steps`."""
-        while self._next is not None and (not steps or path.stat().st_size < file_bytes):
-            ends = pc.min_max(self._next["step"])
+        while self.next is not None and (not steps or path.stat().st_size < file_bytes):
+            ends = pc.min_max(self.next["step"])
             steps.append((ends["min"].as_py(), ends["max"].as_py()))
-            yield self._next
-            self._next = next(self._groups, None)
+            yield self.next
+            self.next = next(self._groups, None)
 
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
@@ -357,16 +353,16 @@ def merged_tables(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], files: dict[str, SealedFile]
 ) -> list[MergedTable]:
     """Return the result for each table that has files."""
-    return [_merged(snapshot, table, chosen[table], files) for table in TABLES if snapshot.files[table]]
-
-
-def _merged(snapshot: Snapshot, table: str, chosen: Sequence[TableFile], files: dict[str, SealedFile]) -> MergedTable:
-    after = [record for name, record in files.items() if name.startswith(f"{table}/")]
-    return MergedTable(
-        table=table,
-        files_before=len(chosen),
-        files_after=len(after),
-        bytes_before=sum(entry.file.num_bytes for entry in chosen),
-        bytes_after=sum(record.num_bytes for record in after),
-        files_left=len(snapshot.files[table]) - len(chosen),
-    )
+    after = {table: [file for name, file in files.items() if name.startswith(f"{table}/")] for table in TABLES}
+    return [
+        MergedTable(
+            table=table,
+            files_before=len(chosen[table]),
+            files_after=len(after[table]),
+            bytes_before=sum(entry.file.num_bytes for entry in chosen[table]),
+            bytes_after=sum(record.num_bytes for record in after[table]),
+            files_left=len(entries) - len(chosen[table]),
+        )
+        for table, entries in snapshot.files.items()
+        if entries
+    ]

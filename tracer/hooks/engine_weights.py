@@ -55,9 +55,10 @@ class EngineWeights:
         self._dtype: Any = None
         self._device: Any = None
         self._is_loading = False
-        self._begin()
+        self.restart()
 
-    def _begin(self) -> None:
+    def restart(self) -> None:
+        """Forget everything but the engine: another training begins."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -69,10 +70,6 @@ class EngineWeights:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._last: dict[str, int] = {}
         self._known: dict[str, set[int]] = {}
-
-    def restart(self) -> None:
-        """Forget everything but the engine: another training begins."""
-        self._begin()
 
     @property
     def is_on(self) -> bool:

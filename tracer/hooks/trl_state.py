@@ -165,7 +165,7 @@ class TrainerState:
 
     def refresh_contracts(self) -> None:
         """Discard cached contracts if torch's settings have changed."""
-        settings = environment.torch_settings_key()
+        settings = environment.torch_settings()
         if settings != self._settings:
             self._settings, self._contracts = settings, {}
 

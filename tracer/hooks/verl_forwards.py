@@ -58,10 +58,12 @@ class Forwards:
             width = -(-width // multiple) * multiple
         return width - num_tokens
 
-    def column(self, num_rows: int) -> np.ndarray | None:
-        """[B, 4] int64: forward, place, rows and padding of each row; None unless every row was in a forward."""
+    def column(self, num_rows: int) -> Any:
+        """Return a tensor [B, 4] int64: forward, place, rows and padding of each row; None unless every row was in a forward."""
+        import torch
+
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
-        return np.array(found, np.int64) if len(found) == num_rows else None
+        return torch.tensor(found, dtype=torch.int64) if len(found) == num_rows else None
 
     def of(self, rows: Sequence[int]) -> Forward | None:
         """Return the forwards of these rows; None unless every row was in one."""

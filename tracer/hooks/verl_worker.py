@@ -184,7 +184,9 @@ class WorkerHooks:
                 self._declare(worker.engine, pass_name, plain(asked["temperature"]), output["log_probs"].dtype)
             if forwards is not None:
                 with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
-                    self._add_column(output, pass_name, forwards)
+                    column = forwards.column(output.batch_size[0])
+                    if column is not None:
+                        output[FORWARD_KEYS[pass_name]] = column  # for the driver, which records this pass
         return output
 
     def micro_batches(self, original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,14 +210,6 @@ class WorkerHooks:
     def _cannot_listen(self, error: Exception) -> None:
         self._forwards = None
         self.session.note(f"{_COMPOSITION} is not recorded: {type(error).__name__}: {error}")
-
-    def _add_column(self, output: Any, pass_name: str, forwards: Forwards) -> None:
-        """Send the rows of each forward to the driver, which records this pass."""
-        import torch
-
-        column = forwards.column(output.batch_size[0])
-        if column is not None:
-            output[FORWARD_KEYS[pass_name]] = torch.from_numpy(column)
 
     def _begin(self, meta: Any, data: Any, told: dict[str, Any]) -> Update:
         keys = keys_of(meta)

@@ -183,7 +183,7 @@ class OfflineHooks(EngineHooks):
 
     def _declare(self, llm: Any, call: EngineCall, lora_requests: Any) -> None:
         params, conditions = call.requested[0].params, Conditions.of((r.params for r in call.requested), lora_requests)
-        key = (id(llm), sampling_settings(params), conditions, environment.torch_settings_key())
+        key = (id(llm), sampling_settings(params), conditions, *environment.torch_settings().values())
         read = partial(engine_contract, llm, self._arguments.get(id(llm), {}), params, conditions)
         contract, is_new = self._known_contract(key, read)
         if is_new:

@@ -171,7 +171,8 @@ class AsyncEngineHooks(EngineHooks):
         if not self.session.is_recording:
             return
         request.end(reason)
-        if request.num_lost and not request.is_refused(reason):
+        is_rejected = reason == ERROR and request.prompt_token_ids is None
+        if len(request.outputs) < request.requested.params.n and not is_rejected:
             self.session.note(_LOST)
         if not request.outputs:
             return
@@ -265,20 +266,11 @@ class AsyncRequest:
         for held in self._completions.values():
             held.finish_reason = held.finish_reason or reason
 
-    def is_refused(self, reason: str) -> bool:
-        """Whether the engine rejected the request."""
-        return reason == ERROR and self.prompt_token_ids is None
-
     @property
     def outputs(self) -> list[GivenCompletion]:
         """The completions that have a token or ended normally without one."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
-
-    @property
-    def num_lost(self) -> int:
-        """Number of completions of which the caller got no token."""
-        return int(self.requested.params.n) - len(self.outputs)
 
     def call(self, capture: Capture) -> EngineCall:
         """Return the request as an engine call with these completions."""

@@ -90,25 +90,21 @@ def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_folder(
-    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: Mapping[str, bytes]
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    tokenizer: Mapping[str, bytes],
+    *,
+    prefix: str = "",
 ) -> None:
     """Write weights, a model's config and a tokenizer's files as a folder that `from_pretrained` loads.
 
-    Raises InvalidOption if the folder is in use, StorageError if it cannot be written.
+    With the prefix `adapter_` peft loads it as an adapter. Raises InvalidOption if the folder is in use, StorageError if it
+    cannot be written.
     """
-    documents = {"config.json": json.dumps(dict(config), indent=2).encode() + b"\n", **tokenizer}
-    _write_new(folder, "model.safetensors", tensors, documents)
-
-
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write an adapter's weights and config as a folder that peft loads. Raises as `write_folder`."""
-    documents = {"adapter_config.json": json.dumps(dict(config), indent=2).encode() + b"\n"}
-    _write_new(folder, "adapter_model.safetensors", tensors, documents)
-
-
-def _write_new(folder: Path, name: str, tensors: Mapping[str, Tensor], documents: Mapping[str, bytes]) -> None:
     from safetensors import TensorSpec, serialize_file
 
+    documents = {f"{prefix}config.json": json.dumps(dict(config), indent=2).encode() + b"\n", **tokenizer}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidOption(f"{folder}: exists and is not an empty folder; name one that does not exist yet")
     shared: dict[int, str] = {}
@@ -126,7 +122,7 @@ def _write_new(folder: Path, name: str, tensors: Mapping[str, Tensor], documents
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        serialize_file(specs, str(folder / name), metadata={"format": "pt"})
+        serialize_file(specs, str(folder / f"{prefix}model.safetensors"), metadata={"format": "pt"})
         for document, content in documents.items():
             (folder / document).write_bytes(content)
     except OSError as error:
