@@ -211,7 +211,7 @@ def test_a_worker_declares_what_decides_the_trainer_s_logprobs(session, queue):
     assert json.loads(text)["temperature"] == 0.5
     assert json.loads(text)["model"]["attention"] == "sdpa"
     # As verl 0.7 has it, whose engine does not name the dtype of its autocast.
-    assert (json.loads(text)["parameters_dtype"], json.loads(text)["autocast"]) == ("bfloat16", "bfloat16")
+    assert (json.loads(text)["model"]["parameters_dtype"], json.loads(text)["autocast"]) == ("bfloat16", "bfloat16")
 
 
 def test_the_actor_without_its_adapter_is_its_own_reference(session, queue):
