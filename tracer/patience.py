@@ -54,7 +54,7 @@ class Patience:
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
         while is_blocked():
             excused = is_excused()
-            most_s = min(every_s, self.max_wait_s, _LOOKS_EVERY_S if self._path else math.inf)
+            most_s = min(every_s, self.max_wait_s, _LOOKS_EVERY_S if self._path or signs else math.inf)
             changed.wait(None if most_s == math.inf else most_s)
             now = time.monotonic()
             passed_s, last = now - last, now
