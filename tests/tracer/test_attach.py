@@ -294,7 +294,7 @@ def test_a_loop_that_recorded_no_weights_takes_them_and_only_of_its_model(tmp_pa
         recorder.add_contract("train", {"engine": "mine"})
         recorder.add_scores("train", batch, logprobs=[alone(model, [[1, 5, 2, 9]])[0][1:]])
     save(make_model(num_hidden_layers=1), tmp_path / "small")
-    with pytest.raises(InvalidOption, match=r"is of another model .*: num_hidden_layers 1, not 2"):
+    with pytest.raises(InvalidOption, match=r"is not the model of .*: num_hidden_layers 1, not 2"):
         attach(tmp_path / "run", 0, tmp_path / "small")
     attach(tmp_path / "run", 0, tmp_path / "model")
     assert replay(tmp_path / "run")[0].identity_held
