@@ -18,7 +18,7 @@ from ..schemas.weights import ITEM_BYTES, WeightVersion
 from ..tracer.contracts import read_contract
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
-from ..tracer.weights.checkpoints import CheckpointReader, config_of, write_adapter, write_folder
+from ..tracer.weights.checkpoints import CheckpointReader, config_of, write_folder
 from ..tracer.weights.reader import SUPPLIES, Tensor, WeightReader
 from ..tracer.weights.source import open_weights
 from .engine_weights import engine_weights
@@ -131,7 +131,7 @@ def export(
     below = adapters.below(tensors) if own else tensors
     write_folder(target, below, _exported_config(config_of(model), below), tokenizer)
     for name, config in own.items():
-        write_adapter(target / name, adapters.of_adapter(tensors, name), config)
+        write_folder(target / name, adapters.of_adapter(tensors, name), config, {}, prefix="adapter_")
     return target
 
 

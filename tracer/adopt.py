@@ -18,10 +18,10 @@ from .whole_file import check_no_links, remove_temporaries, write_part
 
 
 def adopt(folder: Path) -> None:
-    """Seal the journals of writers that are not alive any more; does nothing for the others.
+    """Seal the journals of writers that are no longer alive; others are left alone.
 
-    A segment that cannot be sealed stays a journal, which is readable as well. Of several processes that do this at once one
-    does it. Raises StorageError where a folder of the trace is a link.
+    A segment that cannot be sealed stays a journal, which is readable too. If several processes do this at once, one of
+    them does the work. Raises StorageError where a folder of the trace is a link.
     """
     check_no_links(folder)
     store = Store(folder)

@@ -21,7 +21,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
     """[B] numbers, flags or times of a type, NULL where they are not valid; memory is shared where the dtype is the type's.
 
-    Values that the type does not hold become others, as NumPy's casts make them.
+    Values out of the type's range wrap or saturate as in NumPy's casts.
     """
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))
@@ -39,14 +39,14 @@ def text_array(texts: Sequence[str | None]) -> pa.Array:
     offsets = np.zeros(len(known) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
-        return pa.array(texts, pa.string())  # which says so
+        return pa.array(texts, pa.string())  # raises the error
     valid_B = None if None not in texts else np.array([text is not None for text in texts], bool)
     buffers = [_bitmap(valid_B), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(joined.encode())]
     return pa.Array.from_buffers(pa.string(), len(known), buffers)
 
 
 def column_array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
-    """[B] values of Python of one type; None is NULL."""
+    """[B] Python values of one type; None is NULL."""
     if pa.types.is_string(type):
         return text_array(values)
     if pa.types.is_timestamp(type):
@@ -58,7 +58,7 @@ def column_array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
 
 
 def float_values(array: pa.Array) -> np.ndarray:
-    """[B] the values of an array of float64 that these functions made; NaN for NULL."""
+    """[B] values of a float64 array made by these functions; NaN for NULL."""
     bitmap, values = array.buffers()
     found = np.frombuffer(values, np.float64, len(array))
     if bitmap is None:

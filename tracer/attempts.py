@@ -19,7 +19,7 @@ class Attempt:
     number: int
     """From 1, in the order in which they began."""
     key: str
-    """The same for all of its processes."""
+    """Equal in all of its processes."""
 
 
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
@@ -39,7 +39,7 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     beside = next((state for state in before if _is_beside(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
-    # Whoever had this place before has ended: nothing else tells a loop around a script from its first round.
+    # Earlier writers in this place have ended: this count is the only difference between the rounds of a loop around a script.
     key = f"{base}.{len(before)}"
     if any(_is_of(state, session) for state in own):
         return Attempt(number=_newest(own) + 1, key=key)
@@ -49,29 +49,29 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
 
 
 def _attempting(store: Store, *ranks: int | None) -> list[WriterState]:
-    """The writers of some ranks that belong to an attempt."""
+    """Return the writers of some ranks that belong to an attempt."""
     return [
         state for state in states_of_rank(store, *ranks) if state.attempt is not None and state.attempt_key is not None
     ]
 
 
 def states_of_rank(store: Store, *ranks: int | None) -> list[WriterState]:
-    """The writers of some ranks; of the others none is read."""
+    """Return the writers of some ranks; no other state file is read."""
     return store.writers_named(*map(writer_prefix, ranks))
 
 
 def writer_prefix(rank: int | None) -> str:
-    """What the names of a rank's writers begin with."""
+    """Return the prefix of a rank's writer names."""
     return "p" if rank is None else f"r{rank}-p"
 
 
 def _newest(states: Iterable[WriterState]) -> int:
-    """Number of the newest attempt of some writers; 0 without any."""
+    """Return the number of the newest attempt of some writers; 0 without any."""
     return max((state.attempt or 0 for state in states), default=0)
 
 
 def restarts() -> str:
-    """How often torchrun restarted its workers and Slurm the job, as the environment tells; empty where it does not."""
+    """Return the restart counts of torchrun and Slurm from the environment; empty if neither is set."""
     told = [os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
     return "-".join(told).strip("-")
 
@@ -90,7 +90,7 @@ def _base(state: WriterState) -> str:
 
 
 def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:
-    """Whether a writer without a rank, or one of this process, records beside the one that is opened now."""
+    """Whether a writer without a rank, or one of this process, is still recording next to the new one."""
     if state.state != OPEN:
         return False
     if is_this_process(state):
@@ -99,5 +99,5 @@ def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:
 
 
 def is_this_process(state: WriterState) -> bool:
-    """Whether a writer is, or was, one of this process."""
+    """Whether this process opened a writer."""
     return (state.boot_id, state.pid, state.process_start) == (boot_id(), os.getpid(), process_start(os.getpid()))

@@ -37,7 +37,7 @@ class Batch:
         self.folder = folder
         """The trace that its sequences are in; None where that is not known."""
         self.width_without_mask: int | None = None
-        """Width of the [B, T] batch that its responses came in, where no mask said which cells hold tokens."""
+        """Width of the [B, T] batch of responses if it came without a mask; else None."""
         self.refusal: str | None = None
         """Why its sequences were not recorded, once that is known."""
         self._padding: Padding | None = None
@@ -85,7 +85,7 @@ class Batch:
         return None if self._padding is None else self._padding.take(rows)
 
     def rows(self, rows: Any) -> np.ndarray:
-        """Check row numbers, all of them for None."""
+        """Check row numbers; None stands for all rows."""
         if rows is None:
             return np.arange(len(self))
         numbers = to_numpy(rows.cpu() if is_tensor(rows) else rows)
@@ -100,7 +100,7 @@ class Batch:
         return numbers
 
     def captured_rows(self, captured: Any, scored: np.ndarray) -> np.ndarray:
-        """Check the numbers of rows whose distributions are given: they are among those that are scored."""
+        """Check the numbers of rows with distributions: each must be a scored row."""
         numbers = self.rows(captured)
         strangers = np.setdiff1d(numbers, scored)
         if len(strangers):
@@ -111,7 +111,7 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Count one more scoring of these rows, and return how many there were: the iteration of each.
+        """Count one more scoring of these rows, and return the number of earlier ones: the iteration of each.
 
         Only `current` may score a sequence twice: the loss sees it once an inner iteration.
         """

@@ -1,4 +1,4 @@
-"""Running a command as if this process were not there: its signals reach it once, and it does not outlive this process."""
+"""Running a command transparently: signals reach it exactly once, and it does not outlive this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _stop() -> None:
-    """Stop this process, as without a handler, until somebody lets it go on."""
+    """Stop this process, as the default SIGTSTP action does, until it is continued."""
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
@@ -57,8 +57,8 @@ class Child:
 
         `meanwhile` is called every `every_s` seconds.
 
-        What a process sends to this one is sent on. What the terminal sends (Ctrl-C, Ctrl-Z, a hang-up), the command gets
-        from it, too, and is not sent twice. This process stops and goes on with the command.
+        Signals from processes are forwarded. Signals from the terminal (Ctrl-C, Ctrl-Z, a hang-up) reach the command directly
+        and are not forwarded. This process stops and continues together with the command.
         """
         try:
             while (code := self._process.poll()) is None:

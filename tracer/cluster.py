@@ -1,4 +1,4 @@
-"""Work that is divided among the actors of a Ray cluster; the only module but the recording hook that imports ray."""
+"""Work divided among the actors of a Ray cluster; besides the recording hook, the only module that imports ray."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""In place of an address: the cluster of which this machine is a node."""
+"""Used as an address: the cluster that this machine is a node of."""
 LOCAL = "local"
-"""In place of an address: a cluster that is started on this machine and ends with the work."""
+"""Used as an address: a cluster that is started on this machine and ends with the work."""
 STORE_BYTES = 10**8
 """Object store of a local cluster, bytes: units and their results are small."""
 CONNECT_S = 10.0
-"""Seconds that an address has to answer."""
+"""Timeout for an address to answer, seconds."""
 TRIES = 3
-"""Actors that may die of one unit."""
+"""Number of actors that one unit may kill before the work fails."""
 LOOK_S = 10.0
-"""Seconds without a result after which is looked whether any node has room for an actor."""
+"""Seconds without a result before the nodes are checked for room for an actor."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
-"""Of a unit's name in an error."""
+"""Longest name of a unit in an error."""
 PATIENCE = 6
-"""Such looks in a row that may find none: a cluster that grows takes a while."""
+"""Consecutive checks without room before the work fails: an autoscaling cluster takes a while."""
 
 
 HELD_UP = 3
-"""Looks in a row without any actor after which a warning names what is missing."""
+"""Consecutive checks without a running actor before a warning names what is missing."""
 
 
 class Worker(Protocol):
-    """What an actor holds; it is pickled to the actor before its first unit."""
+    """Runs units in an actor; it is pickled to the actor before the first unit."""
 
     def run(self, unit: Any) -> Any:
-        """The result of one unit; a unit may be run again, by another worker."""
+        """Return the result of one unit; another worker may run the unit again."""
 
     def close(self) -> None:
         """Finish what was written."""
 
 
 class _Held:
-    """The actor: a worker, whose own errors come back as values."""
+    """The actor: holds a worker and returns the worker's errors as values."""
 
     _worker: Worker
 
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
-        """Take the worker that a reference stands for, where this node has the driver's version: else it could not be read."""
+        """Unpickle the worker behind a reference, unless this node has another version than the driver."""
         if version != __version__:
             return ClusterFailed(
                 f"node {socket.gethostname()} has tim-trace {__version__}, and this process {version}; install the same on every "
@@ -92,7 +92,7 @@ class _Held:
 
 
 def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
-    """An actor's error, with what is to be done where the node does not see or may not write what the driver does."""
+    """Return an actor's error, with a remedy if the node cannot see or write what the driver can."""
     if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
         remedy = "every node has to see the trace and what is imported at the same path, or URL, as this process"
     elif not isinstance(error, TimTraceError):
@@ -106,11 +106,11 @@ def run_units(
     address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float,
     at_room: Callable[[int], None] = lambda num_actors: None,
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
-    """Number and result of each unit, in the order in which they end.
+    """Yield the number and result of each unit, in the order in which they end.
 
-    `address` is LOCAL, `auto` or `host:port`. As many actors share the units as the cluster has room for, each with a copy of
-    `worker`; `num_cpus` of one are those of the largest node where that has fewer. A unit whose actor or node dies is given to
-    another. What a worker refuses is raised here. `at_room` is told the number of actors that the cluster has room for.
+    `address` is LOCAL, `auto` or `host:port`. The units are shared by all actors that the cluster has room for, each with a copy of
+    `worker`; `num_cpus` per actor is capped at the largest node. A unit whose actor or node dies is given to
+    another. A worker's errors are raised here. `at_room` is called with the number of actors that fit.
 
     Raises NotInstalled, InvalidOption where no cluster answers, ClusterFailed where no node has room or a unit kills TRIES actors.
     """
@@ -137,7 +137,7 @@ def check_address(address: str | None) -> None:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Ray, connected for all work meanwhile; a connection that was there before stays. Nothing without an address.
+    """Connect to Ray for the duration of the block; an existing connection is kept. Without an address, do nothing.
 
     Raises NotInstalled, InvalidOption where no cluster answers.
     """
@@ -182,15 +182,15 @@ def connected(address: str | None) -> Iterator[Any]:
 
 _SETTINGS = b"\x04"
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00" + _SETTINGS + bytes(5)
-"""How a client of HTTP/2, as Ray's are, begins (RFC 9113, section 3.4)."""
+"""The HTTP/2 client preface that Ray's clients send (RFC 9113, section 3.4)."""
 
 
 def _check_answers(address: str) -> None:
-    """Raise OSError where nothing listens at `host:port`, or what does is no Ray: Ray goes on asking for minutes."""
+    """Raise OSError if nothing, or something other than Ray, listens at `host:port`: Ray itself would retry for minutes."""
     if place := _host_and_port(address):
         with socket.create_connection(place, timeout=CONNECT_S) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return  # which does not answer before it is greeted with a certificate
+                return  # a TLS server answers only after the handshake
             connection.sendall(_GREETING)
             # A frame's fourth byte is its type, and a server's first frame holds its settings.
             if connection.recv(4, socket.MSG_WAITALL)[3:] != _SETTINGS:
@@ -210,7 +210,7 @@ def _on_one_line(error: Exception) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    """What an error in an actor is about: Ray puts its traceback before it."""
+    """Return the message of an error in an actor without the traceback that Ray prepends."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -233,7 +233,7 @@ class _Pool:
         self._actors: list[Any] = []
         self._idle: list[Any] = []
         self._running: dict[Any, tuple[int | None, Any]] = {}
-        """Reference -> unit and actor; None where the actor is not there yet."""
+        """Reference -> unit and actor; the unit is None until the actor is ready."""
         for _ in range(max(min(self.room, num_units), 1)):
             self._start()
 
@@ -269,7 +269,7 @@ class _Pool:
                     result = self._ray.get(reference)
                 except (known.RayActorError, known.ObjectLostError, known.RayTaskError) as error:
                     if unit is not None and isinstance(error, known.RayTaskError):
-                        raise  # a bug of ours
+                        raise  # a bug in the worker
                     self._replace(actor)
                     if unit is None:
                         stillborn += 1
@@ -295,7 +295,7 @@ class _Pool:
                     yield unit, result
 
     def close(self) -> None:
-        """Let each worker finish; one that died meanwhile has handed in its results."""
+        """Let each worker finish; one that has died had already returned its results."""
         for reference in [actor.close.remote() for actor in self._idle]:
             try:
                 error = self._ray.get(reference)
@@ -324,16 +324,16 @@ class _Pool:
         self._start()
 
     def _nodes(self) -> list[dict[str, float]]:
-        """What each node that is alive has of everything."""
+        """Return the resources of each live node."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _most(self, resource: str) -> float:
-        """What the node that has most of a resource has."""
+        """Return the largest amount of a resource on one node."""
         return max((node.get(resource, 0.0) for node in self._nodes()), default=0.0)
 
     @property
     def room(self) -> int:
-        """Actors that the nodes have room for, were they idle."""
+        """Number of actors that fit on the nodes if these were idle."""
         total = 0
         for node in self._nodes():
             slots = node.get("CPU", 0.0) // self._num_cpus

@@ -1,4 +1,4 @@
-"""Reading the contracts of a trace's passes: a file's name is the hash of what it holds."""
+"""Reading the contracts of a trace's passes: a file's name is the hash of its content."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .store import Store, first_line
 
 
 def read_contract(store: Store, pass_name: str, digest: str, content: bytes | None = None) -> dict[str, Any]:
-    """A pass's contract by its hash; who has the file's content gives it.
+    """Return a pass's contract by its hash; `content` is the file's content if it was read already.
 
-    Raises DamagedTrace for what is not the content that has this hash.
+    Raises DamagedTrace if the content does not have this hash.
     """
     relative = f"{PASSES}/{pass_name}/{digest}.json"
     where = store.shown(relative)

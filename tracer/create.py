@@ -1,4 +1,4 @@
-"""The folder of a new trace. What lies there already is replaced only where it is a trace and nothing else."""
+"""Creating and replacing the folder of a trace. An existing folder is replaced only if it holds a trace and nothing else."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from .store import Store
 from .whole_file import check_no_links, write_once, write_part
 
 _NAMED = 3
-"""Foreign files that an error names."""
+"""Number of foreign files that an error names."""
 
 
 @contextmanager
 def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """Make the folder of a new trace and give it, absolute; what was there before is put back on an error.
+    """Create the folder of a new trace and yield its absolute path; on an error the previous content is restored.
 
-    With `force` a trace that lies there is replaced: it is moved aside, and removed once the block ends well. No other process
-    makes a trace here until then, so that a writer which is opened in the block is seen by the next one.
+    With `force` an existing trace is replaced: it is moved aside, and removed once the block succeeds. Until then no other
+    process creates a trace here, so the next one sees any writer that was opened in the block.
 
-    Raises TraceExists when something lies there already and there is no `force`, when it is not a trace, when files lie in it
-    that tim-trace did not write, and when it is being recorded.
+    Raises TraceExists if the folder is in use and `force` is off, if it is not a trace, if it holds files that tim-trace did
+    not write, or if it is being recorded.
     """
     with claimed(path) as folder:
         with _explained(path):
@@ -53,7 +53,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             except OSError:
                 put_back(folder)
                 raise
-            if not is_first:  # where the file system has no locks
+            if not is_first:  # possible on a file system without locks
                 raise TraceExists(f"{path}: another process began a trace there just now; name another folder")
         try:
             yield folder
@@ -67,20 +67,15 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
 
 @contextmanager
 def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """`new_trace` for a trace that is written as a whole: give a folder to write it to, which takes its place at the end.
+    """`new_trace` for a trace that is written as a whole: yield a folder to write to, which is moved into place at the end.
 
-    What lies there stays as it is until then, however this process ends. Raises as `new_trace` does, at either end.
+    The previous content stays untouched until then, however this process ends. Raises as `new_trace`, at either end.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
             _check_free(folder, path, force=force)
-            building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
-            building.mkdir()
-            stack.enter_context(alone(building))
-        stack.callback(remove_empty, folder)
-        stack.callback(shutil.rmtree, building, ignore_errors=True)
-        with _explained(path):
-            write_part(building, MANIFEST, manifest.to_json().encode())
+            stack.callback(remove_empty, folder)
+            building = stack.enter_context(_building(folder, manifest))
         yield building
         with claimed(path), _explained(path):
             _check_free(folder, path, force=force, building=building)
@@ -92,31 +87,39 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
 
 @contextmanager
 def grown_trace(path: str | os.PathLike[str], *, is_live: bool = False) -> Iterator[Path]:
-    """Give a folder to write a further part of a finished trace to; its files take their places in the trace at the end.
+    """Yield a folder to write an additional part of a finished trace to; its files are moved into the trace at the end.
 
-    `is_live` says that the part goes beside what is being recorded.
+    `is_live` allows a trace that is being recorded.
 
-    A part counts once its writers' states are there, which come last: however this process ends, the trace holds all of it or
-    none. Of a process that dies while it moves them, the next one that writes here moves the rest. Raises TraceExists when the
+    A part counts once its writers' states are in place, which are moved last: however this process ends, the trace holds all of
+    it or none. If this process dies while moving files, the next one that writes here moves the rest. Raises TraceExists if the
     trace is being written, and StorageError.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
             manifest = _growing(folder, path, building=None, is_live=is_live)
-            building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
-            building.mkdir()
-            stack.enter_context(alone(building))
-        stack.callback(shutil.rmtree, building, ignore_errors=True)
-        with _explained(path):
-            write_part(building, MANIFEST, manifest.to_json().encode())
+            building = stack.enter_context(_building(folder, manifest))
         yield building
         with claimed(path), _explained(path):
             _growing(folder, path, building=building, is_live=is_live)
             move_part(building, folder)
 
 
+@contextmanager
+def _building(folder: Path, manifest: Manifest) -> Iterator[Path]:
+    """Give a folder in a trace's folder to write to, with a manifest; what is left in it is removed."""
+    building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
+    building.mkdir()
+    with alone(building):
+        try:
+            write_part(building, MANIFEST, manifest.to_json().encode())
+            yield building
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+
 def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None, is_live: bool) -> Manifest:
-    """The manifest of a trace that nobody writes to, unless `is_live`. Raises TraceExists."""
+    """Return the manifest of a trace. Raises TraceExists if another process writes to it, recordings excepted if `is_live`."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(f"{path}: another process is writing to it; wait for its end")
     if building is None:
@@ -130,9 +133,9 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None, 
 
 @contextmanager
 def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give the folder of a trace, made where it is not there, and let no other process make a trace in it.
+    """Yield the folder of a trace, created if missing, while no other process can create a trace in it.
 
-    On an error, folders that were made are removed. Raises TraceExists and StorageError.
+    On an error, created folders are removed. Raises TraceExists and StorageError.
     """
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
@@ -146,7 +149,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
                 folder.mkdir(parents=True, exist_ok=True)
                 try:
                     is_there = claim.enter_context(alone(folder))
-                except FileNotFoundError:  # another process made it, too, and removed it
+                except FileNotFoundError:  # another process created and removed it
                     continue
         try:
             yield folder
@@ -157,9 +160,9 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return the folder of a trace that may exist already; the first of several processes makes it.
+    """Return the folder of a trace that may exist already; the first of several processes creates it.
 
-    Raises TraceExists when the folder holds something else than a trace.
+    Raises TraceExists if the folder holds anything but a trace.
     """
     folder = local_folder(path)
     with _explained(path):
@@ -177,7 +180,7 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
 
 
 def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, building: Path | None = None) -> None:
-    """Raise TraceExists unless a trace may be made here. What processes that died had begun here is undone."""
+    """Raise TraceExists unless a trace may be created here. Undoes what killed processes began here."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(f"{path}: another process is writing a trace there; wait for its end, or name another folder")
     if building is None:
@@ -208,7 +211,7 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
 
 
 def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
-    """Raise TraceExists when a trace is being recorded; `what` says what is not done with it."""
+    """Raise TraceExists if a trace is being recorded; `what` names the operation that is refused."""
     for state in store.writers()[0]:
         if liveness(state, store).is_alive:
             raise TraceExists(
@@ -224,7 +227,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
             f"{path}: is written to by `tim-trace record` and `tim-trace compact` alone; record to a local folder, and send it "
             f"with: tim-trace compact FOLDER -o {path}"
         )
-    with _explained(path):  # a relative path has no place where the working directory was removed
+    with _explained(path):  # fails if the working directory was removed
         return Path(os.path.realpath(os.path.expanduser(path)))
 
 

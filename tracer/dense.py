@@ -16,8 +16,8 @@ import pyarrow as pa
 from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace, InvalidRecord
 from ..schemas.layout import Segment
-from .dense_group import BFLOAT16, Block, blocks_of, open_dense
-from .journal import DENSE_SCHEMA
+from .dense_group import Block, blocks_of, open_dense
+from .journal import BFLOAT16, DENSE_SCHEMA
 from .staging import is_tensor
 from .store import Store
 
@@ -29,9 +29,9 @@ CHUNKS_A_SHARD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The K most probable tokens of each position, most probable first, and what is left.
+    """The K most probable tokens of each position, most probable first, and the mass of the others.
 
-    Neutral: a tail of -inf says that the K tokens hold all the mass.
+    Neutral: a tail of -inf means that the K tokens hold all the mass.
     """
 
     token_ids: Any
@@ -53,13 +53,13 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The whole distribution of each position, up to a constant a row: logits, or logprobs where an engine gives those.
+    """The whole distribution of each position, up to a constant per row: logits, or logprobs if that is what the engine returns.
 
-    Before temperature and truncation where they are logits; as the engine processed them where they are logprobs.
+    Logits are before temperature and truncation; logprobs are as the engine processed them.
     """
 
     logits: Any
-    """[N, V] in the dtype that the framework had."""
+    """[N, V] in the framework's dtype."""
     kind: str = LOGITS
     """`logits` or `logprobs`: the name of the Zarr array."""
 
@@ -70,13 +70,13 @@ class Logits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hidden:
-    """The last hidden state of each position: what the head projects, after the final norm.
+    """The last hidden state of each position, after the final norm: the input of the head.
 
-    The pass's contract says under `head` how logits come of it, with the weights of the score's policy version.
+    `head` in the pass's contract says how to compute logits, with the weights of the score's policy version.
     """
 
     hidden: Any
-    """[N, H] in the dtype that the model gave."""
+    """[N, H] in the model's dtype."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ Distribution = TopK | Logits | Hidden
 
 
 def end_to_end(parts: Sequence[Distribution]) -> Distribution | None:
-    """Distributions of one kind, the rows of one after those of the other; None of no part."""
+    """Concatenate distributions of one kind along the rows; None without any."""
     if not parts:
         return None
     joined = {name: _joined([part.arrays[name] for part in parts]) for name in parts[0].arrays}
@@ -108,7 +108,7 @@ def _joined(arrays: Sequence[Any]) -> Any:
 
 
 def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int, what: str) -> None:
-    """Raise InvalidRecord unless each array of captured distributions has one row a token."""
+    """Raise InvalidRecord unless each array of captured distributions has one row per token."""
     wrong = {name: len(values) for name, (values, _) in arrays.items() if len(values) != num_tokens}
     if wrong:
         raise InvalidRecord(
@@ -130,13 +130,13 @@ def _typed(dtype: str, values: np.ndarray) -> str:
 def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch]) -> SealedFile:
     """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows.
 
-    Returns what to say of its root, which accounts for every file of it. Raises DamagedTrace for blocks that no writer gives.
+    Returns the account of its root, which lists every file below it. Raises DamagedTrace for invalid blocks.
     """
     import zarr
 
     from .dense_store import write_files
 
-    # Zarr writes to memory: the end of Python waits for its threads, also for one that the file system holds.
+    # Zarr writes to memory: Python waits for its threads at exit, even for one stuck in the file system.
     made: dict[str, Any] = {}
     root = zarr.open_group(zarr.storage.MemoryStore(made), mode="w", zarr_format=3)
     by_array: dict[tuple[str, str], list[Block]] = {}
@@ -168,7 +168,7 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
             Crc32cCodec(),
         ),
         attributes={"dtype": dtype},
-        config={"write_empty_chunks": True},  # a chunk that is not there was lost
+        config={"write_empty_chunks": True},  # so that a missing chunk is a lost one
     )
     # Rows are gathered to whole shards first: a shard is a file, and no file is written twice.
     pending: list[np.ndarray] = []
@@ -195,7 +195,7 @@ def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.
 
 
 def bits(value: Any) -> tuple[np.ndarray, str]:
-    """A captured array as NumPy holds it, and the name of its dtype; bfloat16 as the bits of uint16."""
+    """Return a captured array as NumPy array, bfloat16 as bits in uint16, and the name of its dtype."""
     if is_tensor(value):
         name = str(value.dtype).removeprefix("torch.")
         value = value.detach()

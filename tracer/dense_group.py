@@ -13,17 +13,11 @@ from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace, InvalidRecord
 from ..schemas.layout import DENSE, ROUTING, Segment
 from ..schemas.passes import check_pass_name
-from .journal import DENSE_TABLE, journaled_segments, read_journal
+from .journal import BFLOAT16, DATA_TYPES, DENSE_TABLE, journaled_segments, read_journal
 from .store import Store, first_line
 
-BFLOAT16 = "bfloat16"
-DATA_TYPES = (
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
-)  # fmt: skip
-"""dtypes of arrays, as NumPy and Zarr name them."""
-
 Rows = Callable[[int, int], np.ndarray]
-"""(first row, number of rows) -> their bits."""
+"""(first row, number of rows) -> bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +38,20 @@ class DenseGroup:
     arrays: Mapping[str, DenseArray]
 
     def read(self, start: int, rows: int) -> dict[str, np.ndarray]:
-        """Rows of every array, bfloat16 widened to float32."""
+        """Read rows of every array, bfloat16 widened to float32."""
         return {name: widen(array.bits(start, rows), array.dtype) for name, array in self.arrays.items()}
 
 
 def open_dense(store: Store, group: str) -> DenseGroup:
     """Open a group by the name that a score's column `dense` or `routing` holds.
 
-    Raises DamagedTrace when it is not there or not as it was written.
+    Raises DamagedTrace if it is missing or not as it was written.
     """
     name, _, pass_name = group.partition("/")
     segment = Segment.parse(name)
     if segment is None:
         raise InvalidRecord(f"{group!r} is no Zarr group of a trace; pass the score's column `dense`")
-    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # a name of parts, so that it leads nowhere else
+    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # so that the path stays inside of the trace
     if is_sealed(store, segment):
         return _sealed(store, segment, pass_name)
     if DENSE_TABLE in journaled_segments(store).get(segment, ()):
@@ -71,10 +65,10 @@ def open_dense(store: Store, group: str) -> DenseGroup:
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Whether distributions are read from their Zarr group, not from the journal that may lie beside it.
+    """Whether distributions are read from their Zarr group rather than from a journal.
 
-    A process that was killed while it sealed leaves both. The group counts once the writer's state accounts for it; until
-    then it may be half of one.
+    A process that was killed while sealing leaves both. The group counts once the writer's state accounts for it; until
+    then it may be incomplete.
     """
     where = f"{segment.dense}/zarr.json"
     if not store.exists(where):
@@ -98,7 +92,7 @@ def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:
 
 
 def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
-    """What the writer of a segment says of its sealed group; None where it is of a release that said nothing.
+    """Return the writer's account of a sealed group; None for a release that kept no accounts.
 
     Raises DamagedTrace for a group that its writer does not know.
     """
@@ -157,7 +151,7 @@ class Block:
 
 
 def blocks_of(batches: Iterable[pa.RecordBatch], segment: Segment) -> Iterator[Block]:
-    """The blocks of a segment's journal. Raises DamagedTrace for names and sizes that no writer gives."""
+    """Yield the blocks of a segment's journal. Raises DamagedTrace for invalid names and sizes."""
     for batch in batches:
         for row in range(batch.num_rows):
             try:

@@ -1,6 +1,6 @@
-"""A sealed Zarr group of a trace as zarr reads it: Zarr v3 and our own codecs alone, every byte compared with its checksum.
+"""Reading a sealed Zarr group of a trace with zarr: only Zarr v3 and the codecs that tim-trace writes, every byte verified.
 
-The group's root accounts for every file below it, and the writer that sealed it for the root.
+The group's root accounts for every file below it, and the writer's state for the root.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zarr.abc.store import Store as ZarrStore
 from ..schemas.checksums import BlockDigests, SealedFile, sealed, whole_hash
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import Segment
-from .dense_group import BFLOAT16, DATA_TYPES
+from .journal import BFLOAT16, DATA_TYPES
 from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
@@ -30,7 +30,7 @@ FILES = "tim-trace files"
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""A row of 128 million halves, and more than any chunk that is written here."""
+"""Holds a row of 128 million halves, and is more than any chunk that tim-trace writes."""
 MAX_CHUNKS_A_SHARD = 1 << 16
 _OF_INDEX = ["bytes", "crc32c"]
 _OF_CHUNK = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
@@ -39,7 +39,7 @@ MAX_DOCUMENT_BYTES = 16 << 20
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
-    """Write a group's files, path below it -> content, noting each in its root; return what to say of the root."""
+    """Write a group's files (path below it -> content), listing each in its root; return the root's account."""
     files = {}
     for name, content in sorted(contents.items()):
         if name != DOCUMENT:
@@ -56,10 +56,10 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
 
 
 class SealedGroup:
-    """The files of one segment's group. Raises DamagedTrace for whatever is not as it was written."""
+    """The files of one segment's group. Raises DamagedTrace for anything that is not as it was written."""
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile | None):
-        """`root` is what the segment's writer says of the root; None where it is of a release that did not."""
+        """`root` is the writer's account of the root; None for a release that kept none."""
         self.store, self.folder = store, segment.dense
         document = self._document(f"{self.folder}/{DOCUMENT}")
         if root is not None and whole_hash(document) != root.hash:
@@ -68,8 +68,11 @@ class SealedGroup:
         self._open: dict[str, VerifiedFile] = {}
 
     def arrays(self, group: str) -> dict[str, _Array]:
-        """Name -> array of a group below the root, such as `replay/bf16`."""
-        names = self.store.walk(f"{self.folder}/{group}") if self._files is None else self._below(group)
+        """Return name -> array of a group below the root, such as `replay/bf16`."""
+        if self._files is None:
+            names = [*self.store.walk(f"{self.folder}/{group}")]
+        else:
+            names = [name[len(group) + 1 :] for name in self._files if name.startswith(f"{group}/")]
         found = [name.removesuffix(f"/{DOCUMENT}") for name in names if name.endswith(f"/{DOCUMENT}")]
         return {name: self._array(f"{group}/{name}") for name in found if "/" not in name}
 
@@ -81,7 +84,7 @@ class SealedGroup:
             file.verify()
 
     def read(self, name: str, start: int | None, stop: int | None) -> bytes | None:
-        """Bytes of a file, a negative `start` counted from its end; None for a file that the group does not have."""
+        """Read bytes of a file, a negative `start` counted from its end; None if the group has no such file."""
         file = self._file(name)
         if file is None:
             return None
@@ -102,10 +105,6 @@ class SealedGroup:
                 num_bytes, blocks = self._files[name]
                 self._open[name] = VerifiedFile(self.store, relative, num_bytes, FileChecksums(blocks=blocks))
         return self._open[name]
-
-    def _below(self, group: str) -> list[str]:
-        assert self._files is not None
-        return [name[len(group) + 1 :] for name in self._files if name.startswith(f"{group}/")]
 
     def _array(self, name: str) -> _Array:
         where = f"{name}/{DOCUMENT}"
@@ -144,7 +143,7 @@ class _Array:
         self._zarr: Any = None
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Rows of the array. Raises DamagedTrace where it does not have them."""
+        """Read rows of the array. Raises DamagedTrace if it does not have them."""
         if not 0 <= start <= start + count <= self.shape[0]:
             raise DamagedTrace(
                 f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, and scores name rows {start:,} to "
@@ -176,15 +175,15 @@ class _Chunks(NamedTuple):
     """How an array's chunks lie in its files."""
 
     num_bytes: int
-    """Of a chunk as it is in memory."""
+    """Uncompressed size of a chunk."""
     num_in_shard: int | None
-    """Chunks of a file; None where a file is one chunk."""
+    """Chunks per file; None if a file is one chunk."""
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:
         """Raise ValueError for a file, or a chunk of it, that claims to hold more than it can.
 
-        blosc makes room for what a chunk's header says; the numbers of a shard's index are those of its chunks.
+        blosc allocates what a chunk's header says; a shard's index holds the offsets of its chunks.
         """
         starts = [0]
         if is_whole and self.num_in_shard is not None:
@@ -196,7 +195,7 @@ class _Chunks(NamedTuple):
 
 
 def _check_array(document: Mapping[str, Any]) -> _Chunks:
-    """Say how an array's chunks lie. Raise ValueError for metadata of anything but the arrays that are written here."""
+    """Return the layout of an array's chunks. Raises ValueError for metadata that tim-trace does not write."""
     if document["zarr_format"] != 3 or document["node_type"] != "array":
         raise ValueError("it is no Zarr v3 array")
     shape, data_type = document["shape"], document["data_type"]
@@ -238,7 +237,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _names(codecs: Any) -> list[str]:
-    """Names of codecs. Raise ValueError for one that is not written here, before anything is made of its settings."""
+    """Return the names of codecs. Raises ValueError for unknown ones, before their settings are used."""
     if not isinstance(codecs, list) or not 1 <= len(codecs) <= 4:
         raise ValueError("it has no codecs, or too many")
     for codec in codecs:

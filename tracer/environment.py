@@ -1,4 +1,4 @@
-"""What this process runs on: versions, numeric settings, device. It goes into contracts and writer states."""
+"""Versions, numeric settings and device of this process, for contracts and writer states."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[0-9.]+)?\.(?:
 
 @lru_cache(maxsize=1)
 def numeric_versions() -> dict[str, str]:
-    """Versions of the installed libraries that can change a logprob, and of Python."""
+    """Return the versions of the installed libraries that can change a logprob, and of Python."""
     found = {"python": platform.python_version()}
     for name in NUMERIC_LIBRARIES:
         try:
@@ -53,10 +53,10 @@ def numeric_versions() -> dict[str, str]:
 def all_versions() -> dict[str, str]:
     """Every installed distribution, by its normalised name (PEP 503) -> its version.
 
-    Read from the names of the folders that installers leave, which takes a thousandth of reading what lies in them.
+    Read from the names of the metadata folders, which is a thousand times faster than reading their content.
     """
     found = {"python": platform.python_version()}
-    for folder in reversed(sys.path):  # the first one on the path is what is imported
+    for folder in reversed(sys.path):  # the first folder on the path wins, as for imports
         try:
             names = os.listdir(folder or ".")
         except OSError:
@@ -68,7 +68,7 @@ def all_versions() -> dict[str, str]:
 
 
 def rank() -> int | None:
-    """Rank in the process group, as torchrun and its kin tell it; None outside of one."""
+    """Return the rank in the process group from the environment, as torchrun sets it; None outside of one."""
     value = os.environ.get("RANK", "")
     return int(value) if value.isdecimal() else None
 
@@ -107,13 +107,8 @@ def torch_settings() -> dict[str, Any]:
     }
 
 
-def torch_settings_key() -> tuple[Any, ...]:
-    """Torch's settings as a value that can be compared: it changes when one of them does."""
-    return tuple(torch_settings().values())
-
-
 def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: found) -> Any:
-    # Torch refuses to read a switch of the old interface once the new one was used, and says so by raising.
+    # Torch raises when a switch of its old interface is read after the new one was used.
     try:
         return read(getattr(owner, name))
     except (AttributeError, RuntimeError) as error:

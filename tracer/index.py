@@ -1,12 +1,11 @@
-"""index/: what an open has to read of a trace's many files, in one file: footers of tables, writers' states and contracts.
+"""index/: one file with everything that opening a trace needs from its many files: footers, writers' states and contracts.
 
-An index is a copy, and nothing is believed because it stands there. A footer serves where its checksum is the one that its
-file's writer gave, a contract where its hash is its name, a writer's state where the file itself has the checksum still that it
-had when the index was made. What was read and compared then, schemas and counts and states, is not read of the same bytes another
-time. What the index lacks, and what has changed since, is read where it lies; so an index may be old, and may be removed.
+An index is a copy and is never trusted by itself. A footer is used if its checksum is in the writer's account, a contract if
+its hash is its name, a writer's state if the state file still has the checksum that it had when the index was written. Anything
+missing or changed since is read from the files, so an index may be stale, and may be removed.
 
-Of a table whose footers do not fit, the index tells of each file how long its footer is and which columns it names: the footer itself
-is read, and compared with its writer's account, when a question needs the file.
+If the footers of a table do not fit, the index holds the footer's size and the columns of each file; the footer itself is read,
+and compared with the writer's account, when a query needs the file.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ from .store import Store
 from .whole_file import write_part
 
 MAX_BYTES = 64 << 20
-"""Of all that an index holds."""
+"""Most bytes that an index holds."""
 
 MANY_FOOTERS = 1024
-"""Files of a table that has more of them have no footer in the index: a question seldom needs them all, and to open reads it."""
+"""Tables with more files have no footers in the index: a query seldom needs all of them, and every open reads the index."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
-"""Of an index that is not compressed; one that has more is passed over."""
+"""Largest uncompressed index; larger ones are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
-"""Folders of Parquet files in the order in which there is room for their footers."""
+"""Folders of Parquet files in the order in which their footers get space."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
 _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
 
 class _State(msgspec.Struct, array_like=True):
-    """A writer's state as it was read, without its versions, which are those of most writers of a run."""
+    """A parsed writer's state, without its versions, which most writers of a run share."""
 
     hash: str
-    """XXH3-128 of the file."""
+    """XXH3-128 of the state file."""
     md5: str
     state: WriterState
     versions: int
 
 
 class _Footer(msgspec.Struct, array_like=True):
-    """A footer, and what was read of it."""
+    """A footer, raw and parsed."""
 
     num_bytes: int
     """Of the whole file."""
@@ -64,22 +63,22 @@ class _Footer(msgspec.Struct, array_like=True):
 
 
 class KnownFile(msgspec.Struct, array_like=True):
-    """What is told of a file whose footer is not held."""
+    """A file whose footer is not in the index."""
 
     num_bytes: int
     """Of the whole file."""
     schema: int
     tail_bytes: int
-    """Of the footer with its length and the magic number."""
+    """Size of the footer with its length and the magic number."""
     hash: str
-    """XXH3-64 of these."""
+    """XXH3-64 of these bytes."""
 
 
 class _Contents(msgspec.Struct):
-    """An index as it is written; path in the trace -> what lies there."""
+    """The encoded form of an index, by paths in the trace."""
 
     state_fields: tuple[str, ...] = _STATE_FIELDS
-    """What the states tell: one that another release wrote may leave out what this one reads."""
+    """Fields of the states: another release may have written other fields than this one reads."""
     versions: list[dict[str, str]] = msgspec.field(default_factory=list)
     states: dict[str, _State] = msgspec.field(default_factory=dict)
     schemas: list[bytes] = msgspec.field(default_factory=list)
@@ -90,21 +89,21 @@ class _Contents(msgspec.Struct):
 
 @dataclass(slots=True)
 class Index:
-    """What was read of a trace's files before, by their paths in the trace."""
+    """Content of a trace's indexes, by paths in the trace."""
 
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
-    """Of each index that was read what it tells of files whose footers are not held, and the schemas that it names."""
+    """Files without footers, and the schemas that they refer to, of each index."""
     documents: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def paths(self) -> set[str]:
-        """Of every file that it tells of."""
+        """Paths of all files in the index."""
         return {*self.states, *self.footers, *self.documents, *(path for files, _ in self.files for path in files)}
 
     def known(self, relative: str, num_bytes: int, checksum: str | None) -> tuple[KnownFile, pa.Schema] | None:
-        """What is told of a file whose footer is not held, if it has so many bytes and a footer of this checksum."""
+        """Return the entry of a file without footer, and its schema, if size and footer checksum match."""
         for files, schemas in self.files:
             found = files.get(relative)
             if found is not None and found.num_bytes == num_bytes and found.hash == checksum:
@@ -112,7 +111,7 @@ class Index:
         return None
 
     def footer(self, relative: str, num_bytes: int, checksum: str | None) -> ParquetFooter | None:
-        """The footer of a file of so many bytes, if it has this checksum."""
+        """Return the footer of a file if size and checksum match."""
         known = self.footers.get(relative)
         if known is None or known[0].num_bytes != num_bytes or short_hash(known[0].content) != checksum:
             return None
@@ -123,19 +122,19 @@ class Index:
         )  # fmt: skip
 
     def state(self, relative: str, *, content: bytes | None = None, md5: str | None = None) -> WriterState | None:
-        """A writer's state, if this is what lies there now, or this its MD5."""
+        """Return a writer's state if its current content, or MD5, matches."""
         known = self.states.get(relative)
         if known is None or (md5 != known.md5 if content is None else whole_hash(content) != known.hash):
             return None
         return known.state
 
     def named(self, relative: str) -> bytes | None:
-        """A small file whose name is made of its content, which the caller compares."""
+        """Return the content of a file that is named by its hash, for the caller to verify."""
         return self.documents.get(relative)
 
 
 def read_index(store: Store) -> Index:
-    """Every index of a trace as one. One that is not what its name says is passed over."""
+    """Read all indexes of a trace as one. Damaged ones are ignored."""
     index = Index()
     for name, size in store.files(INDEX).items():
         if (contents := _contents_of(store, name, size)) is not None:
@@ -155,7 +154,7 @@ def _add(index: Index, contents: _Contents) -> None:
 
 
 def passed_over(store: Store) -> list[str]:
-    """Paths of the indexes that are not what their names say, which no answer comes from."""
+    """Return the paths of damaged indexes, which are ignored."""
     return [f"{INDEX}/{name}" for name, size in store.files(INDEX).items() if _contents_of(store, name, size) is None]
 
 
@@ -183,9 +182,9 @@ def _schemas(contents: _Contents) -> list[pa.Schema]:
 
 
 def write_index(folder: Path, *, elsewhere: Store | None = None) -> None:
-    """Write the index of a trace anew, and remove the one before.
+    """Rewrite the index of a trace.
 
-    `elsewhere` is where those files of its tables lie that the folder does not have.
+    `elsewhere` holds the table files that the folder lacks.
     """
     store = Store(folder)
     before = store.files(INDEX)
@@ -198,7 +197,7 @@ def write_index(folder: Path, *, elsewhere: Store | None = None) -> None:
 
 
 class _Gathered:
-    """What an index keeps of a trace, the most useful first, until it is full."""
+    """Collects the content of an index, the most useful first, until it is full."""
 
     def __init__(self, store: Store, elsewhere: Store | None):
         self.contents = _Contents()
@@ -227,7 +226,7 @@ class _Gathered:
                 number = self._number(self.contents.versions, state.versions, msgspec.msgpack.encode(state.versions))
                 state = replace(state, versions={})
                 yield self._has_room(len(msgspec.msgpack.encode(state)))
-            except (DamagedTrace, OverflowError):  # of an integer beyond 64 bits
+            except (DamagedTrace, OverflowError):  # an integer beyond 64 bits
                 continue
             md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
             self.contents.states[relative] = _State(whole_hash(content), md5, state, number)
@@ -240,7 +239,7 @@ class _Gathered:
             self.contents.documents[f"{PASSES}/{name}"] = content
 
     def _files_of(self, table: str) -> None:
-        """The footers of a table, if all of them fit and are not many, or else what is told of files without them."""
+        """Add the footers of a table if all of them fit, else the entries without footers."""
         there: dict[str, tuple[int, Store]] = {}
         for store in self._tables:
             for name, size in store.files(table).items():
@@ -274,18 +273,18 @@ class _Gathered:
             self.contents.files |= files
 
     def _known_before(self, relative: str, size: int) -> KnownFile | None:
-        """What the index before told of a file that its writer accounts for as it did then."""
+        """Return the previous index's entry of a file whose account has not changed."""
         record = self._accounts.get(relative)
         found = None if record is None else self._before.known(relative, size, record.footer)
         return None if found is None else msgspec.structs.replace(found[0], schema=self._schema(found[1]))
 
     def _schema(self, schema: pa.Schema) -> int:
-        """Place of a schema among those of the index."""
+        """Return the number of a schema in the index, adding it if new."""
         content = schema.remove_metadata().serialize().to_pybytes()
         return self._number(self.contents.schemas, content, content)
 
     def _number(self, values: list[Any], value: object, key: bytes) -> int:
-        """Place of a value in a list of different ones."""
+        """Return the position of a value in a list, appending it if new."""
         if key not in self._numbers:
             self._numbers[key] = len(values)
             values.append(value)

@@ -1,4 +1,4 @@
-"""The journal: what a writer recorded since it last sealed, as Arrow IPC streams that survive a killed process.
+"""The journal: a writer's records since it last sealed, as Arrow IPC streams that survive a killed process.
 
 Each message of a stream ends its metadata with a trailer of 32 bytes in the padding that the format allows there, so that
 any Arrow library reads the stream and this one knows whether it is what was written:
@@ -38,8 +38,14 @@ DENSE_SCHEMA = pa.schema(
 )
 """A block of `rows` rows of one array of a Zarr group, row-major, before it is sealed."""
 
+BFLOAT16 = "bfloat16"
+DATA_TYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+)  # fmt: skip
+"""dtypes of these arrays, as NumPy and Zarr name them; bits of bfloat16 are stored as uint16."""
+
 IDENTITY = b"tim-trace file"
-"""Metadata of a stream's schema: the path that it was written under."""
+"""Metadata key of a stream's schema: the path that it was written under."""
 
 _HEADER_TYPE, _HEADER, _COMPRESSION, _RECORD_BATCH = 1, 2, 3, 3
 """Numbers of fields in Arrow's Message and RecordBatch, and of the kind of message that is one."""
@@ -48,14 +54,14 @@ _CONTINUES = 0xFFFFFFFF
 _MAGIC = b"tim-jrnl"
 _TRAILER = struct.Struct("<8sq16s")
 _FIRST = bytes(16)
-"""What stands for the checksum before the first message's."""
+"""Stands for the previous checksum of the first message."""
 _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
 class JournalStream:
     """Appends record batches of one table of one segment to a file.
 
-    A batch counts as recorded once `append` returned: it is with the operating system then, and a killed process
+    A batch counts as recorded once `append` returned: the operating system has it then, and a killed process
     loses nothing of it.
     """
 
@@ -66,22 +72,22 @@ class JournalStream:
         self.path = folder / relative
         self.path.parent.mkdir(exist_ok=True)
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  (open for as long as the segment)
-        # Some file systems in user space have no number of links to tell.
+        # Some user-space file systems report no link count.
         self._has_links = os.fstat(self._file.fileno()).st_nlink > 0
         self.num_bytes = 0
         self.is_synced = False
-        """Whether its rows are to survive a loss of power, as those were told to that are in it."""
+        """Whether its rows, and the files sealed from them, must survive a loss of power."""
         self._checksum = _FIRST
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Append rows. Raises FileNotFoundError when the file was removed, since nobody would find them."""
+        """Append rows. Raises FileNotFoundError if the file was removed, since the rows would be lost."""
         if self._has_links and not os.fstat(self._file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "the journal was removed while it was written", str(self.path))
         self._append_message(batch.serialize())
 
     def sync(self) -> None:
-        """Have everything appended survive a loss of power; also once it is closed, as long as the file is there."""
+        """Make everything appended survive a loss of power; works after closing too, while the file exists."""
         if self._file.closed:
             sync(self.path)
         else:
@@ -119,24 +125,24 @@ class JournalStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalContent:
-    """What one journal file holds."""
+    """Content of one journal file."""
 
     batches: tuple[pa.RecordBatch, ...]
     torn_bytes: int = 0
-    """Bytes at the end of a record that was being appended when the process died, or is being appended now."""
+    """Size of an incomplete record at the end, which was being appended when the process died, or is being appended now."""
     damage: str | None = None
     """Why the rest is not read, from the first record on that is not as it was written; None where all is read."""
     has_checksums: bool = True
-    """Whether its records have any; those of earlier releases have none."""
+    """Whether its records have checksums; those of earlier releases have none."""
     has_begun: bool = True
-    """Whether its schema is there: a writer names a journal once it is."""
+    """Whether its schema is complete; a writer names a journal only after that."""
 
 
 def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | None = None) -> JournalContent:
     """Read every whole record of a journal; each is compared with its checksum and validated before anything uses it.
 
-    With `num_bytes`, what was appended behind these is left out. Raises FileNotFoundError when the segment has been sealed
-    since, and DamagedTrace for a link out of the trace.
+    With `num_bytes`, only that many bytes are read. Raises FileNotFoundError if the segment has been sealed since, and
+    DamagedTrace for a link out of the trace.
     """
     relative = segment.journal(table)
     content = memoryview(store.read_bytes(relative, num_bytes))
@@ -169,11 +175,11 @@ class _Torn(Exception):
 
 
 def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, int, bytes]:
-    """The message that begins at `start`, where it ends, and its checksum; None in its place for the end of the stream.
+    """Return the message at `start`, its end, and its checksum; None as message at the end of the stream.
 
     `before` is the checksum of the message before.
 
-    Raises ValueError for bytes that are not those that were written, and _Torn.
+    Raises ValueError for damaged bytes, and _Torn.
     """
     try:
         found = _message_end(content, start, before)
@@ -190,7 +196,7 @@ def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, 
 
 
 def _message_end(content: memoryview, start: int, before: bytes) -> tuple[int, bytes] | None:
-    """Where the message that begins at `start` ends, and its checksum; None for the end of the stream.
+    """Return the end of the message at `start`, and its checksum; None at the end of the stream.
 
     Raises ValueError and _Torn.
     """
@@ -229,7 +235,7 @@ def _checksum(before: bytes, prefix: bytes | memoryview, metadata: memoryview, b
 
 
 def _checked_schema(message: Any, relative: str) -> pa.Schema:
-    """A stream's schema. Raises ValueError for a stream that was written under another name."""
+    """Return a stream's schema. Raises ValueError if the stream was written under another name."""
     schema = pa.ipc.read_schema(message)
     name = (schema.metadata or {}).get(IDENTITY, b"").decode("utf-8", "replace")
     if name != relative:
@@ -238,7 +244,7 @@ def _checked_schema(message: Any, relative: str) -> pa.Schema:
 
 
 def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
-    """A message's rows, validated. Raises ValueError for those that no writer gives: compressed ones may claim any size."""
+    """Return a message's rows, validated. Raises ValueError for compressed ones, which no writer makes and may claim any size."""
     if _is_compressed(bytes(message.metadata)):
         raise ValueError("it is compressed")
     batch = pa.ipc.read_record_batch(message, schema)
@@ -250,7 +256,7 @@ def _is_compressed(metadata: bytes) -> bool:
     """Whether a message's RecordBatch has the field `compression` (Message.fbs and FlatBuffers' layout of tables)."""
 
     def field(table: int, number: int) -> int | None:
-        """Where a table's field lies; None where it does not have it."""
+        """Return the offset of a table's field; None if it is missing."""
         vtable = table - struct.unpack_from("<i", metadata, table)[0]
         size = struct.unpack_from("<H", metadata, vtable)[0]
         place = 4 + 2 * number
@@ -296,7 +302,7 @@ def _read_plain(content: memoryview) -> JournalContent:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Segments that are not sealed yet -> the tables that they have a journal of, and its bytes."""
+    """Return unsealed segment -> table -> bytes of its journal."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:
@@ -305,7 +311,7 @@ def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
 
 
 def journal_of(name: str) -> tuple[Segment, str] | None:
-    """The segment and table of a journal's file name; None for another name."""
+    """Return the segment and table of a journal's file name; None for other names."""
     stem, _, table = name.removesuffix(".arrows").rpartition(".")
     segment = Segment.parse(stem)
     return (segment, table) if segment is not None and table in JOURNALED and name.endswith(".arrows") else None

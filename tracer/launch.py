@@ -43,13 +43,13 @@ class Recording:
     """How a recorded command ended, and what it left."""
 
     folder: Path
-    """Where it was written; of one that went to a URL, the folder that it was sent from, which is gone."""
+    """Folder of the trace; for a recording to a URL, the removed folder that it was sent from."""
     exit_code: int
     writers: tuple[WriterState, ...]
     """The processes that recorded something, or tried."""
 
     is_there: bool = True
-    """Whether the folder is; false when it was removed while the command ran."""
+    """Whether the folder exists; false if it was removed while the command ran."""
     note: str | None = None
     """Why this node recorded nothing, or where the recording goes on; None where it is finished here."""
     is_stuck: bool = False
@@ -150,12 +150,12 @@ def record(
             )
         sender = Sender(os.fspath(output), max_wait=max_wait)
         output = sender.folder
-    # One thread touches the folder: this one is there for the command, whatever the file system does.
+    # Only the worker touches the folder, so that this thread can serve the command whatever the file system does.
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
         """Begin or join a recording. Return its order, its run id, whether this is its first launcher, and the writers of earlier
-        recordings; None where there is none to join.
+        recordings; None if there is none to join.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread sends them on
         first = None
@@ -279,7 +279,7 @@ def _tell(sentence: str) -> None:
 
 
 class Launcher:
-    """`tim-trace record` itself as a writer of the trace: it says that the command runs, and how it ended."""
+    """`tim-trace record` itself as a writer of the trace: shows that the command runs, and how it ended."""
 
     def __init__(self, folder: Path, run_id: str, command: Sequence[str], session: str, *, is_alone: bool):
         self.folder, self.run_id = folder, run_id
@@ -299,10 +299,10 @@ class Launcher:
             os.utime(self._path)
 
     def close(self, exit_code: int) -> str:
-        """Note how the command ended, and return the hosts on which the recording goes on: one of them finishes the trace."""
+        """Note how the command ended, and return the hosts that still record: the last one finishes the trace."""
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
-        # Of two that end at once the second sees that the first has ended.
+        # Under the lock, the second of two that end at once sees that the first has ended.
         with contextlib.suppress(OSError), alone(self.folder):
             self.save()
             same = [state for state in launchers(self.folder) if state.attempt_key == self.state.attempt_key]
@@ -314,7 +314,7 @@ class Launcher:
         return self.folder / WRITERS / f"{self.state.writer}.json"
 
     def save(self) -> None:
-        """Write the state. A full disk, or a folder that is gone, does not end the command."""
+        """Write the state. A full disk or a removed folder does not end the command."""
         with contextlib.suppress(OSError):
             write_part(self.folder, f"{WRITERS}/{self.state.writer}.json", self.state.to_json().encode())
 
@@ -328,7 +328,7 @@ def _is_there(folder: Path, run_id: str) -> bool:
 
 @contextmanager
 def _resumed(output: str | os.PathLike[str], manifest: Manifest) -> Iterator[Path]:
-    """The folder of a trace that a resumed run adds to. Raises TraceExists."""
+    """Claim the folder of a trace that a resumed run adds to. Raises TraceExists."""
     found = join_trace(output, manifest)
     _check_resumable(found, output, manifest)
     _adopt(found)
@@ -360,7 +360,7 @@ def _adopt(folder: Path) -> None:
 
 
 def _merge(folder: Path) -> None:
-    """Merge the trace's files. What cannot be merged stays as it is, and is told."""
+    """Merge the trace's files. A trace that cannot be merged is reported and stays as it is."""
     from .compaction.merge import FILE_BYTES, merge
 
     try:
@@ -370,7 +370,7 @@ def _merge(folder: Path) -> None:
 
 
 def _environment(order: Order) -> dict[str, str]:
-    """The command's environment: Python finds our sitecustomize first, and in it the order to record."""
+    """Return the command's environment, in which Python finds the bootstrap's sitecustomize first, and the order to record."""
     paths = [BOOTSTRAP, *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), ENVIRONMENT: order.to_environment()}
 

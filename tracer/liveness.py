@@ -1,4 +1,4 @@
-"""Whether a writer may still write, and how that is known."""
+"""Whether a writer may still write, and how this was determined."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .store import Store
 HEARTBEAT_S = 60.0
 """How often an open writer touches its state file."""
 SILENT_S = 900.0
-"""After how long without a sign a writer on another machine counts as ended."""
+"""Time without a sign after which a writer on another machine counts as ended."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""How it is known: it said so, its process is there or not, its machine was started anew since, or its last sign's age."""
+"""How it was determined: closed by itself, by its process, by a restart of its machine, or by the age of its last sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,11 @@ class Liveness:
     how: str
     """CLOSED_ITSELF, PROCESS, RESTARTED or AGE."""
     silent_s: float | None = None
-    """Seconds since its last sign, where its age decided; None where no file tells."""
+    """Seconds since its last sign if its age decided; None if unknown."""
 
 
 class Process(TypedDict):
-    """What names one process: fields of a writer's state."""
+    """Identity of a process, as fields of a writer's state."""
 
     host: str
     boot_id: str | None
@@ -45,7 +45,7 @@ class Process(TypedDict):
 
 
 def this_process() -> Process:
-    """What names the process that asks."""
+    """Return the identity of this process."""
     pid = os.getpid()
     return Process(
         host=socket.gethostname(),
@@ -57,7 +57,7 @@ def this_process() -> Process:
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:
-    """Judge a writer: by its process where that can be seen from here, else by the age of its last sign."""
+    """Judge a writer by its process if that is visible from here, else by the age of its last sign."""
     if state.state != OPEN:
         return Liveness(is_alive=False, how=CLOSED_ITSELF)
     if store.is_local and state.host == socket.gethostname():
@@ -71,7 +71,7 @@ def liveness(state: WriterState, store: Store) -> Liveness:
 
 
 def last_sign(state: WriterState, store: Store) -> float | None:
-    """When a writer last touched a file, seconds since 1970; None where the file system does not tell."""
+    """Return when a writer last touched a file, seconds since 1970; None if unknown."""
     journals = [f"{JOURNAL}/{name}" for name in store.files(JOURNAL) if name.startswith(f"{state.writer}-")]
     signs = [store.seen_at(name) for name in (f"{WRITERS}/{state.writer}.json", *journals)]
     return max((sign for sign in signs if sign is not None), default=None)
@@ -79,12 +79,12 @@ def last_sign(state: WriterState, store: Store) -> float | None:
 
 @cache
 def boot_id() -> str | None:
-    """Names the start of this machine's kernel; None where the system does not tell."""
+    """Return the id of this boot of the machine; None if unknown."""
     return _text("/proc/sys/kernel/random/boot_id")
 
 
 def pid_namespace() -> str | None:
-    """Names the set of processes that this one's pid is a number of; None where the system does not tell."""
+    """Return the id of this process's pid namespace; None if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -92,13 +92,13 @@ def pid_namespace() -> str | None:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process began, clock ticks since the machine started; None where there is none or the system does not tell."""
+    """Return the start of a process, clock ticks since boot; None if unknown."""
     fields = _stat(pid)
     return int(fields[19]) if len(fields) > 19 else None
 
 
 def _runs(state: WriterState) -> bool:
-    """Whether the process is there that wrote this, and not another one with its number."""
+    """Whether the writer's process runs, and not another one with its pid."""
     try:
         os.kill(state.pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -13,15 +13,15 @@ from ..schemas.errors import TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX
 
 LOCK = f"{BUILT_PREFIX}{'0' * 32}"
-"""File in the folder that is locked where the file system locks no folder, as NFS; named as what is no part of a trace."""
+"""File that is locked instead on file systems that cannot lock folders, such as NFS; its name keeps it out of the trace."""
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Wait until no other process is in here with this folder; where the file system has no locks, warn and go on.
+    """Lock a folder for the block, waiting for other processes; without locks on the file system, warn and continue.
 
-    Gives whether the folder is still the one that lies there: who had it before may have removed it. Raises
-    FileNotFoundError when there is none.
+    Yields whether the folder still exists: the previous holder may have removed it. Raises FileNotFoundError if it is
+    missing at first.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     file = None
@@ -39,7 +39,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process is in `alone` with a folder just now; false where the file system has no locks."""
+    """Whether a process holds a folder in `alone`; false if the file system has no locks."""
     for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, os.O_RDWR)):
         try:
             descriptor = os.open(path, flags)
@@ -49,7 +49,7 @@ def is_held(folder: Path) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # the folder cannot be locked, and a file in it may
+        except OSError:  # the folder cannot be locked, but perhaps a file in it
             continue
         finally:
             os.close(descriptor)
@@ -58,13 +58,13 @@ def is_held(folder: Path) -> bool:
 
 
 def _locked_file(folder: Path) -> int | None:
-    """Wait for the lock of a file in the folder, and return its descriptor; None, with a warning, where there are no locks."""
+    """Wait for the lock of a file in the folder, and return its descriptor; None, with a warning, if there are no locks."""
     while True:
         file = None
         try:
             file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_there(folder / LOCK, file):  # else who had it before has removed it
+            if _is_there(folder / LOCK, file):  # else the previous holder has removed it
                 return file
         except OSError as error:
             if file is not None:

@@ -1,4 +1,4 @@
-"""What a model does to its logits after the projection, and what is kept of them.
+"""Scaling and capping logits after the projection, and reducing them to the top K.
 
 Shapes: T tokens, V vocabulary, K kept tokens.
 """
@@ -22,7 +22,7 @@ def scaled(logits_TV: Any, config: Any) -> Any:
 
 
 def multiplier(config: Any) -> float | None:
-    """What a model multiplies its logits with; None where it does not."""
+    """Return the factor that a model multiplies its logits with; None if there is none."""
     scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
     divisor = getattr(config, "logits_scaling", None)
     if scale is None and divisor is not None:

@@ -1,4 +1,4 @@
-"""Attention masks: the padding that they tell of, and padding that came without one.
+"""Attention masks: reading padding from them, and detecting padding without a mask.
 
 Shapes: B rows, T padded width.
 """
@@ -15,22 +15,22 @@ from .ragged import Padding, is_padded
 from .staging import to_numpy
 
 MIN_RUN = 2
-"""Equal tokens at the edge of a row that may be padding: a model ends a response with one end token."""
+"""Minimum run of equal tokens at the edge of a row that may be padding; a model writes one end token."""
 MIN_LONGEST_RUN = 4
-"""The longest of them in a batch: responses differ in length by more than a model repeats a token by chance."""
+"""Minimum length of the longest such run in a batch: padding is longer than chance repeats of a token."""
 MIN_SHARE = 0.25
-"""Rows that have them: where lengths differ, most rows are shorter than the longest."""
+"""Minimum share of rows with such runs: if lengths differ, most rows are shorter than the longest."""
 
 Warn = Callable[[str, str], None]
-"""Called with a key, under which it warns once, and the sentence."""
+"""Called with a key, for warning only once, and the sentence."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
-    """The padding of `response` or `prompt` ids, None for lists; warns where padding seems to have no mask.
+    """Return the padding of `response` or `prompt` ids, None for lists; warn about likely padding without a mask.
 
-    `warn` is None for what a framework hands over: it gives masks of its own, and empty rows are what it did.
+    `warn` is None for a framework's data, which comes with masks and may have empty rows.
 
-    Raises InvalidRecord for a mask without a batch to mask, and for one that leaves no token.
+    Raises InvalidRecord for a mask without a batch, and for one that leaves no token.
     """
     name = f"{side}_attention_mask"
     if mask is None:
@@ -58,10 +58,10 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
 
 
 def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
-    """A sentence that names the cells of a [B, T] batch that look like padding; None where none do.
+    """Return a sentence on the cells of a [B, T] batch that look like padding; None if none do.
 
-    Rows look padded where they begin or end in repeats of one token, the same in all of them, and another row does not.
-    This may be a model that repeats itself: it is reason to warn and not to refuse.
+    Rows look padded if they begin or end in repeats of one token, the same in all of them, and some row does not. It may
+    also be a model that repeats itself, so this is a warning and not an error.
     """
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":
@@ -84,6 +84,6 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
 
 
 def _runs(cells: np.ndarray) -> np.ndarray:
-    """[B] how many cells at the beginning of a row are equal."""
+    """Return [B]: length of the run of equal cells at the beginning of each row."""
     other = cells != cells[:, :1]
     return np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])

@@ -51,7 +51,7 @@ def _check(value: Any, what: str) -> None:
 def metric_rows(
     step: int, values: Mapping[str, Any], logged_at: datetime, attempt: int | None, writer: str
 ) -> pa.RecordBatch:
-    """One row a value: numbers (tensors of one element too) as numbers, None as neither, anything else as text."""
+    """Return one row per value: numbers (and one-element tensors) as numbers, None as neither, anything else as text."""
     plain = [_plain(value) for value in values.values()]
     numbers = [_number(value) for value in plain]
     texts = [
@@ -73,7 +73,7 @@ def metric_rows(
 
 
 def _plain(value: Any) -> Any:
-    """What an array of one object or text holds; anything else as it is."""
+    """Unwrap an array of one object or text; return anything else as it is."""
     holds_one = isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1
     return value.item() if holds_one else value
 

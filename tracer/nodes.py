@@ -1,4 +1,4 @@
-"""Several nodes of one job, each with a `tim-trace record` of its own: which one begins the trace, and how others find it."""
+"""Several nodes of one job, each under its own `tim-trace record`: one begins the trace, the others join it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBERS = (
 SIGN_S = 5.0
 """How often `tim-trace record` shows that it runs, seconds."""
 SIGNED_S = 2 * SIGN_S
-"""How long one that shows nothing is looked at before it counts as ended."""
+"""How long one without a sign is watched before it counts as ended, seconds."""
 _LOOK_S = 0.2
 
 _NUMBER = re.compile(r"--(?:node|machine)[-_]rank[ =](\d+)")
@@ -29,9 +29,9 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting that says a node or process before this one begins the trace, such as RANK=1; None without.
+    """Return the setting that shows that an earlier node or process begins the trace, such as RANK=1; None without.
 
-    What the command's arguments say counts before the environment.
+    The command's arguments take precedence over the environment.
     """
     told = list(_NUMBER.finditer(" ".join(command)))
     if not told:
@@ -40,17 +40,17 @@ def later_node(command: Sequence[str]) -> str | None:
 
 
 def has_several_nodes(command: Sequence[str]) -> bool:
-    """Whether a command is one of those that start a job on several nodes, as its arguments or torchrun's variable say."""
+    """Whether a command starts a job on several nodes, by its arguments or torchrun's variable."""
     return bool(_COUNT.search(" ".join([f"PET_NNODES={os.environ.get('PET_NNODES')}", *command])))
 
 
 def is_same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two commands differ in the number of their nodes alone."""
+    """Whether two commands differ only in their node rank."""
     return _NUMBER.sub("", " ".join(one)) == _NUMBER.sub("", " ".join(other))
 
 
 def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
-    """What every `tim-trace record` that recorded to a folder says of itself, the first one first; none where there is no trace."""
+    """Return the states of all launchers of a trace, the first one first; empty without a trace."""
     with contextlib.suppress(TimTraceError, OSError):
         found = [state for state in Store(folder).writers_named(LAUNCHER) if state.is_launcher]
         return sorted(found, key=lambda state: state.opened_at)
@@ -60,10 +60,11 @@ def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
 def running_launchers(
     folder: str | os.PathLike[str], wait_s: float, beside: Collection[str] | None = None
 ) -> list[WriterState]:
-    """Wait for a `tim-trace record` that records to a folder, for at most `wait_s`; return those that are found to run.
+    """Wait up to `wait_s` for a `tim-trace record` that records to a folder; return those found running.
 
-    It runs if its process can be seen from here, or if it gave a sign after the first look: one that was killed on another
-    machine looks like one that runs. With `beside` only these are looked at, as long as one may run; ending well counts, too.
+    One counts as running if its process is visible from here, or if it gave a sign after the first look, since one killed
+    on another machine looks alive at first. With `beside` only these are watched, as long as one may run; one that closes
+    normally counts too.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:

@@ -1,4 +1,4 @@
-"""What an optimizer's state says of the update that it has just made. It reads the state and changes nothing."""
+"""Statistics of the last update, from an optimizer's state, which is only read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 PREFIX = "optimizer/"
-"""What the names of its metrics begin with."""
+"""Prefix of the metrics' names."""
 
 CHUNK_BYTES = 56 << 20
 """Bytes of one chunk on a GPU, where one temporary tensor of that size is needed. A CPU needs up to three, so its chunks are a
@@ -14,7 +14,7 @@ third as large, counted in float32 at least."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
-    """Norms of the last update and of the weights, of what this process holds, as metrics; 0-d tensors where they lie.
+    """Return norms of the last update and of the weights in this process, as metrics: 0-d tensors on their device.
 
     Of Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + weight decay, where it is decoupled), as the state
     has it after the step; of SGD with momentum lr times its buffer (Nesterov's look-ahead left out).
@@ -32,7 +32,8 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
         updates, weights, moments, num_elements = [], [], [], 0
         for chunk in _chunks(optimizer):
             update, second = _update(torch, *chunk)
-            updates.append(_square(torch, update) * _squared(chunk[0]["lr"]))
+            rate = chunk[0]["lr"]
+            updates.append(_square(torch, update) * (rate * rate))
             weights.append(_square(torch, chunk[1]))
             if second is not None:
                 moments.append(second)
@@ -55,7 +56,7 @@ _SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The largest of each setting over the groups; one that is a tensor on a device is of the first group, as it lies there."""
+    """Return the largest of each setting over the groups; for tensors, the first group's, on its device."""
     flat = [dict(group) | dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False)) for group in groups]
     found: dict[str, Any] = {}
     for name in _SETTINGS:
@@ -66,16 +67,18 @@ def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]
-"""A parameter group's settings, some of its tensors or parts of them, and their states."""
+"""A parameter group's settings, some of its tensors (or pieces of them), and their states."""
 
 
 def _chunks(optimizer: Any) -> Iterator[Chunk]:
-    """The tensors that have been updated, some at a time: of one group, device and dtype, and of as many steps."""
+    """Yield the updated tensors in chunks of one group, device, dtype and step count."""
     for group in optimizer.param_groups:
         alike: dict[Any, Chunk] = {}
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
-            if not state or not (("exp_avg_sq" in state and "exp_avg" in state) or _buffer(state) is not None):
+            if not state or not (
+                ("exp_avg_sq" in state and "exp_avg" in state) or state.get("momentum_buffer") is not None
+            ):
                 continue
             key = (parameter.device, parameter.dtype, tuple(state), _known_step(state))
             item = parameter.element_size()
@@ -91,7 +94,7 @@ def _chunks(optimizer: Any) -> Iterator[Chunk]:
 
 
 def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """A tensor and its state, divided alike into pieces of at most `most` elements."""
+    """Yield a tensor and its state in matching pieces of at most `most` elements."""
     if weight.numel() <= most:
         yield weight, state
         return
@@ -104,9 +107,9 @@ def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[
 
 
 def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The update by tensor, less the learning rate, and the sum of v_hat; None where there is none."""
+    """Return the update of each tensor before the learning rate, and the sum of v_hat or None."""
     if "exp_avg_sq" not in states[0]:
-        return [_local(_buffer(state)) for state in states], None
+        return [_local(state["momentum_buffer"]) for state in states], None
     beta1, beta2 = group["betas"]
     step = _step(states[0])
     scale1, scale2 = 1 - beta1**step, 1 - beta2**step
@@ -124,7 +127,7 @@ def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Se
 
 
 def _square(torch: Any, tensors: list[Any]) -> Any:
-    """The squared norm of tensors together, added up in float32 at least."""
+    """Return the squared norm of all tensors, accumulated in at least float32."""
     dtype = _dtype_of_sums(torch, tensors)
     if tensors[0].device.type == "cpu":
         return torch.stack([_square_on_cpu(torch, tensor.reshape(-1), dtype) for tensor in tensors]).sum().float()
@@ -132,14 +135,14 @@ def _square(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _square_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """The squared norm of a vector by pieces: torch's own norm adds one element after another, its sum pairwise."""
+    """Return the squared norm of a vector by pieces: torch's norm accumulates sequentially, its sum pairwise."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
 
 
 def _sum(torch: Any, tensors: list[Any]) -> Any:
-    """The sum of tensors of which no element is negative, added up in float32 at least."""
+    """Return the sum of non-negative tensors, accumulated in at least float32."""
     dtype = _dtype_of_sums(torch, tensors)
     if tensors[0].device.type == "cpu":
         return torch.stack([tensor.sum(dtype=dtype) for tensor in tensors]).sum().float()
@@ -155,16 +158,8 @@ def _total(torch: Any, values: list[Any]) -> Any:
     return torch.stack([value.to(device, non_blocking=True) for value in values]).sum()
 
 
-def _squared(rate: Any) -> Any:
-    return rate * rate
-
-
-def _buffer(state: Mapping[str, Any]) -> Any:
-    return state.get("momentum_buffer")
-
-
 def _known_step(state: Mapping[str, Any]) -> Any:
-    """The number of steps where reading it waits for nothing, else None: then all tensors have made as many."""
+    """Return the step count if it is on the host, else None: device-side counts are equal for all tensors."""
     step = state.get("step")
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None
@@ -177,12 +172,12 @@ def _step(state: Mapping[str, Any]) -> Any:
 
 
 def _local(tensor: Any) -> Any:
-    """The part of a tensor that this process holds."""
+    """Return the local part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def underlying(optimizer: Any) -> Any:
-    """The torch optimizer within what accelerate wraps around it; None where there is none with groups and states."""
+    """Return the torch optimizer inside accelerate's wrappers; None without groups and states."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer if hasattr(optimizer, "param_groups") and hasattr(optimizer, "state") else None

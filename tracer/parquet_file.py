@@ -1,6 +1,6 @@
-"""Parquet files of a trace: written with checksums of their blocks, opened with these compared.
+"""Parquet files of a trace, with block checksums that are verified on reading.
 
-A file's own metadata name it and hold a checksum of each block before the footer; its writer keeps the footer's.
+A file's metadata hold its name and a checksum of each block before the footer; the writer's account holds the footer's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .verified_file import FileChecksums, VerifiedFile, unreadable_checksums
 BLOCKS = b"tim-trace blocks"
 """Metadata: base64 of XXH3-64 of each block before the footer, 8 bytes each."""
 BLOCK_SIZE = b"tim-trace block bytes"
-"""Metadata: bytes of a block; 256 KiB where it is not said."""
+"""Metadata: bytes of a block; 256 KiB by default."""
 IDENTITY = b"tim-trace file"
 """Metadata: the path that the file was written under."""
 
@@ -33,7 +33,7 @@ MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Values of a column that a file may claim: so many of any file, and more by its bytes. Tokens take more than half a byte."""
+"""Most values that a column may claim: a constant plus a multiple of the file's bytes. Tokens take more than half a byte."""
 
 
 def write_checked(
@@ -45,9 +45,9 @@ def write_checked(
     block_bytes: int = BLOCK_BYTES,
     **options: Any,
 ) -> SealedFile:
-    """Write each part as a row group, and return what to say of the file; its step range is left out.
+    """Write each part as a row group, and return the account of the file, without its step range.
 
-    `identity` is the path in the trace that it will have; `options` are those of pyarrow's ParquetWriter.
+    `identity` is its path in the trace; `options` are those of pyarrow's ParquetWriter.
     """
     with checked_writer(path, identity, schema, block_bytes=block_bytes, **options) as writer:
         for part in parts:
@@ -62,7 +62,7 @@ class CheckedWriter:
         self._parquet = parquet
         self.num_rows = 0
         self.sealed: SealedFile
-        """What to say of the file, once it is closed; its step range is left out."""
+        """Account of the file once it is closed, without its step range."""
 
     def write(self, part: pa.Table) -> None:
         """Add a part as a row group."""
@@ -74,7 +74,7 @@ class CheckedWriter:
 def checked_writer(
     path: Path, identity: str, schema: pa.Schema, *, block_bytes: int = BLOCK_BYTES, **options: Any
 ) -> Iterator[CheckedWriter]:
-    """Give what writes a file part by part; the arguments are those of `write_checked`."""
+    """Open a file for writing part by part; arguments as in `write_checked`."""
     with open(path, "xb", buffering=0) as file:
         hashed = _HashedFile(file, block_bytes)
         with pq.ParquetWriter(pa.PythonFile(hashed, mode="w"), schema, **options) as parquet:
@@ -90,7 +90,7 @@ def checked_writer(
 
 
 class _HashedFile(io.RawIOBase):
-    """Hashes what is written to a file as it passes by, and keeps what follows once `footer` is a bytearray."""
+    """Hashes what is written to a file, and also keeps it once `footer` is a bytearray."""
 
     def __init__(self, file: io.FileIO, block_bytes: int):
         self._file = file
@@ -114,7 +114,7 @@ class _HashedFile(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParquetFooter:
-    """What a file's end says of it."""
+    """The footer of a file."""
 
     num_bytes: int
     num_rows: int
@@ -123,7 +123,7 @@ class ParquetFooter:
     content: bytes
     """The footer with its length and the magic number."""
     hash: str
-    """XXH3-64 of these bytes."""
+    """XXH3-64 of `content`."""
 
     @property
     def identity(self) -> str | None:
@@ -137,25 +137,22 @@ class ParquetFooter:
 
     @property
     def _block_bytes(self) -> int:
-        """Bytes of a block that a checksum is over. Raises ValueError for a size that no file of ours has."""
+        """Bytes per block checksum. Raises ValueError for a size that tim-trace does not write."""
         size = int(self.metadata.get(BLOCK_SIZE, BLOCK_BYTES))
         if size not in BLOCK_SIZES:
             raise ValueError(f"of blocks of {size:,} bytes")
         return size
 
     def verified(self, store: Store, relative: str, *, keeps_tail: bool = False) -> VerifiedFile:
-        """The file for reading, each block compared with its checksum; the footer is kept in memory, or read again.
+        """Open the file for verified reading; `keeps_tail` keeps the footer in memory instead of reading it again.
 
         Raises DamagedTrace where the checksums cannot be read.
         """
         checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
-        try:
-            return VerifiedFile(store, relative, self.num_bytes, checksums)
-        except ValueError as error:
-            raise unreadable_checksums(store.shown(relative), error) from error
+        return VerifiedFile(store, relative, self.num_bytes, checksums)
 
     def checksums(self, where: str, *, keeps_tail: bool) -> FileChecksums:
-        """What the bytes of the file are compared with. Raises DamagedTrace where that cannot be read."""
+        """Return the checksums of the file. Raises DamagedTrace if they cannot be read."""
         try:
             return FileChecksums(
                 blocks=base64.b64decode(self.metadata[BLOCKS], validate=True) if self.has_checksums else None,
@@ -167,9 +164,9 @@ class ParquetFooter:
 
 
 def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int = _TAIL_BYTES) -> ParquetFooter:
-    """Read the end of a file of so many bytes; who knows how many of them are the footer's says so.
+    """Read the footer of a file of `num_bytes`; `tail_bytes` is the size of the first read.
 
-    Raises DamagedTrace for what is no Parquet, and FileNotFoundError.
+    Raises DamagedTrace if it is not Parquet, and FileNotFoundError.
     """
     where = store.shown(relative)
     content = _read_tail(store, relative, num_bytes, tail_bytes)
@@ -185,30 +182,26 @@ def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int 
 
 
 def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> bytes:
-    """The footer of a file with its length and the magic number. Raises DamagedTrace for what is no Parquet."""
+    """Return the footer with its length and the magic number. Raises DamagedTrace if it is not Parquet."""
     where = store.shown(relative)
     try:
-        return _tail(store, relative, num_bytes, where, tail_bytes)
+        tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
+        if len(tail) < 12 or tail[-4:] != MAGIC:
+            raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
+        length = struct.unpack("<i", tail[-8:-4])[0] + 8
+        if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
+            raise DamagedTrace(f"{where}: not readable as Parquet (its footer cannot have {length - 8:,} bytes)")
+        return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise DamagedTrace(f"{where}: cannot be read ({error.strerror or first_line(error)})") from error
 
 
-def _tail(store: Store, relative: str, num_bytes: int, where: str, tail_bytes: int) -> bytes:
-    tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
-    if len(tail) < 12 or tail[-4:] != MAGIC:
-        raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
-    length = struct.unpack("<i", tail[-8:-4])[0] + 8
-    if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
-        raise DamagedTrace(f"{where}: not readable as Parquet (its footer cannot have {length - 8:,} bytes)")
-    return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
-
-
 def _check_counts(found: Any, num_bytes: int) -> None:
-    """Raise ValueError for a footer that claims more rows and values than a file of so many bytes has, or others than its parts.
+    """Raise ValueError for a footer that claims implausibly many rows or values, or whose totals do not add up.
 
-    Runs of one value take no room, so that a few bytes could claim any number of them.
+    Runs of one value take no space, so a few bytes could claim any number of them.
     """
     most = _FREE_VALUES + _VALUES_A_BYTE * num_bytes
     groups = [found.row_group(number) for number in range(found.num_row_groups)]

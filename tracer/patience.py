@@ -1,4 +1,4 @@
-"""How long a program waits for a file system, and what it says meanwhile."""
+"""Bounded waiting for a file system, with messages on stderr."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ..schemas.errors import InvalidOption, StorageStalled
 
 MAX_WAIT_S = 60.0
-"""How long one call waits for a file system that does not answer, unless the user says otherwise, seconds."""
+"""Default of the longest wait for a file system that does not answer, seconds."""
 _TELLS_EVERY_S = 5.0
 _LOOKS_EVERY_S = 0.5
 
@@ -28,7 +28,7 @@ class Patience:
         max_wait_s: float = math.inf,
         meanwhile: Callable[[], None] = lambda: None,
     ):
-        """`path` lies on the file system; "" tells nobody. `meanwhile` is called every few seconds. Raises InvalidOption."""
+        """`path` lies on the file system; "" prints nothing. `meanwhile` is called every few seconds of a wait. Raises InvalidOption."""
         if not max_wait_s > 0:
             raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
         self.max_wait_s = max_wait_s
@@ -48,13 +48,13 @@ class Patience:
     ) -> None:
         """Wait, with `changed` held, while `is_blocked`. Raises StorageStalled.
 
-        Time that begins with `is_excused` is no wait for the file system. With `signs` of work, the bound is on the time
-        in which they do not change. `counts` says whether `waited_s` grows.
+        While `is_excused`, time does not count as waiting for the file system. With `signs` of progress, the bound is on the
+        time in which they do not change. `counts` decides whether `waited_s` grows.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
         while is_blocked():
             excused = is_excused()
-            most_s = min(every_s, self.max_wait_s, _LOOKS_EVERY_S if self._path else math.inf)
+            most_s = min(every_s, self.max_wait_s, _LOOKS_EVERY_S if self._path or signs else math.inf)
             changed.wait(None if most_s == math.inf else most_s)
             now = time.monotonic()
             passed_s, last = now - last, now
@@ -71,13 +71,15 @@ class Patience:
                 self._tell(still_s)
 
     def _tell(self, waited_s: float) -> None:
-        bound = "" if self.max_wait_s == math.inf else f"; after {self.max_wait_s:g} s this process goes on without it"
+        bound = (
+            "" if self.max_wait_s == math.inf else f"; after {self.max_wait_s:g} s this process continues without it"
+        )
         text = f"waiting for {self._path} ({self._mount()}) to answer, {waited_s:.0f} s so far{bound}"
         print(f"tim-trace: {text}", file=sys.stderr, flush=True)
         self._meanwhile()
 
     def _mount(self) -> str:
-        """The file system that the path lies on, by what the kernel lists: it is not asked itself."""
+        """Return the file system of the path from the kernel's list of mounts, without touching it."""
         try:
             path = Path(os.path.abspath(self._path))
             mounts = [line.split() for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines()]

@@ -1,4 +1,4 @@
-"""Telling how far long work has come. Computing takes a Progress; only the command line draws one."""
+"""Reporting progress of long work. Computations take a Progress; only the command line draws one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Advance = Callable[[int], None]
 """Called with the number of units done since the last call."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Called with what is done and the number of units in all."""
+"""Called with a name of the work and the total number of units."""
 
 
 @contextmanager
 def no_progress(what: str, total: int) -> Iterator[Advance]:
-    """Tell nobody."""
+    """Report nothing."""
     yield lambda units: None

@@ -1,4 +1,4 @@
-"""From a model's last hidden states to the distributions that are kept of them, a chunk of tokens at a time.
+"""Computing the kept distributions from a model's last hidden states, in chunks of tokens.
 
 Shapes: N tokens, C tokens of a chunk, H hidden width, V vocabulary.
 """
@@ -14,7 +14,7 @@ from .dense import Distribution, Hidden, Logits, TopK
 from .logits import scaled, top_k_with_tail
 
 CHUNK_BYTES = 256 << 20
-"""Logits in float32 that exist at a time, beyond what is kept."""
+"""Bytes of float32 logits that exist at a time, beyond what is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,18 +22,18 @@ class Projection:
     """A model's head, as a pass applies it."""
 
     model: Any
-    """None where the rows are logits already."""
+    """None if the rows are logits already."""
     dtype: Any = None
     """torch's dtype of the product; None for that of the hidden states."""
     then: Callable[[Any], Any] | None = None
-    """What the pass does to the logits after scale and soft cap, beside dividing by the temperature."""
+    """Applied to the logits after scale and soft cap, before dividing by the temperature."""
 
     @property
     def head(self) -> Any:
         return self.model.get_output_embeddings()
 
     def logits(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
-        """[C, V] logits of up to `chunk` tokens at a time, scaled and capped as the model does it; before temperature."""
+        """Yield [C, V] logits of up to `chunk` tokens, with the model's scale and soft cap; before temperature."""
         for logits_CV in hidden_NH.split(chunk) if self.model is None else self._projected(hidden_NH, chunk):
             yield logits_CV if self.then is None else self.then(logits_CV)
 
@@ -49,7 +49,7 @@ class Projection:
     def distribution(
         self, hidden: Sequence[Any], capture: Capture, temperature: float, device: Any = None
     ) -> Distribution:
-        """What a capture keeps of rows of hidden states [T, H], end to end; on `device` where one is named."""
+        """Return what a capture keeps of rows of hidden states [T, H], concatenated; on `device` if given."""
         import torch
 
         with torch.no_grad():
@@ -68,14 +68,14 @@ class Projection:
 
 
 class _Kept:
-    """Arrays of N rows that are filled chunk by chunk."""
+    """Preallocated arrays of N rows that are filled in chunks."""
 
     def __init__(self, num_rows: int, device: Any):
         self.arrays: list[Any] = []
         self._num_rows, self._device, self._filled = num_rows, device, 0
 
     def add(self, *chunks: Any) -> None:
-        """Put rows of each array after those that are there."""
+        """Append rows to each array."""
         if not self.arrays:
             self.arrays = [
                 chunk.new_empty((self._num_rows, *chunk.shape[1:]), device=self._device or chunk.device)

@@ -1,4 +1,4 @@
-"""Replacing a trace by another one in the same folder, so that a process may die at any moment and one of them is there.
+"""Replacing a trace in its folder such that one of the two traces survives if the process dies at any moment.
 
 The old trace is moved into `.tmp-replacing-*`, its manifest first, and this becomes `.tmp-replaced-*` when all of it is there.
 The new trace's manifest comes last. So a folder without a manifest holds either a part of the old trace, the other part being
@@ -32,12 +32,12 @@ from .whole_file import check_inside, check_no_links
 
 
 def entries(folder: Path) -> list[Path]:
-    """What lies in a folder besides traces that are being replaced or written."""
+    """Return the entries of a folder, except traces that are being replaced or written."""
     return [entry for entry in folder.iterdir() if not entry.name.startswith(WHOLE_TRACES)]
 
 
 def names(folder: Path) -> Iterator[str]:
-    """Paths below a folder, relative to it: of files, and of links whatever they lead to, but not of what is aside."""
+    """Yield the relative paths of files and links below a folder, except in traces that are being replaced or written."""
     for base, folders, files in os.walk(folder):
         if Path(base) == folder:
             folders[:] = [name for name in folders if not name.startswith(WHOLE_TRACES)]
@@ -47,7 +47,7 @@ def names(folder: Path) -> Iterator[str]:
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Move what lies in a folder into a folder in it, and return that; None where nothing does."""
+    """Move a folder's entries into a subfolder, and return that; None if there are none."""
     moved = sorted(entries(folder), key=lambda entry: entry.name != MANIFEST)
     if not moved:
         return None
@@ -60,14 +60,14 @@ def move_aside(folder: Path) -> Path | None:
 
 
 def move_all(source: Path, target: Path) -> None:
-    """Move what lies in one folder to another one, the manifest last, and remove the first."""
+    """Move all entries of a folder to another one, the manifest last, and remove the first folder."""
     for entry in sorted(source.iterdir(), key=lambda entry: entry.name == MANIFEST):
         entry.rename(target / entry.name)
     source.rmdir()
 
 
 def put_back(folder: Path) -> None:
-    """Undo what this process, or one that died, began to replace; where the new trace is there, finish it."""
+    """Undo a replacement that was not finished, or finish it if the new trace is complete."""
     if (folder / MANIFEST).exists():
         for aside in [*_aside(folder, REPLACED_PREFIX), *_aside(folder, REPLACING_PREFIX)]:
             if not (aside / MANIFEST).exists():
@@ -84,20 +84,20 @@ def put_back(folder: Path) -> None:
 
 
 def _aside(folder: Path, prefix: str) -> list[Path]:
-    """The folders of traces that are being replaced or written; no links, behind which lies what is not ours."""
+    """Return the folders with a prefix, except links, whose targets are not ours."""
     return [path for path in folder.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink()]
 
 
 def remove_replaced(aside: Path) -> None:
-    """Remove a replaced trace: of its files those that are a trace's, the manifest first."""
+    """Remove a replaced trace: only files of a trace."""
     remove_own(aside, listed=tokenizer_files(Store(aside)))
     remove_empty(aside)
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move a further part of a trace from where it was built into the trace, its writers' states last.
+    """Move an additional part of a trace into the trace, its writers' states last.
 
-    A folder without a manifest holds a part that is whole, whose files are on their way.
+    A built folder without a manifest holds a complete part that is being moved.
     """
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def move_part(building: Path, folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what processes were writing as a whole when they died; what they had begun to move into the trace, move."""
+    """Remove what killed processes were building; finish moving what they had begun to move."""
     for building in _aside(folder, BUILT_PREFIX):
         if not is_held(building):
             if (folder / MANIFEST).exists() and not (building / MANIFEST).exists():
@@ -119,7 +119,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def tokenizer_files(store: Store) -> set[str]:
-    """The tokenizer's files, whose names are the tokenizer's own: those that writers say they wrote."""
+    """Return the tokenizer's files by the writers' accounts, since their names vary."""
     if not os.path.isdir(store.path(TOKENIZER)):
         return set()
     with contextlib.suppress(TimTraceError):
@@ -128,7 +128,7 @@ def tokenizer_files(store: Store) -> set[str]:
 
 
 def remove_own(folder: Path, listed: Collection[str] = ()) -> None:
-    """Remove the files of a trace, and the folders that are empty then."""
+    """Remove the files of a trace, and folders that become empty."""
     for name in [*names(folder)]:
         if is_own(name) or name in listed:
             with contextlib.suppress(OSError):
@@ -139,6 +139,6 @@ def remove_own(folder: Path, listed: Collection[str] = ()) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder unless something lies in it."""
+    """Remove a folder if it is empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()

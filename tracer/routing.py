@@ -1,4 +1,4 @@
-"""Router choices of a mixture of experts: which experts a token went to, in slot order, and with which weights.
+"""Router choices of a mixture of experts: the experts of each token in slot order, and their weights.
 
 Shapes: N tokens, L layers that have a router, S slots (experts of a token), C cells of one forward (its rows times its
 width), B rows, W width.
@@ -20,7 +20,7 @@ from .store import Store
 
 EXPERT_IDS, EXPERT_WEIGHTS = "expert_ids", "expert_weights"
 NOT_ROUTED = -1
-"""The id where a pass gave a token no routing."""
+"""Id for a token without routing in a pass."""
 
 _ROUTER = re.compile(r"Router|Gate$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -28,12 +28,12 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What routers chose for some tokens."""
+    """The routers' choices for some tokens."""
 
     expert_ids: Any
-    """[N, L, S] integers, the experts in the order of the model's slots; -1 where the token was not routed."""
+    """[N, L, S] integers, experts in the order of the model's slots; -1 if the token was not routed."""
     expert_weights: Any = None
-    """[N, L, S] floats, what each expert's output was multiplied with; None where it was not recorded."""
+    """[N, L, S] floats, factors of the experts' outputs; None if not recorded."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -51,25 +51,25 @@ class Router:
 
     @property
     def num_experts(self) -> int | None:
-        """Experts that it chooses from; None where its module does not say."""
+        """Number of experts to choose from; None if unknown."""
         weight = getattr(self.module, "weight", None)
         found = getattr(self.module, "num_experts", None) or (None if weight is None else weight.shape[0])
         return None if found is None else int(found)
 
     @property
     def num_slots(self) -> int | None:
-        """Experts of a token; None where its module does not say."""
+        """Experts per token; None if unknown."""
         found = getattr(self.module, "top_k", None)
         return found if isinstance(found, int) else None
 
 
 def is_mixture(model: Any) -> bool:
-    """Whether a model has experts to choose from."""
+    """Whether a model has experts."""
     return any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
 
 
 def routers(model: Any) -> list[Router]:
-    """The routers of a transformers model, by layer: modules beside `experts` whose class is called a router or gate."""
+    """Return the routers of a transformers model, by layer: modules next to `experts` whose class name contains Router or ends in Gate."""
     found: list[Router] = []
     for name, parent in model.named_modules():
         children = dict(parent.named_children())
@@ -83,7 +83,7 @@ def routers(model: Any) -> list[Router]:
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """What a contract says of a mixture of experts; empty for another model."""
+    """Return a contract's entries on a mixture of experts; empty for other models."""
     known = routers(model)
     if not known:
         return {}
@@ -95,7 +95,7 @@ def facts(model: Any) -> dict[str, Any]:
 
 
 def choice(output: Any) -> tuple[Any, Any, int] | None:
-    """A router's ids [C, S] and weights [C, S], and the ids' place in its output; None where they cannot be read.
+    """Return a router's ids [C, S] and weights [C, S], and the index of the ids in its output; None if they cannot be read.
 
     transformers' routers return (logits, weights, ids) or (ids, weights, logits).
     """
@@ -112,14 +112,14 @@ def choice(output: Any) -> tuple[Any, Any, int] | None:
 
 
 class RouterTap:
-    """Listens to a model's routers while it runs. Its hooks only read."""
+    """Reads a model's router choices while it runs."""
 
     def __init__(self, known: Sequence[Router]):
         self._routers = known
         self._heard: list[list[tuple[Any, Any]]] = [[] for _ in known]
         self._handles: list[Any] = []
         self.problem: str | None = None
-        """Why choices cannot be read, once that has shown."""
+        """Why choices cannot be read; None while they can."""
 
     def __enter__(self) -> RouterTap:
         self._handles = [
@@ -141,12 +141,12 @@ class RouterTap:
         try:
             narrow = ids_CS.to(id_dtype(self._routers[index].num_experts))
             self._heard[index].append((narrow, weights_CS.detach().clone()))
-        except RuntimeError as error:  # out of memory, most of all: the model that is listened to must not notice
+        except RuntimeError as error:  # mostly out of memory, which must not reach the model
             self.problem = f"its choices cannot be copied ({str(error).splitlines()[0]})"
             self._heard = [[] for _ in self._routers]
 
     def forwards(self) -> list[Routing]:
-        """What was heard since the last call of this, a forward after the other: [C, L, S] each."""
+        """Return the choices since the last call of this, per forward: [C, L, S] each."""
         import torch
 
         heard, self._heard = self._heard, [[] for _ in self._routers]
@@ -165,7 +165,7 @@ class RouterTap:
 
 
 def id_dtype(num_experts: int | None) -> Any:
-    """The smallest signed integer of torch that holds every expert's id."""
+    """Return torch's smallest signed integer dtype that holds every expert's id."""
     import torch
 
     if num_experts is None:
@@ -174,7 +174,7 @@ def id_dtype(num_experts: int | None) -> Any:
 
 
 def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
-    """The tokens of forwards that follow each other in rows, row after row; None when they are not of these cells."""
+    """Select the unmasked tokens of consecutive forwards, row after row; None if the number of cells does not match."""
     import torch
 
     if sum(len(part.expert_ids) for part in heard) != mask_BW.size:
@@ -186,7 +186,7 @@ def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
 
 
 def joined(parts: Sequence[Routing]) -> Routing | None:
-    """The tokens of several rows, one after the other; None for no rows."""
+    """Concatenate the tokens of several rows; None for no rows."""
     import torch
 
     if not parts:
@@ -208,9 +208,9 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
 
 
 def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[Routing]:
-    """Read the routing of rows of scores; a place is the columns `routing` and `routing_start`, and its tokens.
+    """Read the routing of rows of scores; a place is the columns `routing` and `routing_start`, and the number of tokens.
 
-    Rows of one sealed group are read together: a segment's is never large. Raises DamagedTrace.
+    Rows of one sealed group are read together, since segments are small. Raises DamagedTrace.
     """
     spans: dict[str, tuple[int, int]] = {}
     for group, start, count in places:
@@ -220,7 +220,7 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
     found = []
     for group, start, count in places:
         arrays = spanned[group]
-        if arrays is None:  # of a journal, where one read gives what was recorded in one go
+        if arrays is None:  # in a journal, one read returns one recorded block
             arrays, begin = _arrays(store, group, start, count), 0
         else:
             begin = start - spans[group][0]
@@ -234,7 +234,7 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
 
 
 def _arrays(store: Store, group: str, start: int, count: int) -> dict[str, np.ndarray] | None:
-    """A group's arrays from a row on; None where one read does not give so many rows of routing."""
+    """Return `count` rows of a group's arrays; None if one read does not return that many rows of routing."""
     from .dense import read_dense
 
     arrays = read_dense(store, group, start, count)

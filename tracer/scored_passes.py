@@ -1,4 +1,4 @@
-"""Which passes of a trace have logprobs, as its files' ends say: no token is read, and no database is opened."""
+"""The passes of a trace that have logprobs, read from footers, without tokens or a database."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .verified_file import FileCursor
 
 
 def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
-    """The pair that says most of what a trace holds: see `first_pair`."""
+    """Return the pair of passes to compare by default: see `first_pair`."""
     return first_pair(scored_passes(trace))
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
-    """A replay beside the trainer's pass, or beside another one where the trainer has no logprobs."""
+    """Return the pair of a replay and the trainer's pass, or another one if the trainer has no logprobs."""
     names = scored_passes(trace)
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 
 
 def scored_passes(trace: str | os.PathLike[str]) -> list[str]:
-    """The passes with logprobs, by name. Tells what of the trace is damaged, and raises DamagedTrace."""
+    """Return the passes with logprobs, by name. Reports damage, and raises DamagedTrace."""
     snapshot = take_snapshot(Store(trace))
     tell_damage(tuple(snapshot.damaged))
     entries = [entry for entry in snapshot.files[SCORES] if "logprobs" not in entry.lacking]

@@ -3,52 +3,67 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from ..schemas.checksums import SealedFile
 from ..schemas.layout import SCORES, Segment
 from ..schemas.tables import TABLES
 from . import dense
-from .held_rows import HeldRows
 from .journal import DENSE_SCHEMA, DENSE_TABLE, JournalStream
 from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
-"""Journal bytes that are sealed together: about four million tokens of ids and three passes."""
+"""Journal bytes that are sealed together: about four million tokens with ids and three passes."""
+
+
+class HeldRows:
+    """Keeps record batches in memory, with the interface of JournalStream: a killed process leaves nothing of them."""
+
+    is_synced = False
+
+    def __init__(self) -> None:
+        self.batches: list[pa.RecordBatch] = []
+        self.num_bytes = 0
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Keep rows after validating them, as reading a journal does."""
+        batch.validate(full=True)
+        self.batches.append(batch)
+        self.num_bytes += batch.nbytes
+
+    def sync(self) -> None:
+        """Do nothing: no row is on the disk."""
+
+    def close(self) -> None:
+        """Do nothing: rows stay until they are sealed."""
+
 
 _Stream = JournalStream | HeldRows
 
 
-class Account(Protocol):
-    """Keeps account of a writer's files."""
-
-    def opened(self, journal: str) -> None:
-        """A journal was begun."""
-
-    def sealed(self, journal: str, files: dict[str, SealedFile], *, sync: bool) -> None:
-        """Rows were sealed into these files, none where there was no row; the journal, where there is one, is removed next.
-
-        With `sync` that journal was to survive a loss of power, and so are the files.
-        """
-
-
 class SegmentWriter:
-    """Appends rows and distributions of one writer; not for use from several threads.
+    """Appends rows and distributions of one writer; not thread-safe.
 
-    One segment is sealed while the next is appended to, its scores on one thread and the rest on another: `account` is told
+    One segment is sealed while the next is appended to, its scores on one thread and the rest on another: `account` is called
     from these, too. Appending never waits for sealing; who gives it more asks `is_behind` first.
     """
 
     def __init__(
-        self, folder: Path, writer: str, account: Account, seal_bytes: int = SEAL_BYTES, *, journals: bool = True
+        self,
+        folder: Path,
+        writer: str,
+        account: Callable[..., None],
+        seal_bytes: int = SEAL_BYTES,
+        *,
+        journals: bool = True,
     ):
-        """Without `journals`, rows wait in memory until they are sealed."""
+        """`account` is `TraceWriter.account`. Without `journals`, rows wait in memory until they are sealed."""
         self.folder = folder
         self.seal_bytes = seal_bytes
         self._account = account
@@ -58,8 +73,8 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """What is being sealed, by its journal. A journal gives way to its files under `_handover`, so that whoever holds that
-        finds every row in one or the other."""
+        """Streams being sealed, by journal. Files replace a journal under `_handover`, so that its holder finds every row in one
+        or the other."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -84,7 +99,7 @@ class SegmentWriter:
 
     @property
     def signs(self) -> list[Any]:
-        """What differs as long as the threads that seal get on."""
+        """Changes as long as the sealing threads make progress."""
         return [sealer.signs for sealer in self._sealers.values()]
 
     @property
@@ -126,7 +141,7 @@ class SegmentWriter:
         self._raise_sealing()
 
     def close(self, *, distributions: bool = True) -> None:
-        """Seal what there is and wait for it."""
+        """Seal all rows and wait for it."""
         self.seal(distributions=distributions)
         self._end_sealers()
         self._raise_sealing()
@@ -154,11 +169,11 @@ class SegmentWriter:
         elif table not in self._streams:
             schema = DENSE_SCHEMA if table == DENSE_TABLE else TABLES[table].schema
             self._streams[table] = JournalStream(self.folder, self.segment, table, schema)
-            self._account.opened(self.segment.journal(table))
+            self._account(begun=self.segment.journal(table))
         return self._streams[table]
 
     def sync(self) -> None:
-        """Have everything appended survive a loss of power, what is being sealed included."""
+        """Make everything appended survive a loss of power, including what is being sealed."""
         for stream in self._streams.values():
             stream.sync()
         with self._handover:
@@ -178,7 +193,7 @@ class SegmentWriter:
             else:
                 files = seal_table(self.folder, segment, table)
             with self._handover:
-                self._account.sealed(journal, files, sync=stream.is_synced)
+                self._account(files, ended=journal, sync=stream.is_synced)
                 if not isinstance(stream, HeldRows):
                     (self.folder / journal).unlink()
                 del self._sealing[journal]

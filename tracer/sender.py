@@ -6,19 +6,20 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Timer
+from typing import Any
 
 from ..schemas.checksums import short_hash
-from ..schemas.errors import StorageError, TraceExists
+from ..schemas.errors import StorageError, StorageStalled, TraceExists
 from .liveness import HEARTBEAT_S
-from .patience import MAX_WAIT_S
+from .patience import MAX_WAIT_S, Patience
+from .worker import Worker
 
 _QUIET_S = 5.0
-"""Seconds of waiting at the end before it says what it waits for."""
+"""Seconds of waiting at the end before a message."""
 
 
 def cache_folder(url: str) -> Path:
@@ -34,10 +35,10 @@ def forget(folder: str | os.PathLike[str], url: str) -> None:
 
 
 class Sender:
-    """A trace that is recorded to a URL: the folder that it is written to first, and what was sent of it."""
+    """Sends a trace that is recorded to a URL from the folder that it is written to first."""
 
     def __init__(self, url: str, *, max_wait: float = MAX_WAIT_S):
-        """Raises TraceExists where something lies at the URL, or what an earlier recording could not send still lies here."""
+        """Raises TraceExists if the URL is in use, or if the cache folder still holds an earlier recording that was not sent."""
         from .upload import Upload  # here, so that a command starts before the file systems' libraries are loaded
 
         self.url, self._max_wait = url, max_wait
@@ -49,7 +50,7 @@ class Sender:
             )
         self._upload = Upload(self.folder, url)
         self._upload.has_part_of()
-        self._is_stuck = False
+        self._is_stuck = self._has_failed = False
         self.folder.parent.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -61,72 +62,66 @@ class Sender:
     def sending(self) -> Iterator[None]:
         """Send what is sealed about once a minute, on a thread of its own. A failure is reported once, and tried again."""
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # each failed request would print a traceback
-        ended = Event()
-        thread = Thread(target=self._send_often, args=(ended,), name="sender", daemon=True)
-        thread.start()
+        worker = self._worker(idle=self._send_sealed, idle_s=HEARTBEAT_S)
         try:
             yield
         finally:
-            ended.set()
-            self._is_stuck = not self._joined(thread)
+            self._end(worker)
 
-    def _send_often(self, ended: Event) -> None:
-        has_reported = False
-        while not ended.wait(HEARTBEAT_S):
-            try:
-                self._upload.send(tries=1)
-                if self._upload.has_grown:
-                    self._upload.send_index()
-            except (StorageError, OSError) as error:
-                if not has_reported:
-                    self._print(f"{error}; recording goes on in {self.folder}, and is sent later")
-                has_reported = True
+    def _worker(self, **options: Any) -> Worker:
+        return Worker(max_bytes=0, patience=Patience("", self._max_wait), **options)
+
+    def _end(self, worker: Worker) -> None:
+        """Wait until a thread that sends has ended; no longer than `max_wait` seconds in which no byte is sent."""
+        note = Timer(
+            _QUIET_S,
+            self._print,
+            [f"sending the rest of the trace to {self.url}; gives up after {self._max_wait:.0f} s without progress"],
+        )
+        note.daemon = True
+        note.start()
+        try:
+            worker.close(signs=lambda: self._upload.num_bytes)
+        except StorageStalled:
+            worker.abandon()
+            self._is_stuck = True
+        finally:
+            note.cancel()
+
+    def _send_sealed(self) -> None:
+        try:
+            self._upload.send(tries=1)
+            if self._upload.has_grown:
+                self._upload.send_index()
+        except (StorageError, OSError) as error:
+            if not self._has_failed:
+                self._print(f"{error}; recording goes on in {self.folder}, and is sent later")
+            self._has_failed = True
+
+    def _send_all(self) -> None:
+        self._upload.send()
+        self._upload.send_index()
 
     def finish(self) -> None:
         """Send all that is left, and remove the folder.
 
         Raises StorageError, and leaves the folder, if sending fails or nothing could be sent for `max_wait` seconds.
         """
-        failed: list[Exception] = []
-
-        def send() -> None:
-            try:
-                self._upload.send()
-                self._upload.send_index()
-            except Exception as error:  # raised again on the caller's thread
-                failed.append(error)
-
-        thread = Thread(target=send, name="sender", daemon=True)
+        error: BaseException | None = None
         if not self._is_stuck:
-            thread.start()
-            self._is_stuck = not self._joined(thread)
+            worker = self._worker()
+            worker.submit(self._send_all, 0)
+            self._end(worker)
+            error = worker.error
         if self._is_stuck:
-            failed = [StorageError(f"{self.url}: has taken nothing for {self._max_wait:.0f} s")]
-        if failed and not isinstance(failed[0], (StorageError, OSError)):
-            raise failed[0]
-        if failed:
+            error = StorageError(f"{self.url}: has taken nothing for {self._max_wait:.0f} s")
+        if isinstance(error, (StorageError, OSError)):
             raise StorageError(
-                f"{failed[0]}; the whole trace lies in {self.folder}: send it with `{self.remedy}`"
-            ) from failed[0]
+                f"{error}; the whole trace lies in {self.folder}: send it with `{self.remedy}`"
+            ) from error
+        if error is not None:
+            raise error
         shutil.rmtree(self.folder.parent, ignore_errors=True)
-
-    def _joined(self, thread: Thread) -> bool:
-        """Wait for a thread that sends, at most `max_wait` seconds without a byte sent; return whether it ended."""
-        start = moved = time.monotonic()
-        num_bytes, has_reported = self._upload.num_bytes, False
-        while thread.is_alive():
-            thread.join(0.2)
-            now = time.monotonic()
-            if self._upload.num_bytes != num_bytes:
-                num_bytes, moved = self._upload.num_bytes, now
-            if now - moved > self._max_wait:
-                return False
-            if now - start > _QUIET_S and not has_reported:
-                self._print(
-                    f"sending the rest of the trace to {self.url}; gives up after {self._max_wait:.0f} s without progress"
-                )
-                has_reported = True
-        return True
 
     def _print(self, message: str) -> None:
         print(f"tim-trace: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What of a trace can be read just now: sealed files, the journals of live or killed writers, and what is damaged."""
+"""The readable content of a trace at one moment: sealed files, journals of live or killed writers, and damage."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from .store import Store
 from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
 _LOOKS = 100
-"""How often a trace is looked at whose files are sealed, or whose writers' states change, while they are read."""
+"""Attempts at reading a trace that changes while it is read."""
 _NAMED = 8
-"""Files that are named where a writer's state is lost; of more it is told how many."""
+"""Number of files that a message on a lost writer's state names."""
 _RESTORE = "restore the file from a copy"
 
 
@@ -56,28 +56,28 @@ class TableFile:
     relative: str
     file: VerifiedFile
     lacking: tuple[str, ...]
-    """Columns that it lacks, being of an earlier release."""
+    """Columns that it lacks, since an earlier release wrote it."""
     rows: int
     steps: tuple[int, int] | None = None
-    """First and last step of its rows, as its writer says; None where it does not, and of a file without rows."""
+    """First and last step of its rows by the writer's account; None if unknown, or without rows."""
     newest: dict[int, int] | None = None
-    """Step -> newest attempt at training of its rows; None before that was read."""
+    """Step -> newest attempt at training of its rows; None until read."""
 
     @property
     def writer(self) -> str:
-        """Name of the writer whose file it is."""
+        """Name of its writer."""
         return self.relative.rpartition("/")[2].rpartition("-")[0]
 
 
 Journals = dict[Segment, dict[str, int]]
-"""Segment that is not sealed -> table -> bytes of its journal that are read."""
+"""Unsealed segment -> table -> bytes of its journal to read."""
 Examined = dict[str, TableFile]
-"""Path of a sealed file that can serve -> what was found of it. A sealed file never changes."""
+"""Path of a readable sealed file -> the file. A sealed file never changes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """One trace, as it lies there at one moment."""
+    """A trace at one moment."""
 
     store: Store
     manifest: Manifest
@@ -91,19 +91,19 @@ class Snapshot:
     contracts: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     """Pass, hash and content of every contract."""
     damaged: list[str] = field(default_factory=list)
-    """What cannot be read or is missing and is in no answer, a sentence each."""
+    """Damaged or missing parts, which are in no answer, a sentence each."""
     ignored: list[str] = field(default_factory=list)
-    """What lies there and is no part of the trace, so that no answer lacks it, a sentence each."""
+    """Files that are not part of the trace, a sentence each."""
     torn_bytes: int = 0
-    """Bytes of records that were being appended when their process died, or are being appended now."""
+    """Bytes of incomplete records at the end of journals."""
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    """Table and schema of the index -> columns that a file of these lacks."""
+    """Table and schema of the index -> columns that such a file lacks."""
     _seen: set[str] = field(default_factory=set)
-    """Paths of what lies in the folders of tables."""
+    """Paths of all files in the folders of tables."""
     _suspects: set[str] = field(default_factory=set)
-    """Writers whose files are not those that their state names: it may have changed since."""
+    """Writers whose files do not match their state, which may have changed since it was read."""
 
     @property
     def is_live(self) -> bool:
@@ -112,7 +112,7 @@ class Snapshot:
 
     @property
     def accounted(self) -> dict[str, SealedFile]:
-        """Path -> what its writer says of it, for every file of a writer that counts."""
+        """Path -> account, for every file of a writer that counts."""
         counting = [state for state in self.writers if not state.is_removed]
         replaced = self.replaced
         return {
@@ -121,27 +121,21 @@ class Snapshot:
 
     @property
     def replaced(self) -> set[str]:
-        """Files whose rows merged files hold; they count no more."""
+        """Files that were merged into others, and no longer count."""
         return {name for state in self.writers for name in state.replaced}
 
     @property
-    def num_attempts(self) -> int:
-        """Attempts at training that it holds; 0 where no writer tells."""
-        return len({state.attempt for state in self.writers if state.attempt is not None})
-
-    @property
     def unchecked(self) -> list[str]:
-        """Writers whose files have no checksums, being of an earlier release."""
+        """Writers of an earlier release, whose files have no checksums."""
         return [state.writer for state in self.writers if state.files is None]
 
 
 def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot:
-    """Look at a trace. What cannot be read is passed over and named in `damaged`.
+    """Take a snapshot of a trace. Unreadable parts are skipped and listed in `damaged`.
 
-    `examined` is kept by who looks again and again: sealed files that it knows are not opened another time.
+    `examined` is a cache for repeated snapshots: sealed files in it are not opened again.
 
-    Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look at, and QueryFailed where it changes too
-    fast.
+    Raises TraceNotFound, NewerTrace or DamagedTrace without a readable trace, and QueryFailed if it changes too fast.
     """
     manifest, known = store.manifest(), {} if examined is None else examined
     for _ in range(_LOOKS):
@@ -158,7 +152,7 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Look for no cycles meanwhile: of tens of thousands of files all that is made stays, and is gone through again and again."""
+    """Pause garbage collection: all objects of tens of thousands of files stay, and would be scanned again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -177,10 +171,10 @@ def _look(snapshot: Snapshot) -> None:
             snapshot.damaged.append(
                 f"{store.shown(folder)}: is a link that leads out of the trace, to {real}; it is not followed: put a copy in its place"
             )
-    snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index)
+    snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)
     snapshot.damaged += damaged
     snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
-    # Journals come first: what is sealed after this listing is still found below, as Parquet.
+    # Journals are listed first: anything sealed after that is found below, as Parquet.
     journals = _journals_of_one_moment(store)
     lost: dict[str, list[str]] = {}
     for table in TABLES:
@@ -212,9 +206,9 @@ def _look(snapshot: Snapshot) -> None:
 
 
 def _journals_of_one_moment(store: Store) -> Journals:
-    """Return the journals as two looks in a row find them: between these, no writer appended a record to any of them.
+    """Return the journals once two listings in a row agree, so that no writer appended in between.
 
-    Where they grow too often for that, sequences are as found last, so that every score has its sequence.
+    If they grow too fast for that, sequences are as in the last listing, so that every score has its sequence.
     """
     before, now = {}, journaled_segments(store)
     for _ in range(_LOOKS):
@@ -229,7 +223,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[str, list[str]]) -> None:
-    """Note the readable files of a table and the rows of its journals, and the files of writers whose state is lost."""
+    """Read a table's files and journals, and collect in `lost` the files of writers whose state is lost."""
     store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
     replaced = snapshot.replaced
     snapshot.files[table] = []
@@ -250,7 +244,9 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
             continue
         record = None if state is None or state.files is None else state.files.get(relative)
         if state is not None and state.files is not None and record is None:
-            if table not in journals.get(segment, ()):  # otherwise it was killed while it sealed: the journal counts
+            if table not in journals.get(
+                segment, ()
+            ):  # otherwise the writer was killed while sealing: the journal counts
                 snapshot._suspects.add(segment.writer)
                 snapshot.ignored.append(
                     f"{store.shown(relative)}: not in its writer's account, and its rows do not count; remove it"
@@ -286,7 +282,7 @@ def _rows_lost(record: SealedFile | None) -> str:
 
 
 def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile | None, spec: Table) -> TableFile:
-    """A sealed file, its size, footer and columns compared with what is said of it. Raises DamagedTrace."""
+    """Return a sealed file after checking its size, footer and columns against its account. Raises DamagedTrace."""
     known = snapshot.examined.get(relative)
     if known is None or known.file.num_bytes != num_bytes:
         if record is not None and num_bytes != record.num_bytes:
@@ -299,7 +295,7 @@ def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedF
 
 
 def _now(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile | None, spec: Table) -> TableFile:
-    """A file whose footer is held by the index, or is read now."""
+    """Return a file whose footer is in the index or is read now."""
     store, where = snapshot.store, snapshot.store.shown(relative)
     indexed = None if record is None else snapshot.index.footer(relative, num_bytes, record.footer)
     footer = indexed or read_footer(store, relative, num_bytes)
@@ -314,7 +310,7 @@ def _now(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile |
 
 
 def _later(snapshot: Snapshot, relative: str, record: SealedFile | None, spec: Table) -> TableFile | None:
-    """A file of whose footer the index tells what an open has to know: it is read when a question needs the file."""
+    """Return a file whose footer is read only when a query needs it; None if the index does not know the file."""
     known = None if record is None else snapshot.index.known(relative, record.num_bytes, record.footer)
     if known is None or record is None or record.num_rows is None:
         return None
@@ -330,7 +326,7 @@ def _later(snapshot: Snapshot, relative: str, record: SealedFile | None, spec: T
 def _read_checksums(
     store: Store, relative: str, record: SealedFile, tail_bytes: int, spec: Table, lacking: tuple[str, ...]
 ) -> FileChecksums:
-    """What the bytes of a file are compared with, of its footer, compared itself with what was said of it at the open."""
+    """Read the checksums of a file from its footer, after checking the footer against account and index."""
     where = store.shown(relative)
     footer = read_footer(store, relative, record.num_bytes, tail_bytes=tail_bytes)
     _check_footer(footer, relative, where, record, is_checked=True)
@@ -342,7 +338,7 @@ def _read_checksums(
 
 
 def _lacking_of_index(snapshot: Snapshot, schema: pa.Schema, spec: Table, relative: str) -> tuple[str, ...]:
-    """`_lacking_columns` of a schema of the index, which most files have in common."""
+    """`_lacking_columns`, cached by schema of the index, since most files share one."""
     key = spec.name, id(schema)
     if key not in snapshot._lacking:
         snapshot._lacking[key] = _lacking_columns(schema, spec, snapshot.store.shown(relative))
@@ -361,7 +357,7 @@ def _check_footer(
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
-    """The columns that a file has not, being of an earlier release. Raises DamagedTrace where it is no such table."""
+    """Return the columns that a file of an earlier release lacks. Raises DamagedTrace if other columns do not match."""
     if len(set(found.names)) != len(found.names):
         raise DamagedTrace(f"{where}: names a column twice; {_RESTORE}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
@@ -375,7 +371,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether two types hold the same values; the names of list elements do not matter."""
+    """Whether two types hold the same values, whatever the names of list elements."""
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found)) and _same_type(found.value_type, wanted.value_type)
     if pa.types.is_map(wanted):
@@ -417,7 +413,7 @@ def _journal_rows(
 
 
 def torn_record(where: str, num_bytes: int) -> str:
-    """What to say of a journal that ends within a record, where nobody writes it any more."""
+    """Return a sentence on a journal that ends within a record and is no longer written."""
     return (
         f"{where}: its last {num_bytes:,} bytes are no whole record: the process died while it wrote them, or the file was cut; "
         "everything before is read"
@@ -440,7 +436,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
         except DamagedTrace as error:
             snapshot.damaged.append(str(error))
             continue
-        # A live writer may name it in its next state, and score under it before.
+        # A live writer may already score under a contract that its state does not list yet.
         if not snapshot.manifest.is_checked or f"{PASSES}/{name}" in accounted or snapshot.is_live:
             snapshot.contracts.append((pass_name, digest, contract))
         else:
@@ -458,7 +454,7 @@ def _contract(snapshot: Snapshot, pass_name: str, digest: str) -> dict[str, Any]
 
 
 def _find_missing(snapshot: Snapshot) -> None:
-    """Note the files that writers account for and that are not there."""
+    """Note files in writers' accounts that are missing."""
     store = snapshot.store
     there = {f"{folder}/{name}" for folder in (WEIGHTS, JOURNAL) for name in store.files(folder)}
     there |= snapshot._seen
@@ -487,7 +483,7 @@ def _find_missing(snapshot: Snapshot) -> None:
 
 
 def _has_changed(snapshot: Snapshot) -> bool:
-    """Whether a writer whose files are not those of its state has changed the state since."""
+    """Whether a writer whose files did not match its state has changed the state since."""
     used = {state.writer: state for state in snapshot.writers}
     for writer in snapshot._suspects:
         try:
@@ -508,11 +504,11 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Step -> its newest attempt at training, of the steps that have one; empty where no run resumed.
+    """Return step -> newest attempt at training; empty if no run resumed.
 
-    The steps of sequences say so, and of other steps those of metrics. Raises DamagedTrace.
+    Read from sequences, and from metrics for steps without sequences. Raises DamagedTrace.
     """
-    if snapshot.num_attempts < 2:
+    if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}
     for table in (METRICS, SEQUENCES):

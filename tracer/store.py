@@ -1,4 +1,4 @@
-"""Reading a trace's folder, wherever it lies. Nothing outside of the folder is read, whatever its files say."""
+"""Reading a trace's folder on any file system. Nothing outside of the folder is read, whatever its files say."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import errno
 import os
 import shlex
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -33,22 +33,19 @@ from ..schemas.layout import (
 from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
 
-if TYPE_CHECKING:
-    from .index import Index
-
 _DEEP = (PASSES, TOKENIZER)
 """Folders with few files at any depth."""
 _READ_BYTES = 64 << 20
-"""Bytes that the system is asked for at once: it takes room for all that it is asked for."""
+"""Bytes per read: the system allocates the whole request."""
 
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""s3fs tries so often, squared for a read, and botocore as often again each time: 4 tries of 15 s are enough to wait."""
+"""Tries of s3fs, squared for a read, and multiplied by botocore's: 4 tries of 15 s are enough."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a URL, and the path on it. Raises StorageError."""
+    """Return the file system of a URL, and the path on it. Raises StorageError."""
     try:
         is_s3 = url.startswith(("s3://", "s3a://"))
         filesystem, path = fsspec.core.url_to_fs(url, **(_BOTO_TRIES if is_s3 else {}))
@@ -66,7 +63,7 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 class _Reached:
-    """A file system of another machine: what its libraries raise, each in classes of its own, becomes StorageError."""
+    """A remote file system whose libraries' errors become StorageError."""
 
     def __init__(self, filesystem: fsspec.AbstractFileSystem, url: str):
         self._filesystem, self._url = filesystem, url
@@ -92,7 +89,7 @@ class _Reached:
 class Store:
     """Reads a trace's folder on any file system that fsspec knows.
 
-    `url` is a local path or a URL such as `s3://bucket/runs/7`; a path is a name, and no character of it a pattern.
+    `url` is a local path or a URL such as `s3://bucket/runs/7`; no character of a path is a pattern.
     Nothing is read before a method asks for it.
     """
 
@@ -106,11 +103,11 @@ class Store:
         else:
             try:
                 self.filesystem, root = LocalFileSystem(), os.path.abspath(os.path.expanduser(self.url))
-            except FileNotFoundError as error:  # of the working directory
+            except FileNotFoundError as error:  # the working directory was removed
                 raise of_system(error) from error
         self.root: str = root.rstrip("/")
         self._listed: dict[str, list[dict[str, Any]]] = {}
-        """Folder of a trace on object storage -> what lay there at the last look."""
+        """Folder of a trace on object storage -> its entries at the last `look`."""
 
     @property
     def is_local(self) -> bool:
@@ -118,13 +115,13 @@ class Store:
 
     @property
     def name(self) -> str:
-        """The folder's own name, which names the run; bytes that are no UTF-8 are replaced, as no table can hold them."""
+        """The folder's name, which names the run; bytes that are not UTF-8 are replaced, since no table can hold them."""
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def look(self) -> None:
-        """List the folders of a trace on object storage, all at the same time; what is asked later is answered from that.
+        """List the folders of a trace on object storage in parallel, and answer later listings from that.
 
-        Does nothing for a local trace, which is listed whenever it is asked.
+        Does nothing for a local trace, which is always listed anew.
         """
         if self.is_local:
             return
@@ -137,7 +134,7 @@ class Store:
             )
 
     def _list(self, folder: str) -> list[dict[str, Any]]:
-        """What lies in a folder on object storage; of those in _DEEP also what lies below: one request lists everything."""
+        """List a folder on object storage, recursively if in _DEEP, in one request."""
         path = self.path(folder).rstrip("/")
         try:
             if folder in _DEEP:
@@ -148,11 +145,11 @@ class Store:
         return found
 
     def path(self, relative: str) -> str:
-        """Path of a file of the trace, as this store's file system names it."""
+        """Return the path of a file of the trace on this store's file system."""
         return f"{self.root}/{relative}"
 
     def shown(self, relative: str) -> str:
-        """Path of a file of the trace, as the user would name it."""
+        """Return the path of a file of the trace for messages."""
         return f"{self.url.rstrip('/')}/{relative}"
 
     @cached_property
@@ -160,7 +157,7 @@ class Store:
         return os.path.realpath(self.root)
 
     def checked_path(self, relative: str) -> str:
-        """The same as `path`. Raises DamagedTrace for a link that leads out of the folder."""
+        """Return `path`. Raises DamagedTrace for a link that leads out of the folder."""
         path = self.path(relative)
         if "\0" in relative:
             raise DamagedTrace(f"{self.shown(relative)}: is the name of no file; is the trace damaged?")
@@ -175,7 +172,7 @@ class Store:
         return bool(self.filesystem.exists(self.checked_path(relative)))
 
     def read_bytes(self, relative: str, size: int | None = None) -> bytes:
-        """A whole file, or its first bytes. Raises DamagedTrace for one that cannot be in this machine's memory."""
+        """Read a file, or its first bytes. Raises DamagedTrace if it does not fit into memory."""
         size = self.file_size(relative) if size is None else size
         if (said := too_large(size)) is not None:
             raise DamagedTrace(f"{self.shown(relative)}: {said}")
@@ -191,11 +188,11 @@ class Store:
             return os.stat(path).st_size
 
     def read_range(self, relative: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file, fewer where it ends before. Raises DamagedTrace for what is no regular file."""
+        """Read bytes [start, stop) of a file, fewer if it is shorter. Raises DamagedTrace if it is not a regular file."""
         path = self.checked_path(relative)
         if not self.is_local:
             return bytes(self.filesystem.cat_file(path, start=start, end=stop)) if stop > start else b""
-        # Opening a FIFO would wait for somebody who writes to it.
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
         with self._no_file_told(relative):
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -211,7 +208,7 @@ class Store:
 
     @contextmanager
     def _no_file_told(self, relative: str) -> Iterator[None]:
-        """Raise DamagedTrace for a socket, and for a link in a circle."""
+        """Raise DamagedTrace for a socket or a circular link."""
         try:
             yield
         except OSError as error:
@@ -220,7 +217,7 @@ class Store:
             raise DamagedTrace(f"{self.shown(relative)}: is no regular file ({error.strerror}); remove it") from error
 
     def read_json(self, relative: str) -> bytes:
-        """The bytes of a JSON document. Raises DamagedTrace for one that is too large to be one of ours."""
+        """Read a JSON document. Raises DamagedTrace if it is larger than any that tim-trace writes."""
         if not self.is_local:  # one request, and none for its size
             content = self.read_range(relative, 0, MAX_BYTES + 1)
             size = len(content)
@@ -231,19 +228,19 @@ class Store:
         return self.read_bytes(relative) if self.is_local else content
 
     def _listed_entry(self, relative: str) -> dict[str, Any] | None:
-        """What the last look at object storage found of a file; None for what it did not see."""
+        """Return a file's entry from the last `look`; None if it is not in there."""
         first = relative.partition("/")[0]
         folder = first if first in _DEEP else relative.rpartition("/")[0]
         path = self.path(relative)
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """MD5 of the files directly in a folder, where the file system lists it: Amazon's S3 and its kin for small files."""
+        """Return the MD5 of the files directly in a folder, if listed: S3 and compatible storage do so for small files."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
     def seen_at(self, relative: str) -> float | None:
-        """When a file was changed last, seconds since 1970; None where the file system does not tell."""
+        """Return when a file was last changed, seconds since 1970; None if unknown."""
         try:
             found = self.filesystem.modified(self.path(relative))
         except (NotImplementedError, OSError, KeyError):
@@ -251,17 +248,17 @@ class Store:
         return found.timestamp() if isinstance(found, datetime) else None
 
     def files(self, folder: str) -> dict[str, int]:
-        """Finished files directly in a folder: name -> bytes, sorted by name; empty when there is no such folder."""
+        """Return the finished files directly in a folder, name -> bytes, sorted by name; empty without the folder."""
         found = {name: size for name, size, is_folder in self._entries(folder) if not is_folder}
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
     def folders(self, folder: str) -> list[str]:
-        """Names of the finished folders directly in a folder; empty when there is no such folder."""
+        """Return the names of finished folders directly in a folder; empty without the folder."""
         names = (name for name, _, is_folder in self._entries(folder) if is_folder)
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
     def aside(self) -> list[str]:
-        """Folders of traces that are or were being replaced by this one, the newest last; of a local trace alone."""
+        """Return the folders of traces that this one replaces, the newest last; local traces only."""
         if not self.is_local:
             return []
         names = [f"{REPLACED_PREFIX}*", f"{REPLACING_PREFIX}*"]
@@ -269,18 +266,18 @@ class Store:
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
     def arriving_writers(self) -> set[str]:
-        """Writers whose files are being moved into the trace, or were when their process died: their states come last."""
+        """Return the writers whose files are being moved into the trace; their states are moved last."""
         building = [name for name, _, is_folder in self._entries("") if is_folder and name.startswith(BUILT_PREFIX)]
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
     def size(self, folder: str) -> int:
-        """Bytes of all files below a folder."""
+        """Return the bytes of all files below a folder."""
         return sum(self.walk(folder).values())
 
     def walk(self, folder: str) -> dict[str, int]:
-        """All finished files below a folder: path relative to it -> bytes. No link to a folder is followed."""
+        """Return all finished files below a folder, relative path -> bytes. Links to folders are not followed."""
         found: dict[str, int] = {}
-        if not self.is_local:  # where one question lists everything
+        if not self.is_local:  # one request lists everything
             base = self.path(folder)
             if folder in self._listed and folder in _DEEP:
                 entries = self._listed[folder]
@@ -304,14 +301,14 @@ class Store:
         return dict(sorted(found.items()))
 
     def link_out(self, relative: str) -> str | None:
-        """Where a path of the trace leads that is a link out of it; None for every other, and where there is none."""
+        """Return the target of a path that is a link out of the trace; None for other paths and missing ones."""
         if not self.is_local or not self._has_link(relative):
             return None
         real = os.path.realpath(self.path(relative))
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Whether a part of a path below the trace's folder is a link, or leads up: to resolve a path takes ten times as long."""
+        """Whether a part of a path below the trace's folder is a link or `..`; ten times faster than resolving the path."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"
@@ -320,7 +317,7 @@ class Store:
         return False
 
     def _entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Name, bytes and whether it is a folder, of what lies directly in a folder of the trace."""
+        """Yield name, bytes and whether it is a folder, for each entry of a folder of the trace."""
         if self.is_local:
             yield from self._local_entries(folder)
             return
@@ -336,7 +333,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """A link to a file has the size of what it leads to; one to a folder is no folder of the trace, and is left out."""
+        """A link to a file has the size of its target; a link to a folder is left out."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -346,7 +343,7 @@ class Store:
         for entry in entries:
             try:
                 is_folder, size = entry.is_dir(), entry.stat().st_size
-            except OSError:  # a link that leads nowhere, or in a circle; or removed since
+            except OSError:  # a dangling or circular link, or removed since
                 is_folder, size = False, 0
                 if not os.path.lexists(entry.path):
                     continue
@@ -354,7 +351,7 @@ class Store:
                 yield entry.name, size, is_folder
 
     def manifest(self) -> Manifest:
-        """Read trace.json, which tells whether this is a trace and whether this build can read it."""
+        """Read trace.json. Raises if this is not a trace, or not one that this build can read."""
         where = self.shown(MANIFEST)
         try:
             content = self.read_json(MANIFEST)
@@ -380,20 +377,20 @@ class Store:
         return parse_manifest(content, where)
 
     def writers(
-        self, manifest: Manifest | None = None, index: Index | None = None
+        self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
     ) -> tuple[list[WriterState], list[str]]:
-        """Read every writer's state; what could not be read comes second, a sentence each.
+        """Read every writer's state; also return a sentence for each that cannot be read.
 
-        Who has read the trace's `manifest` gives it. Of an `index` those are taken that are certainly what lies there now.
+        `manifest` is the trace's if it was read already; `known_state` is `Index.state`, for states that have not changed.
         """
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
         known: dict[str, WriterState | None] = {}
-        if index is not None:
-            known = {name: index.state(f"{WRITERS}/{name}", md5=md5) for name, md5 in self._md5(WRITERS).items()}
+        if known_state is not None:
+            known = {name: known_state(f"{WRITERS}/{name}", md5=md5) for name, md5 in self._md5(WRITERS).items()}
         contents = self._read_many(WRITERS, [name for name in names if known.get(name) is None])
-        if index is not None:
-            known |= {name: index.state(f"{WRITERS}/{name}", content=content) for name, content in contents.items()}
+        if known_state is not None:
+            known |= {name: known_state(f"{WRITERS}/{name}", content=content) for name, content in contents.items()}
         states, damaged = [], []
         for name in names:
             try:
@@ -410,9 +407,9 @@ class Store:
         return states, damaged
 
     def writers_named(self, *prefixes: str) -> list[WriterState]:
-        """Read the states of a local trace's writers whose names begin so; what cannot be read is left out.
+        """Read the states of a local trace's writers by name prefix; unreadable ones are left out.
 
-        No other writer's file is touched: every rank asks this when it starts, on a file system that all of them share.
+        No other file is touched, since every rank calls this at its start, on a shared file system.
         """
         manifest, states = self.manifest(), []
         with suppress(FileNotFoundError):
@@ -425,7 +422,7 @@ class Store:
         return states
 
     def _read_many(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
-        """Small files of a folder, on object storage all at the same time; those that cannot be read so are left out."""
+        """Read small files of a folder, on object storage in parallel; unreadable ones are left out."""
         if not names:
             return {}
         if self.is_local:
@@ -436,7 +433,7 @@ class Store:
         return {paths[path]: bytes(content) for path, content in found.items() if isinstance(content, bytes)}
 
     def _read_local(self, folder: str, names: Collection[str]) -> Iterator[tuple[str, bytes]]:
-        """The same of regular files of a local folder, whose links are looked at once and not for each file."""
+        """Read regular files of a local folder, checking it for links once rather than per file."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -462,7 +459,7 @@ class Store:
             os.close(directory)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
-        """Read a writer's state; who has read the trace's `manifest`, or the file's content, gives it.
+        """Read a writer's state; `manifest` and `content` are given if they were read already.
 
         Raises DamagedTrace and FileNotFoundError.
         """
@@ -480,7 +477,7 @@ class Store:
         return state
 
     def _check_writer(self, state: WriterState, name: str, manifest: Manifest) -> None:
-        """Raise DamagedTrace for a state that is not of this name, or not of this trace."""
+        """Raise DamagedTrace for a state of another name or another trace."""
         where = self.shown(f"{WRITERS}/{name}.json")
         if state.writer != name:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
@@ -492,18 +489,18 @@ class Store:
 
 
 def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
-    """What to say of a file of a trace that the system does not give; a file system that cannot be reached damages none."""
+    """Return the error for a file that cannot be read; an unreachable file system is no damage."""
     if isinstance(error, StorageError):
         return error
     return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a copy")
 
 
 def too_large(size: int, times: int = 2) -> str | None:
-    """What to say of bytes that take `times` as many in memory, where this machine does not have these."""
+    """Return a sentence if `times` as many bytes exceed this machine's memory; else None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"has {size:,} bytes, and this machine a memory of {memory:,}" if size * times > memory else None
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line."""
+    """Return the first line of another library's error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

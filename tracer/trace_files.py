@@ -1,4 +1,4 @@
-"""The finished files of traces as a file system that DuckDB and Arrow read: every byte is verified."""
+"""The finished files of traces as a file system for DuckDB and Arrow; every byte is verified."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROTOCOL = "tim"
 
 
 class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Files by names that are given here, such as tim://0/scores/12, and patterns that stand for files that are chosen."""
+    """Files under added names, such as tim://0/scores/12, and patterns that stand for chosen files."""
 
     protocol = PROTOCOL
     cachable = False
@@ -27,7 +27,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         self._contents: dict[str, bytes] = {}
         self._chosen: dict[str, Sequence[str]] = {}
         self.num_asked: Counter[str] = Counter()
-        """Pattern -> how often its files were asked for."""
+        """Pattern -> number of times it was expanded."""
 
     def add(self, name: str, file: VerifiedFile) -> str:
         """Give a file a name, and return its URL."""
@@ -49,7 +49,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
     @property
     def error(self) -> DamagedTrace | QueryFailed | None:
-        """What the first read found that met damage; None while all were right."""
+        """The error of the first failed read; None without one."""
         return next((file.error for file in self._files.values() if file.error is not None), None)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:

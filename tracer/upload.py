@@ -1,4 +1,4 @@
-"""Sending a local trace to object storage: every file once, what accounts for it after it, and the manifest last of all."""
+"""Sending a local trace to object storage: every file once, then the states that account for it, and the manifest last."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from pathlib import Path
 
 from ..schemas.checksums import whole_hash
 from ..schemas.errors import StorageError, TraceExists
-from ..schemas.layout import INDEX, JOURNAL, MANIFEST, TEMPORARY_PREFIX, WRITERS
+from ..schemas.layout import INDEX, JOURNAL, MANIFEST, TABLES, TEMPORARY_PREFIX, WRITERS
 from ..schemas.writer_state import parse_writer_state
 from .index import write_index
+from .journal import journal_of
 from .progress import Progress, no_progress
 from .store import Store, first_line
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
 _FEW_FILES, _GROWTH = 32, 1.25
 _TRIES = 5
-"""How often a file is sent before it is given up; the file system tries again by itself, too."""
+"""Attempts at sending a file; the file system also retries by itself."""
 
 
 class Upload:
-    """A local trace, and the URL that it goes to. Whoever reads there meets whole files, each accounted for."""
+    """Sends a local trace to a URL, where readers find only complete files that are accounted for."""
 
     def __init__(self, folder: Path, url: str):
         self.folder, self.url = folder, url
         self._store = Store(url)
         self._sent: dict[str, str | int] = {}
-        """Path -> what was sent: bytes of a file that never changes, and the hash of a writer's state."""
+        """Path -> size of a sent file, or hash of a sent writer's state."""
         self._num_indexed = 0
-        """Files that were sent when the index was."""
+        """Number of files sent when the index was."""
         self.num_bytes = 0
-        """Bytes sent so far, of a file on its way too: while this grows, the storage answers."""
+        """Bytes sent so far, including files in progress; grows while the storage answers."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
         """Return whether the URL holds some of a run's `files` and nothing else, as an interrupted upload leaves it.
@@ -49,21 +50,20 @@ class Upload:
         return bool(names)
 
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
-        """Send what is finished and was not sent yet. Raises StorageError after `tries` attempts at one file.
+        """Send finished files that were not sent yet. Raises StorageError after `tries` attempts at one file.
 
-        Files go before the states that account for them. Journals stay here: what they hold goes once it is sealed.
+        Files are sent before the states that account for them, and a segment once none of its journals is left.
         """
         source = Store(self.folder)
-        states = {
-            f"{WRITERS}/{name}": _without_journals(
-                source.read_json(f"{WRITERS}/{name}"), source.shown(f"{WRITERS}/{name}")
-            )
-            for name in source.files(WRITERS)
-        }
+        states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
+        unsealed: set[str] = set()
+        for path, content in states.items():
+            states[path], waiting = _without_unsealed(content, source.shown(path))
+            unsealed |= waiting
         files = {
             path: size
             for path, size in source.walk("").items()
-            if path.partition("/")[0] not in (JOURNAL, WRITERS, INDEX) and path != MANIFEST
+            if path.partition("/")[0] not in (JOURNAL, WRITERS, INDEX) and path not in (MANIFEST, *unsealed)
             if not any(part.startswith(TEMPORARY_PREFIX) for part in path.split("/")) and self._sent.get(path) != size
         }
         with progress("sending", sum(files.values())) as advance:
@@ -80,7 +80,7 @@ class Upload:
             self._sent[MANIFEST] = 1
 
     def send_index(self, *, elsewhere: Store | None = None) -> None:
-        """Send an index of what was sent, in the place of the one before; `elsewhere` as in `write_index`."""
+        """Send an index of what was sent, replacing the previous one; `elsewhere` as in `write_index`."""
         write_index(self.folder, elsewhere=elsewhere)
         names = Store(self.folder).files(INDEX)
         for name, size in names.items():
@@ -95,23 +95,23 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """Whether so many files were sent since the last index that another one pays; in all, that sends a few of the last."""
+        """Whether enough files were sent since the last index to send another; growing by a factor bounds the total."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     @property
     def _has_buckets(self) -> bool:
-        """Whether the file system has no folders but names of objects in a bucket."""
+        """Whether the file system has buckets instead of folders."""
         protocol = self._store.filesystem.protocol
         return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove what lies in a folder there beside these files: processes that died have sent it."""
+        """Remove all other files of a folder at the URL, which killed processes have sent."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")
 
     def _remove(self, path: str) -> None:
-        """Remove what somebody else may have removed; what stays does no harm."""
+        """Try to remove a file; a leftover does no harm."""
         with contextlib.suppress(Exception):
             self._store.filesystem.rm_file(self._store.path(path))
 
@@ -122,7 +122,7 @@ class Upload:
         target, filesystem = self._store.path(path), self._store.filesystem
         for attempt in range(1, tries + 1):
             try:
-                if not self._has_buckets:  # of which none is made for somebody who misspelled one
+                if not self._has_buckets:  # buckets are not created, since the name may be misspelled
                     filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
                 if content is None:
                     before = self.num_bytes
@@ -130,7 +130,7 @@ class Upload:
                     filesystem.put_file(str(self.folder / path), target, callback=moved)
                 else:
                     filesystem.pipe_file(target, content)
-                self.num_bytes += 1  # an empty file is progress, too
+                self.num_bytes += 1  # an empty file is progress too
                 return
             except Exception as error:  # whatever a file system's library raises
                 if content is None and not (self.folder / path).exists():  # merged or removed since it was listed
@@ -144,10 +144,17 @@ class Upload:
         self.num_bytes = num_bytes
 
 
-def _without_journals(content: bytes, where: str) -> bytes:
-    """Return a writer's state as it is sent: its journals stay on this machine, and nobody should miss them at the URL."""
+def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
+    """Return a writer's state as it is sent, without journals, and the files that are left out with them.
+
+    Journals stay on this machine. Of a segment that is sealed in part, a reader would find sequences without their scores.
+    """
     state = parse_writer_state(content, where)
     if not state.journals:
-        return content
+        return content, set()
+    segments = {found[0] for journal in state.journals if (found := journal_of(journal.rpartition("/")[2]))}
+    paths = {path for of in segments for path in (f"{of.dense}/zarr.json", *map(of.parquet, TABLES))}
+    unsealed = paths & set(state.files or ())
     state.journals = ()
-    return state.to_json().encode()
+    state.files = {name: record for name, record in (state.files or {}).items() if name not in unsealed}
+    return state.to_json().encode(), unsealed

@@ -1,10 +1,11 @@
-"""A finished file of a trace, of which every byte is compared with a checksum before anybody gets it."""
+"""Reading a finished file of a trace; every byte is verified against a checksum first."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import xxhash
@@ -14,44 +15,43 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _KEPT_BYTES = 64 << 20
-"""Of blocks that came from object storage, in all of a process: neighbours are often asked for one after the other."""
+"""Cache of blocks from object storage, per process: neighbours are often read one after the other."""
 _GAP_BYTES = 64 << 10
-"""What DuckDB (16 KiB) and Arrow (64 KiB) read at a file's end before they know how long its footer is."""
+"""Bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""To object storage for a file, before more is fetched than was asked for: twice as much each time."""
+"""Requests to object storage for a file before reading ahead, twice as far each time."""
 _MAX_AHEAD_BYTES = 8 << 20
-"""What is fetched at once where less was asked for."""
+"""Most bytes of read-ahead."""
 _SMALL_BYTES = 256 << 10
-"""Reads of as much wait for each other."""
+"""Reads up to this size run one at a time."""
 _MAX_SPAN_BYTES = 64 << 20
-"""A longer read is not kept."""
+"""Longer reads are not cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChecksums:
-    """What a file's bytes are compared with."""
+    """The checksums of a file."""
 
     blocks: bytes | None = None
-    """Checksums of the blocks, DIGEST_BYTES each; None of a file that has none, of which nothing but its length is compared."""
+    """Checksums of the blocks, DIGEST_BYTES each; None if it has none, so that only its length is verified."""
     block_bytes: int = BLOCK_BYTES
     tail_bytes: int = 0
-    """At the file's end, which belong to no block."""
+    """Bytes at the file's end that belong to no block."""
     tail_hash: str = ""
-    """Checksum of these."""
+    """Checksum of the tail."""
     tail: bytes | None = None
-    """These, where they were read before and are kept."""
+    """Content of the tail, if it was read before."""
 
 
 def unreadable_checksums(where: str, error: ValueError) -> DamagedTrace:
-    """What to say of a file whose checksums are none of it."""
+    """Return the error for a file with unreadable checksums."""
     return DamagedTrace(f"{where}: its checksums cannot be read ({error})")
 
 
 class VerifiedFile:
-    """Reads ranges of a file. Raises DamagedTrace, which names the file, for bytes that are not those that were written.
+    """Reads ranges of a file. Raises DamagedTrace, which names the file, for damaged bytes.
 
-    A block is compared once. Where the checksums are to be read of the file's own end first, `checksums` is a function that does so
-    when they are needed.
+    A block is verified once. `checksums` may be a function that reads the checksums from the file's end when they are needed.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class VerifiedFile:
         self._end = self.num_bytes - checksums.tail_bytes
         count = -(-self._end // size)
         if blocks is not None and len(blocks) != count * DIGEST_BYTES:
-            raise ValueError(f"{len(blocks) // DIGEST_BYTES} for {count} blocks")
+            error = ValueError(f"{len(blocks) // DIGEST_BYTES} for {count} blocks")
+            raise unreadable_checksums(self.store.shown(self.relative), error)
         self._seen = bytearray(count)
 
     def _need_checksums(self) -> None:
@@ -89,9 +90,6 @@ class VerifiedFile:
                 except DamagedTrace as error:
                     self._failed = error
                     raise
-                except ValueError as error:
-                    self._failed = unreadable_checksums(self.store.shown(self.relative), error)
-                    raise self._failed from error
                 self._read_checksums = None
 
     def _gone(self) -> QueryFailed:
@@ -104,11 +102,11 @@ class VerifiedFile:
 
     @property
     def error(self) -> DamagedTrace | QueryFailed | None:
-        """What the first failed read found; None while all were right."""
+        """The error of the first failed read; None without one."""
         return self._failed
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop), of which those beyond the end are left out."""
+        """Read bytes [start, stop), up to the end of the file."""
         self._need_checksums()
         start, stop = min(start, self.num_bytes), min(stop, self.num_bytes)
         try:
@@ -123,7 +121,7 @@ class VerifiedFile:
 
     @property
     def shown_bytes(self) -> int:
-        """Bytes of the file as FileCursor shows it."""
+        """Size of the file as FileCursor shows it."""
         return self.num_bytes + self._gap
 
     @property
@@ -133,10 +131,10 @@ class VerifiedFile:
         return 0 if self._tail is None else _GAP_BYTES
 
     def read_shown(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) as FileCursor shows the file: with a gap of zeros before a tail that is in memory.
+        """Read bytes [start, stop) as FileCursor shows the file: with a gap of zeros before a tail that is in memory.
 
-        Readers of Parquet ask for more than the footer, not knowing how long it is, and find columns by their distance from
-        the beginning. So what they ask for more costs no request.
+        Parquet readers do not know the footer's size and read more than the footer, but find columns by their offset from
+        the beginning. With the gap, the extra bytes cost no request.
         """
         if not self._gap or stop <= self._end:
             return self.read(start, stop)
@@ -146,7 +144,7 @@ class VerifiedFile:
         return before + bytes(zeros) + tail
 
     def verify(self) -> str:
-        """Read all of it and return XXH3-128 of that, 32 hexadecimal digits. Raises DamagedTrace."""
+        """Read the whole file and return its XXH3-128, 32 hexadecimal digits. Raises DamagedTrace."""
         self._need_checksums()
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
             raise DamagedTrace(
@@ -167,7 +165,9 @@ class VerifiedFile:
         if stop <= start:
             return b""
         if not self.store.is_local:
-            return self._read_remote(start, stop)
+            # Small reads wait for each other, so that read-ahead of one serves the next ones.
+            with self._alone if stop - start <= _SMALL_BYTES else nullcontext():
+                return self._read_blocks(start, stop)
         content = self._fetch(start, stop)
         if self._blocks is None:
             return content
@@ -181,14 +181,8 @@ class VerifiedFile:
                 self._compare(index, (before, asked, after))
         return content
 
-    def _read_remote(self, start: int, stop: int) -> bytes:
-        """The same in one request at most: whole blocks, of which those that were asked for before are still here."""
-        if stop - start > _SMALL_BYTES:
-            return self._read_blocks(start, stop)
-        with self._alone:  # so that what one reader fetches beyond its own serves those that come meanwhile
-            return self._read_blocks(start, stop)
-
     def _read_blocks(self, start: int, stop: int) -> bytes:
+        """Read from object storage with at most one request, in whole blocks, using cached ones."""
         size = self._block_bytes
         wanted = range(start // size, (stop - 1) // size + 1)
         held = {index: _kept.get((self, index)) for index in wanted}
@@ -208,7 +202,7 @@ class VerifiedFile:
         return content[start - wanted[0] * size : stop - wanted[0] * size]
 
     def _ahead_bytes(self) -> int:
-        """How much the next request fetches at least: a scan of one column asks for a little of every row group."""
+        """Return the minimum size of the next request: a scan of one column reads a little of every row group."""
         self._num_requests += 1
         doublings = min(self._num_requests - _EXACT_REQUESTS, 20)
         return 0 if doublings <= 0 else min(self._block_bytes << doublings, _MAX_AHEAD_BYTES)
@@ -252,7 +246,7 @@ class VerifiedFile:
 
 
 class _Kept:
-    """Blocks by file and number, those that were asked for last."""
+    """A cache of blocks by file and number, least recently used first."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[VerifiedFile, int], bytes] = OrderedDict()
@@ -278,9 +272,9 @@ _kept = _Kept()
 
 
 class FileCursor(threading.local):
-    """A VerifiedFile as Python's file objects are used: what DuckDB and Arrow read through.
+    """A VerifiedFile as a Python file object, for DuckDB and Arrow.
 
-    Every thread has a position of its own: they seek and read one after the other, and another thread may do so in between.
+    Every thread has its own position, since threads interleave seeks and reads.
     """
 
     def __init__(self, file: VerifiedFile):

@@ -1,4 +1,4 @@
-"""Writing files into a trace so that each appears whole."""
+"""Writing files into a trace atomically."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..schemas.errors import StorageError
 from ..schemas.layout import TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
-"""How long a writer's first state may lie beside its place."""
+"""Longest time that a writer's first state is a temporary file, seconds."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place and move it there, so that no reader meets half of it."""
+    """Write a temporary file and move it into place, so that no reader finds an incomplete one."""
     with whole_file(path) as temporary:
         temporary.write_bytes(content)
 
 
 def write_part(folder: Path, relative: str, content: bytes) -> None:
-    """Write a file of a trace. Raises FileNotFoundError when the trace's folder is not there any more."""
+    """Write a file of a trace. Raises FileNotFoundError if the trace's folder was removed."""
     with trace_file(folder, relative) as temporary:
         temporary.write_bytes(content)
 
 
 def write_once(path: Path, content: bytes) -> bool:
-    """Give `path` this content unless another process was first; return whether it was not."""
+    """Write `path` unless it exists; return whether this process wrote it."""
     temporary = _beside(path)
     temporary.write_bytes(content)
     try:
@@ -47,7 +47,7 @@ def write_once(path: Path, content: bytes) -> bool:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a temporary path; what is written there takes `path`'s place at the end, and is removed on an error."""
+    """Yield a temporary path, which is moved to `path` at the end, or removed on an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(path)
     try:
@@ -60,9 +60,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def trace_file(folder: Path, relative: str) -> Iterator[Path]:
-    """`whole_file` in a trace. Raises FileNotFoundError when its folder is not there any more: it is not made again.
+    """`whole_file` in a trace. Raises FileNotFoundError if the trace's folder was removed, which is not created again.
 
-    Raises StorageError where a link would lead elsewhere.
+    Raises StorageError if a link leads elsewhere.
     """
     check_there(folder)
     check_inside(folder, relative)
@@ -72,7 +72,7 @@ def trace_file(folder: Path, relative: str) -> Iterator[Path]:
 
 @contextmanager
 def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
-    """Give a temporary path in a folder of a trace, for a file that is named for its content, and moved by the caller."""
+    """Yield a temporary path in a folder of a trace, for a file that the caller names by its content and moves."""
     check_there(folder)
     check_inside(folder, f"{kind}/unnamed")
     (folder / kind).mkdir(exist_ok=True)
@@ -84,13 +84,13 @@ def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
 
 
 def check_there(folder: Path) -> None:
-    """Raise FileNotFoundError when a trace's folder was removed while it was recorded."""
+    """Raise FileNotFoundError if a trace's folder was removed while it was recorded."""
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the trace's folder was removed while it was recorded", str(folder))
 
 
 def check_inside(folder: Path, relative: str) -> None:
-    """Raise StorageError when a folder of a trace, on the way to one of its files, is a link: it would be written elsewhere."""
+    """Raise StorageError if a folder on the path to a trace's file is a link, which leads elsewhere."""
     place = folder
     for name in Path(relative).parent.parts:
         place = place / name
@@ -99,7 +99,7 @@ def check_inside(folder: Path, relative: str) -> None:
 
 
 def check_no_links(folder: Path) -> None:
-    """Raise StorageError when any folder of a trace is a link."""
+    """Raise StorageError if any folder of a trace is a link."""
     for base, names, _ in os.walk(folder):
         for name in names:
             if os.path.islink(os.path.join(base, name)):
@@ -113,7 +113,7 @@ def _is_link(place: Path) -> StorageError:
 
 
 def sync(path: Path) -> None:
-    """Have what a file holds, or which names a folder holds, survive a loss of power."""
+    """Make a file's content, or a folder's entries, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,9 +122,9 @@ def sync(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed writers left half-written; only when no writer of the trace is alive. Whole traces are left.
+    """Remove temporary files of killed writers; call it only if no writer of the trace is alive. Whole traces stay.
 
-    A state that was made just now stays, too: its writer may be about to move it to its place.
+    A new state file stays too, since its writer may be about to move it into place.
     """
     for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
         is_left = path.parent != folder / WRITERS or _age_s(path) > _MOVED_WITHIN_S
@@ -133,7 +133,7 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since a file was written; 0 where it is gone."""
+    """Return the seconds since a file was written; 0 if it is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:

@@ -20,26 +20,26 @@ Task = Callable[[], Any]
 _Given = TypeVar("_Given")
 
 _TASK_BYTES = 16 << 10
-"""Bytes that take as long as what every task has to do."""
+"""The fixed cost of a task, as bytes."""
 _REMEMBERED_S = 0.5
-"""Seconds of work by which the pace is judged."""
+"""Time constant of the pace, seconds of work."""
 _FIRST_PACE = 64 << 20
-"""Bytes a second, until tasks have shown theirs."""
+"""Initial pace, bytes per second."""
 _SHARE = 0.75
-"""Share of the longest wait that the queue may be expected to take: tasks do not all take as long as the last ones."""
+"""Share of the longest wait that the queue is filled to, since tasks differ in duration."""
 _LOOKS_EVERY_S = 0.01
-"""How often a caller asks again whether others are still behind."""
+"""Interval at which a waiting caller checks `is_behind`, seconds."""
 
 
 class Worker:
     """Runs tasks in order on a thread of its own.
 
-    The queue holds at most `max_bytes` of what the tasks keep alive, and no more of them than `max_wait_s` suffices for, at
-    the pace of the last ones: a caller who comes while it is full, while its first task is older, or while `is_behind`
-    says so, waits, and the wait is counted. Nothing is dropped. After a task raised, the rest are discarded and `error` holds
-    the reason. `idle` is called every `idle_s` seconds in which there was nothing to do.
+    The queue holds at most `max_bytes` of tasks' data, and no more than the last tasks' pace handles in `max_wait_s`. A
+    caller waits, and the wait is counted, while the queue is full, its first task is older than that, or `is_behind`
+    returns true. Nothing is dropped. After a task raised, the others are discarded, and `error` holds the exception.
+    `idle` is called after every `idle_s` seconds without a task.
 
-    Methods that wait raise StorageStalled when that takes longer than `patience` has.
+    Methods that wait raise StorageStalled after the time that `patience` allows.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Worker:
         self._cpu_s, self._num_done = 0.0, 0
         self._busy = self._awaits_device = False
         self._device_at = 0.0
-        """When it last ended to wait for a device."""
+        """When it last stopped waiting for a device."""
         self._closing = self._has_ended = self._is_abandoned = False
         self._changed = threading.Condition()
         self._running = threading.Lock()
@@ -75,7 +75,7 @@ class Worker:
     def submit(self, task: Task, num_bytes: int, *, ready: Task | None = None) -> None:
         """Queue a task; wait first while the queue is full. A task larger than the queue goes in alone.
 
-        `ready` waits for the device that the task's numbers come from, on this thread: nothing of that is the disk's time.
+        `ready` waits, on the worker's thread, for the device that computes the task's data; this does not count as disk time.
         """
         with self._changed:
             if self._full(num_bytes):
@@ -94,27 +94,27 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a task waits or runs."""
+        """Whether a task is queued or running."""
         with self._changed:
             return bool(self._tasks) or self._busy
 
     @property
     def signs(self) -> tuple[int, list[str]]:
-        """What differs as long as its thread gets on: tasks that ran, and its time on a CPU as the system shows it."""
+        """Changes as long as its thread makes progress: finished tasks, and its CPU time from the system."""
         task = Path(f"/proc/self/task/{self._thread.native_id}")
-        # The first is in nanoseconds, and missing where the kernel does not count them.
+        # schedstat is in nanoseconds, but not every kernel has it.
         for name, times in (("schedstat", slice(1)), ("stat", slice(11, 13))):
             with contextlib.suppress(OSError):
                 return self._num_done, (task / name).read_text(errors="replace").rpartition(")")[2].split()[times]
         return self._num_done, []
 
     def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until every queued task ran, and count the wait. With `signs`, as long as they differ."""
+        """Wait until every queued task ran, and count the wait. With `signs`, wait as long as they change."""
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
     def result(self, call: Callable[[], _Given]) -> _Given:
-        """Return what a call gives on this worker's thread, waited for as long as that gets on; raise what it raises."""
+        """Return the result of a call on this worker's thread, waiting as long as it makes progress; raise its exception."""
         given: list[_Given] = []
         self.submit(lambda: given.append(call()), 0)
         self.drain(signs=lambda: self.signs)
@@ -132,7 +132,7 @@ class Worker:
             self._thread.join()
 
     def abandon(self, last: Task | None = None) -> None:
-        """Wait no more: drop what is queued, and run `last` instead should the task at work ever end."""
+        """Stop waiting: drop queued tasks, and run `last` instead if the current task ever ends."""
         with self._changed:
             self._fail(StorageStalled("abandoned"))
             self._closing = self._is_abandoned = True
@@ -153,7 +153,7 @@ class Worker:
         return pending and (self._is_late() or self._queued_bytes + num_bytes > self.max_bytes)
 
     def _is_late(self) -> bool:
-        """Whether what waits waits for too long, or is about to."""
+        """Whether queued tasks wait too long, or are about to."""
         if not self._tasks or self._awaits_device:
             return False
         expected_s = self._pace.expected_s(len(self._tasks), self._queued_bytes)
@@ -180,7 +180,7 @@ class Worker:
                     if ready is not None:
                         begin = self._await_device(ready)
                     task()
-            except BaseException as error:  # the training thread goes on whatever happened here
+            except BaseException as error:  # the training thread must go on
                 self._fail(error)
             is_work = task is not self._idle
             del task, ready
@@ -193,7 +193,7 @@ class Worker:
                 self._changed.notify_all()
 
     def _await_device(self, ready: Task) -> float:
-        """Wait for a task's device, and return when that was over."""
+        """Wait for a task's device, and return the time at the end."""
         try:
             ready()
         finally:
@@ -216,7 +216,7 @@ def _nothing() -> None: ...
 def run_within(
     patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
 ) -> _Given:
-    """Return what a call gives, made on a thread of its own. Raises StorageStalled; `late` gets what comes after that."""
+    """Return the result of a call on its own thread. Raises StorageStalled; a later result is passed to `late`."""
     given: list[_Given] = []
     worker = Worker(max_bytes=0, patience=patience)
     worker.submit(lambda: given.append(call()), 0)
@@ -232,24 +232,24 @@ def run_within(
 
 
 class _Pace:
-    """How long tasks take, by the last ones."""
+    """Estimates the duration of tasks from the last ones."""
 
     def __init__(self) -> None:
         self._seconds, self._weight = _TASK_BYTES / _FIRST_PACE, float(_TASK_BYTES)
 
     def note(self, seconds: float, num_bytes: int) -> None:
-        """Count a task that ran; what was before counts less, by the time that passed since."""
+        """Add a finished task; earlier ones decay with time."""
         kept = math.exp(-seconds / _REMEMBERED_S)
         self._seconds = kept * self._seconds + seconds
         self._weight = kept * self._weight + num_bytes + _TASK_BYTES
 
     def expected_s(self, num_tasks: int, num_bytes: int) -> float:
-        """How long some tasks will take together."""
+        """Return the expected duration of some tasks."""
         return self._seconds / self._weight * (num_bytes + num_tasks * _TASK_BYTES)
 
 
-# A child that is forked while a thread is inside of a library, such as Arrow, has that library's locks as they were, and
-# nobody who will open them. So a fork waits until no task runs.
+# A child that is forked while a thread holds a library's locks, such as Arrow's, can never release them. So a fork waits
+# until no task runs.
 
 _FORK_WAITS_S = 10.0
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()

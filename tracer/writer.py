@@ -1,4 +1,4 @@
-"""One process's part in a trace: its thread, its files, its state, and how recording ends when something breaks."""
+"""One process's part in a trace: its thread, files and state, and how recording ends after an error."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from .worker import Worker, run_within
 _T = TypeVar("_T")
 
 QUEUE_BYTES = 128 << 20
-"""What may wait for the disk before the training thread does."""
+"""Bytes that may be queued for the disk before the training thread waits."""
 QUEUE_S = 1.0
-"""How long something may wait for the disk before the training thread does, seconds."""
+"""Time that data may be queued for the disk before the training thread waits, seconds."""
 RESERVE_BYTES = 64 << 10
-"""Kept free for the note that the disk is full."""
+"""Reserved for the state that reports a full disk."""
 
 
 class Part(StrEnum):
-    """What is recorded beside sequences and passes. An error in one part ends that part; without the rows nothing has a meaning."""
+    """Parts of a recording beside sequences and passes. An error in a part ends only that part."""
 
     METRICS = "metrics"
     OPTIMIZER = "statistics of the optimizer"
@@ -57,11 +57,11 @@ class Part(StrEnum):
 
 
 class TraceWriter:
-    """Writes to a trace from a thread of its own, and keeps account of every file that it finished.
+    """Writes to a trace from its own thread, and keeps account of every finished file.
 
-    An error of the disk or of ours ends the recording and not the training: it is told on stderr, the writer's state
-    becomes `failed`, and everything that comes later is discarded. A file system that does not answer for `max_wait_s` is such
-    an error: its thread is left behind then.
+    An error of the disk or of tim-trace ends the recording and not the training: it is reported on stderr, the writer's
+    state becomes `failed`, and later records are discarded. A file system that does not answer for `max_wait_s` is such an
+    error; the thread is then abandoned.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class TraceWriter:
     ):
         """`attempt` is the attempt at training that it belongs to; None outside of training.
 
-        `versions` are those of the libraries that made the numbers; None: this process makes them.
+        `versions` are those of the libraries that computed the numbers; None for this process's.
 
-        Without `journals` a killed process leaves nothing of the rows that were not sealed yet.
+        Without `journals` a killed process loses the rows that were not sealed yet.
         """
         self.folder = folder
         rank = environment.rank()
@@ -97,7 +97,7 @@ class TraceWriter:
             hooks=hooks or {},
             versions=environment.all_versions() if versions is None else dict(versions),
         )
-        self.segments = SegmentWriter(folder, self.name, self, journals=journals)
+        self.segments = SegmentWriter(folder, self.name, self.account, journals=journals)
         self._saving = threading.RLock()
         self._reserve = folder / JOURNAL / f"{RESERVE_PREFIX}{self.name}"
         self._weights: WeightWriter | None = None
@@ -108,9 +108,9 @@ class TraceWriter:
         """Parts whose recording has ended."""
         self.patience = Patience(folder, max_wait_s, meanwhile=self._save_beside)
         self.has_stalled = False
-        """Whether recording stopped since the file system did not answer."""
+        """Whether recording stopped because the file system did not answer."""
         self._beside: threading.Thread | None = None
-        """Saves the state while the writing thread cannot."""
+        """Thread that saves the state while the writing thread cannot."""
         if journals:
             check_inside(folder, f"{JOURNAL}/{self._reserve.name}")
             self._reserve.parent.mkdir(parents=True, exist_ok=True)
@@ -127,14 +127,14 @@ class TraceWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether what is submitted is still recorded."""
+        """Whether submitted tasks are still run."""
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
         """Run a task on the writing thread, after `ready`, which waits for a device; wait first when too much is queued, or
         for too long.
 
-        Raises InvalidRecord when a task before it met values that contradict each other.
+        Raises InvalidRecord if an earlier task found contradictory values.
         """
         if self.state.pid != os.getpid():
             raise InvalidRecord(
@@ -146,15 +146,15 @@ class TraceWriter:
                 self._worker.submit(lambda: self._run(task), num_bytes, ready=ready)
 
     def raise_invalid(self) -> None:
-        """Raise what a task found wrong with its values, once."""
+        """Raise the InvalidRecord of an earlier task, once."""
         if self._invalid is not None:
             error, self._invalid = self._invalid, None
             raise error
 
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function of one part of the recording; None once that part has ended. An error ends it.
+        """Call a function of one part of the recording; return None once that part has ended. An error ends the part.
 
-        Raises InvalidRecord where the function does.
+        Raises InvalidRecord if the function does.
         """
         if part in self._ended:
             return None
@@ -168,7 +168,7 @@ class TraceWriter:
         return None
 
     def end(self, part: Part, error: BaseException) -> None:
-        """End one part of the recording, and say so once."""
+        """End one part of the recording, and report it once."""
         if part in self._ended:
             return
         self._ended.add(part)
@@ -178,7 +178,7 @@ class TraceWriter:
         self.note(f"{part} after an error ({reason})")
 
     def note(self, sentence: str) -> None:
-        """Keep in the trace that something is not recorded."""
+        """Keep a note in the trace that something is not recorded."""
         self.state.not_recorded += (sentence,)
         self.submit(self.save_state, 0)
 
@@ -206,7 +206,9 @@ class TraceWriter:
 
     def _keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         if self._weights is None:
-            self._weights = WeightWriter(self.folder, self.name, self.written, patience=self.patience)
+            self._weights = WeightWriter(
+                self.folder, self.name, partial(self.account, saves=False), patience=self.patience
+            )
         with self._bounded():
             self._weights.snapshot(version, tensors)
         self._check_weights()
@@ -225,13 +227,13 @@ class TraceWriter:
             tokenizer.save_pretrained(temporary)
             files = {path.relative_to(temporary): path for path in temporary.rglob("*") if path.is_file()}
             account = {f"{TOKENIZER}/{name.as_posix()}": sealed(path.read_bytes()) for name, path in files.items()}
-        self._account(account)
+        self.account(account, saves=False)
 
     def flush(self, *, sync: bool, weights: bool = True) -> bool:
         """Wait until everything submitted is with the operating system; with `sync`, until it is on the disk.
 
-        Without `weights`, those may still be on their way. Returns whether all of it is; not after recording has stopped,
-        which is said again. Raises InvalidRecord when a task met values that contradict each other.
+        Without `weights`, these may still be queued. Returns false if recording has stopped, which is reported again. Raises
+        InvalidRecord if a task found contradictory values.
         """
         with self._bounded():
             if weights and self._weights is not None:
@@ -242,24 +244,28 @@ class TraceWriter:
         self.raise_invalid()
         return self._is_whole()
 
-    def opened(self, journal: str) -> None:
-        """Account for a journal that was begun."""
-        with self._saving:
-            self.state.journals = (*self.state.journals, journal)
-            self.save_state()
+    def account(
+        self,
+        files: Mapping[str, SealedFile] | None = None,
+        *,
+        begun: str | None = None,
+        ended: str | None = None,
+        saves: bool = True,
+        sync: bool = False,
+    ) -> None:
+        """Account for files, for a journal that was `begun`, and for one that `ended` since it was sealed into the files.
 
-    def sealed(self, journal: str, files: dict[str, SealedFile], *, sync: bool) -> None:
-        """Account for what a journal was sealed into; with `sync`, have that survive a loss of power."""
+        Without `saves` the state is saved with the next journal or segment. With `sync` the files survive a loss of power.
+        """
         with self._saving:
-            self._account(files)
-            self.state.journals = tuple(name for name in self.state.journals if name != journal)
-            self.save_state()
+            assert self.state.files is not None
+            self.state.files |= files or {}
+            begins = () if begun is None else (begun,)
+            self.state.journals = (*(name for name in self.state.journals if name != ended), *begins)
+            if saves:
+                self.save_state()
         if sync:
-            self._sync_files(files)
-
-    def written(self, relative: str, content: bytes) -> None:
-        """Account for a file; the state is saved with the next journal or segment."""
-        self._account({relative: sealed(content)})
+            self._sync_files(files or ())
 
     def save_state(self) -> None:
         with self._saving:
@@ -272,11 +278,11 @@ class TraceWriter:
             self._worker.submit(lambda: self._fail(error), 0)
 
     def close(self, *, at_exit: bool = False) -> bool:
-        """Write what is queued, seal it, and mark the writer closed; does nothing in a forked child.
+        """Write queued records, seal them, and mark the writer closed; does nothing in a forked child.
 
-        At the exit of the interpreter distributions stay in the journal: Zarr starts threads, which is too late then.
-        Readers take them from there, and `tim-trace record` seals them. What gets on is waited for, however long it takes.
-        Returns whether everything was recorded; else that is said again.
+        At interpreter exit distributions stay in the journal, since Zarr can no longer start threads; readers use the journal,
+        and `tim-trace record` seals it. Waits as long as writing makes progress. Returns false if recording has stopped, which
+        is reported again.
         """
         if self.state.pid != os.getpid():
             return True
@@ -293,14 +299,14 @@ class TraceWriter:
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Give up recording where the block waits for the file system for too long."""
+        """Give up recording if the block waits too long for the file system."""
         try:
             yield
         except StorageStalled as error:
             self._give_up(error)
 
     def _signs(self) -> tuple[Any, ...]:
-        """What differs as long as any thread of this writer gets on."""
+        """Return values that change as long as any thread of this writer makes progress."""
         return self._worker.signs, self.segments.signs, self._weights and self._weights.signs
 
     def _check_weights(self) -> None:
@@ -317,18 +323,12 @@ class TraceWriter:
     def _state_path(self) -> Path:
         return self.folder / WRITERS / f"{self.name}.json"
 
-    def _account(self, files: Mapping[str, SealedFile]) -> None:
-        with self._saving:
-            assert self.state.files is not None
-            self.state.files |= files
-
     def _keep(self, relative: str, content: bytes) -> None:
         write_part(self.folder, relative, content)
-        self.written(relative, content)
-        self.save_state()
+        self.account({relative: sealed(content)})
 
     def _sync(self, *, weights: bool) -> None:
-        """Have everything recorded survive a loss of power."""
+        """Make everything recorded survive a loss of power."""
         self.segments.sync()
         with self._saving:
             self.save_state()
@@ -339,12 +339,12 @@ class TraceWriter:
         self._sync_files((MANIFEST, *names, *below), beside=journals)
 
     def _sync_files(self, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
-        """Have files, the state, and the places of these and of others `beside` survive a loss of power."""
+        """Make files, the state, and the folders of these and of files `beside` survive a loss of power."""
         paths = {self.folder / name for name in names} - self._synced
         groups = [path.parent for path in paths if path.parent.parent == self.folder / DENSE]
         files = {*paths, self._state_path, *(path for group in groups for path in group.rglob("*") if path.is_file())}
         for path in files:
-            with contextlib.suppress(FileNotFoundError):  # merged into another since
+            with contextlib.suppress(FileNotFoundError):  # merged since
                 sync(path)
         places = (*files, *(self.folder / name for name in beside))
         inside = {above for path in places for above in path.parents if self.folder in above.parents}
@@ -353,7 +353,7 @@ class TraceWriter:
         self._synced |= paths
 
     def _fail(self, error: BaseException) -> None:
-        """End recording: say so, mark the trace, and discard what comes later; on the writing thread."""
+        """End recording: report it, mark the trace, and discard later records; on the writing thread."""
         if not self.is_open:
             return
         self._say_stopped(error)
@@ -365,7 +365,7 @@ class TraceWriter:
             self._end()
 
     def _give_up(self, error: StorageStalled) -> None:
-        """End recording from the thread that waited in vain: what is under way is left behind."""
+        """End recording from the thread that waited in vain, abandoning running tasks."""
         if self.state.state != FAILED:
             self.has_stalled = True
             self._say_stopped(error)
@@ -375,7 +375,7 @@ class TraceWriter:
         self._save_beside()
 
     def _finish_abandoned(self) -> None:
-        """Close what was left behind, should the file system answer after all."""
+        """Close what was abandoned, if the file system answers after all."""
         self.segments.abandon()
         self._end()
 
@@ -384,7 +384,7 @@ class TraceWriter:
         _say(f"RECORDING STOPPED in process {self.state.pid}, training goes on: {self.state.error}")
 
     def _save_beside(self) -> None:
-        """Save the state on a thread of its own, which may wait as long as it likes."""
+        """Save the state on a separate thread, which may wait indefinitely."""
 
         def save() -> None:
             with contextlib.suppress(OSError):
@@ -422,7 +422,7 @@ class TraceWriter:
             _say(f"the trace could not be marked ({error})")
 
     def _give_sign(self) -> None:
-        """Show that this writer lives."""
+        """Show that this writer is alive."""
         with contextlib.suppress(OSError):
             os.utime(self._state_path)
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import DamagedTrace, WeightsMissing
-from ...tracer.dense_group import BFLOAT16, widen
+from ...tracer.dense_group import widen
+from ...tracer.journal import BFLOAT16
 from ...tracer.store import Store
 from ...tracer.weights.reader import Tensor
 from ...tracer.weights.source import open_weights

@@ -13,10 +13,12 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.verify import verify
 from tim_trace.schemas.errors import StorageError, TraceExists
+from tim_trace.tracer.adopt import adopt
 from tim_trace.tracer.dense import Logits, read_dense
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.sender import Sender
 from tim_trace.tracer.store import Store
+from tim_trace.tracer.upload import Upload
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,26 @@ def test_a_live_recording_is_whole_at_its_url(s3, tmp_path, monkeypatch):
         sender._upload.send()
         assert info(url).damaged == ()
         assert verify(url).is_whole
+
+
+def test_a_segment_is_sent_once_all_of_it_is_sealed(tmp_path):
+    folder, url = tmp_path / "run", f"memory://{tmp_path.name}/run"
+    recorder = Recorder(folder, capture="logits")
+    batch = recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
+    distribution = Logits(logits=torch.zeros(3, 7))
+    recorder.add_scores("train", batch, logprobs=[[-1.0] * 3], distribution=distribution, captured_rows=[0])
+    recorder.writer.close(at_exit=True)  # seals rows, and leaves the distributions in their journal
+    assert list((folder / "scores").glob("*.parquet"))
+    assert list((folder / "journal").glob("*.dense.arrows"))
+    upload = Upload(folder, url)
+    upload.send()
+    try:
+        assert (info(url).num_sequences, info(url).damaged) == (0, ())
+        adopt(folder)
+        upload.send()
+        assert (info(url).num_sequences, verify(url).is_whole) == (1, True)
+    finally:
+        fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
 
 
 def test_the_rest_of_a_killed_recording_is_sent_by_the_command_that_is_named(half_sent):

@@ -90,7 +90,7 @@ def keep_weights():
     with Recorder(RUN) as recorder:
         tensors = {"a": torch.zeros(40, 8), "b": torch.ones(8, dtype=torch.bfloat16)}
         writer = WeightWriter(
-            recorder.folder, recorder.writer.name, recorder.writer.written, versions_a_keyframe=2, most_a_keyframe=2
+            recorder.folder, recorder.writer.name, recorder.writer.account, versions_a_keyframe=2, most_a_keyframe=2
         )
         recorder.writer._weights = writer
         for version in range(4):

@@ -252,7 +252,7 @@ def dumps_with_versions(folder, model, step):
 def test_a_version_that_no_row_is_of_is_refused_with_those_there_are(tmp_path, model):
     dumps_with_versions(tmp_path / "dump", model, 1)
     with pytest.raises(
-        InvalidOption, match=r"is imported, without weights: .* no row is of version 0; its rows are of 4"
+        InvalidOption, match=r"is imported, without weights: .* no row has version 0; recorded versions: 4"
     ):
         import_dump("slime", tmp_path / "dump", output=tmp_path / "run", model=tmp_path / "model")
     assert info(tmp_path / "run").num_sequences == 6
@@ -294,7 +294,7 @@ def test_a_loop_that_recorded_no_weights_takes_them_and_only_of_its_model(tmp_pa
         recorder.add_contract("train", {"engine": "mine"})
         recorder.add_scores("train", batch, logprobs=[alone(model, [[1, 5, 2, 9]])[0][1:]])
     save(make_model(num_hidden_layers=1), tmp_path / "small")
-    with pytest.raises(InvalidOption, match=r"is of another model .*: num_hidden_layers 1, not 2"):
+    with pytest.raises(InvalidOption, match=r"is not the model of .*: num_hidden_layers 1, not 2"):
         attach(tmp_path / "run", 0, tmp_path / "small")
     attach(tmp_path / "run", 0, tmp_path / "model")
     assert replay(tmp_path / "run")[0].identity_held

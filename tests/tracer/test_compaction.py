@@ -22,7 +22,7 @@ from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.verify import verify
 from tim_trace.schemas.errors import DamagedTrace, TraceExists
 from tim_trace.schemas.layout import TABLES
-from tim_trace.tracer.compaction import buckets, parts
+from tim_trace.tracer.compaction import buckets
 from tim_trace.tracer.compaction.elsewhere import merge_to
 from tim_trace.tracer.compaction.merge import _units, merge
 from tim_trace.tracer.index import read_index
@@ -47,8 +47,8 @@ def sealed_files(trace):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Buckets and row groups of a few steps, so that a small trace has several."""
-    monkeypatch.setattr(parts, "BUCKET_TOKENS", 1500)
-    monkeypatch.setattr(parts, "SWEEP_BUCKETS", 3)
+    monkeypatch.setattr(buckets, "BUCKET_TOKENS", 1500)
+    monkeypatch.setattr(buckets, "SWEEP_BUCKETS", 3)
     monkeypatch.setattr(buckets, "STEP_TOKENS", 300)
 
 
@@ -152,7 +152,7 @@ def test_whenever_it_is_killed_every_answer_stays_and_the_next_call_goes_on(tmp_
 
 def test_a_unit_of_a_cluster_has_the_bytes_of_its_own_steps():
     tokens = np.array([100.0, 1400.0, 1400.0, 100.0, 700.0, 1400.0])
-    part = parts.Part(SimpleNamespace(relative="x"), 0, np.arange(1, 7), tokens, int(tokens.sum()))
+    part = buckets.Part(SimpleNamespace(relative="x"), 0, np.arange(1, 7), tokens, int(tokens.sum()))
     units = list(_units("scores", [part], 1500))
     assert len(units) > 2
     assert [unit.num_bytes for unit in units] == [pytest.approx(unit.parts[0][3].sum()) for unit in units]
@@ -320,7 +320,7 @@ def test_two_nodes_write_the_rows_of_one_process(tmp_path, cluster, monkeypatch)
     shutil.copytree(traces["whole"], alone)
     before = {"whole": answers(traces["whole"]), "cut": rows_of(traces["cut"])}
     with monkeypatch.context() as patch:  # actors have buckets of the usual size
-        patch.setattr(parts, "BUCKET_TOKENS", 8 << 20)
+        patch.setattr(buckets, "BUCKET_TOKENS", 8 << 20)
         compact(alone)
         compact(traces["whole"], ray=cluster[0].address)
     merge(str(traces["cut"]), 4000, no_progress, cluster[0].address)
@@ -349,8 +349,8 @@ def test_a_node_that_is_removed_and_a_driver_that_is_killed_leave_a_whole_trace(
     told = []
     with two_nodes() as (made, nodes):
         program = (
-            "import sys; from tim_trace.tracer.compaction import merge, parts; from tim_trace.tracer.progress import no_progress; "
-            "parts.BUCKET_TOKENS = 1500; merge.merge(sys.argv[1], 4000, no_progress, sys.argv[2])"
+            "import sys; from tim_trace.tracer.compaction import merge, buckets; from tim_trace.tracer.progress import no_progress; "
+            "buckets.BUCKET_TOKENS = 1500; merge.merge(sys.argv[1], 4000, no_progress, sys.argv[2])"
         )
         process = subprocess.Popen(
             [sys.executable, "-c", program, str(trace), made.address],

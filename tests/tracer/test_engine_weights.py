@@ -13,11 +13,10 @@ from tim_trace.analysis.verify import verify
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.engine_parameters import held_tensors
-from tim_trace.tracer.hooks.engine_weights import EngineWeights
+from tim_trace.tracer.hooks.engine_weights import EngineWeights, values_a_row
 from tim_trace.tracer.hooks.session import Order, Session
 from tim_trace.tracer.hooks.trainer_tensors import trainer_tensors, transfer_name
 from tim_trace.tracer.weights import digests
-from tim_trace.tracer.weights.coarse import values_a_row
 from tim_trace.tracer.weights.digests import _sum, digest, resolved
 
 LORA = json.dumps({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]})
@@ -238,10 +237,7 @@ def test_quantised_layers_are_left_out_of_the_account_and_named(session, capsys)
     account.hold(Trainer(model))
     account.tell(1)
     assert [row[1] for row in rows_of(session)] == ["1.bias", "1.weight"]
-    assert (
-        "not compared for 1 quantised tensors, whose numbers the trainer holds packed (0.weight"
-        in capsys.readouterr().err
-    )
+    assert "not compared for 1 quantised tensors, which the trainer holds packed (0.weight" in capsys.readouterr().err
 
 
 def test_it_is_said_why_the_account_of_a_sharded_trainer_has_nothing_of_its_own(session, monkeypatch, capsys):
@@ -252,9 +248,7 @@ def test_it_is_said_why_the_account_of_a_sharded_trainer_has_nothing_of_its_own(
     account.hold(Trainer(model.norm))
     model.load_weights([("norm.weight", torch.full((4,), 2.0))])
     account.tell(1)
-    assert (
-        "the engine's weights are not compared with the trainer's: it holds them in pieces" in capsys.readouterr().err
-    )
+    assert "the engine's weights are not compared with the trainer's: these are sharded" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -6,8 +6,8 @@ from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.schemas.writer_state import CLOSED
 from tim_trace.tracer.create import new_trace
-from tim_trace.tracer.held_rows import HeldRows
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.segments import HeldRows
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.writer import TraceWriter
 

@@ -11,7 +11,7 @@ from tim_trace.analysis import compact
 from tim_trace.analysis.verify import verify
 from tim_trace.schemas.errors import DamagedTrace
 from tim_trace.tracer.compaction import merge
-from tim_trace.tracer.compaction.thrift import read_struct, write_struct
+from tim_trace.tracer.compaction.shared_chunks import read_struct, write_struct
 from tim_trace.tracer.recorder import Recorder
 
 PASSES = ("current", "rollout", "train")

@@ -549,7 +549,7 @@ def test_a_trainer_is_known_by_its_functions_wherever_its_class_comes_from(kind)
     for step, reward in rows(run, "SELECT step, avg(reward) FROM sequences GROUP BY step"):
         np.testing.assert_allclose(reward, logged(run, "reward")[step], **FLOAT32)
     (said,) = info(str(run.trace)).missing
-    assert "objective and gradient take the loss that TRL makes of its settings" in said
+    assert "`objective` and `gradient` use the loss that TRL derives from the settings" in said
 
 
 @pytest.mark.slow

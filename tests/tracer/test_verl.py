@@ -21,11 +21,18 @@ from tim_trace.tracer.hooks.patches import Patches
 from tim_trace.tracer.hooks.ray import with_order
 from tim_trace.tracer.hooks.session import BOOTSTRAP, ENVIRONMENT, Order, Session
 from tim_trace.tracer.hooks.verl import TrainerHooks
-from tim_trace.tracer.hooks.verl_batches import column, finish_reasons, flat, one_a_row, rows_of
+from tim_trace.tracer.hooks.verl_batches import (
+    UPDATE_KEY,
+    column,
+    finish_reasons,
+    flat,
+    one_a_row,
+    rows_of,
+    rows_of_padded,
+)
 from tim_trace.tracer.hooks.verl_contract import policy_loss
-from tim_trace.tracer.hooks.verl_padded import rows_of_padded
 from tim_trace.tracer.hooks.verl_progress import progress_of
-from tim_trace.tracer.hooks.verl_worker import UPDATE_KEY, WorkerHooks
+from tim_trace.tracer.hooks.verl_worker import WorkerHooks
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
 
@@ -204,7 +211,7 @@ def test_a_worker_declares_what_decides_the_trainer_s_logprobs(session, queue):
     assert json.loads(text)["temperature"] == 0.5
     assert json.loads(text)["model"]["attention"] == "sdpa"
     # As verl 0.7 has it, whose engine does not name the dtype of its autocast.
-    assert (json.loads(text)["parameters_dtype"], json.loads(text)["autocast"]) == ("bfloat16", "bfloat16")
+    assert (json.loads(text)["model"]["parameters_dtype"], json.loads(text)["autocast"]) == ("bfloat16", "bfloat16")
 
 
 def test_the_actor_without_its_adapter_is_its_own_reference(session, queue):
@@ -592,9 +599,7 @@ def test_that_megatron_s_weights_are_not_recorded_is_said_with_what_to_do(sessio
     updated(session, strategy="megatron")
     (sentence,) = (found for found in info(session.order.run).missing if "megatron" in found)
     sentence = sentence.removeprefix("not recorded: ")
-    assert sentence.startswith(
-        "weights are not recorded: verl's strategy megatron holds them under names and in parts of its own"
-    )
+    assert sentence.startswith("weights are not recorded: verl's strategy megatron uses its own names and shards")
     assert "tim-trace weights RUN --attach VERSION" in sentence
     assert sentence in capfd.readouterr().err
 

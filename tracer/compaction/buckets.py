@@ -1,30 +1,117 @@
-"""Rows of a table brought into the order of their steps: laid into buckets of steps on disk, each sorted in memory."""
+"""Sorting the rows of a table by step: rows are partitioned into buckets of steps on disk, and each is sorted in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
+from ...schemas.errors import DamagedTrace, QueryFailed
 from ...schemas.tables import Table
 from ..seal import ROW_GROUP_TOKENS, response_lengths, row_group_bounds
-from ..store import Store
-from .parts import Part, opened, read, sweeps
+from ..snapshot import TableFile
+from ..store import Store, first_line
+from ..verified_file import FileCursor
 
+BUCKET_TOKENS = 8 << 20
+"""Response tokens, over all passes, that are sorted in memory at once; a larger step is sorted alone."""
+SWEEP_BUCKETS = 128
+"""Buckets that are filled while the files are read once."""
 STEP_TOKENS = 32 << 10
-"""Steps that are smaller share a row group, until it has as many response tokens, or more of a long run:"""
+"""Smaller steps share a row group until it has this many response tokens, or more for a long run."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""as many as leave about so many row groups in a file. To look for one step in thousands takes longer than to read a larger one."""
+"""Most tokens of such a row group, and the number of row groups per file to aim for: finding one step among thousands of row groups
+takes longer than reading a larger one."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A row group of a file."""
+
+    entry: TableFile
+    row_group: int
+    steps: np.ndarray
+    """The distinct steps of its rows, ascending."""
+    tokens: np.ndarray
+    """Response tokens of each of these steps, estimated as the row group's mean per row times the rows."""
+    num_bytes: int
+    """Size of the row group in the file."""
+
+    def within(self, first: int, stop: int) -> Part:
+        """Return the part restricted to steps in [first, stop)."""
+        kept = (self.steps >= first) & (self.steps < stop)
+        return replace(self, steps=self.steps[kept], tokens=self.tokens[kept])
+
+
+def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
+    """Yield the row groups of files, in the order of the files. Raises DamagedTrace."""
+    for entry in entries:
+        file = _opened(store, entry)
+        for number in range(file.num_row_groups):
+            steps = np.asarray(_read(store, entry, file, number, ["step"])["step"])
+            found, rows = np.unique(steps, return_counts=True)
+            group = file.metadata.row_group(number)
+            num_bytes = sum(group.column(index).total_compressed_size for index in range(group.num_columns))
+            yield Part(entry, number, found, rows * (_num_values(group) / len(steps)), num_bytes)
+
+
+def _num_values(group: pq.RowGroupMetaData) -> int:
+    """Return the number of values of the longest column: tokens if the table has lists, else rows."""
+    return int(max(group.column(index).num_values for index in range(group.num_columns)))
+
+
+def _opened(store: Store, entry: TableFile) -> pq.ParquetFile:
+    """Open a file of a trace. Raises DamagedTrace."""
+    try:
+        return pq.ParquetFile(pa.PythonFile(FileCursor(entry.file), mode="r"))
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(store, entry, error) from error
+
+
+def _read(
+    store: Store, entry: TableFile, file: pq.ParquetFile, row_group: int, columns: list[str] | None = None
+) -> pa.Table:
+    """Read columns of a row group. Raises DamagedTrace."""
+    try:
+        return file.read_row_group(row_group, columns=columns, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(store, entry, error) from error
+
+
+def _unreadable(store: Store, entry: TableFile, error: Exception) -> DamagedTrace | QueryFailed:
+    if entry.file.error is not None:
+        return entry.file.error
+    return DamagedTrace(f"{store.shown(entry.relative)}: cannot be read ({first_line(error)}); restore it from a copy")
+
+
+def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:
+    """Yield the bucket boundaries of each sweep: rows with steps in [b0, b1), [b1, b2), ... are sorted together."""
+    if not parts:
+        return
+    steps = np.concatenate([part.steps for part in parts])
+    known, at = np.unique(steps, return_inverse=True)
+    tokens = np.bincount(at, weights=np.concatenate([part.tokens for part in parts]))
+    bounds, held = [int(known[0])], 0.0
+    for step, count in zip(known.tolist(), tokens.tolist(), strict=True):
+        if held and held + count > BUCKET_TOKENS:
+            bounds.append(step)
+            held = 0.0
+        held += count
+    bounds.append(int(known[-1]) + 1)
+    for start in range(0, len(bounds) - 1, SWEEP_BUCKETS):
+        yield bounds[start : start + SWEEP_BUCKETS + 1]
+
+
 def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
-    """Response tokens that a row group of small steps has, in merged files of about so many bytes."""
+    """Return the response tokens per row group of small steps, in merged files of about `file_bytes`."""
     tokens = float(sum(part.tokens.sum() for part in parts))
     of_file = tokens * min(1.0, file_bytes / max(sum(part.num_bytes for part in parts), 1))
     return int(min(max(of_file / _ROW_GROUPS, STEP_TOKENS), _MAX_STEP_TOKENS))
@@ -33,11 +120,10 @@ def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
 def sorted_groups(
     store: Store, table: Table, parts: Sequence[Part], small: int, room: Path, advance: Callable[[int], None]
 ) -> Iterator[pa.Table]:
-    """The rows of all parts by step, and within a range of steps by pass; rows of one pass and step stay in their order.
+    """Yield the rows of all parts by step, and within a range of steps by pass; sorting is stable.
 
-    Each table is one row group: it ends where a step does, unless a step alone has more than ROW_GROUP_TOKENS; steps of less than `small`
-    tokens share one. `room` is a
-    folder for the buckets, which are removed. `advance` is told the rows read. Raises DamagedTrace.
+    Each table is one row group. It ends with a step, unless that step alone has more than ROW_GROUP_TOKENS; steps of less than `small`
+    tokens share one. `room` is a folder for the buckets, which are removed. `advance` is called with the rows read. Raises DamagedTrace.
     """
     for bounds in sweeps(parts):
         names = [room / f"{number}.arrow" for number in range(len(bounds) - 1)]
@@ -67,9 +153,9 @@ def _fill(
             if first == last:
                 continue
             if part.entry.relative != before:
-                before, file = part.entry.relative, opened(store, part.entry)
+                before, file = part.entry.relative, _opened(store, part.entry)
             assert file is not None
-            rows = read(store, part.entry, file, part.row_group)
+            rows = _read(store, part.entry, file, part.row_group)
             steps = np.asarray(rows["step"])
             for batch in rows.combine_chunks().to_batches():
                 completed = table.completed(batch)
@@ -105,5 +191,5 @@ def _row_groups(rows: pa.Table, small: int) -> Iterator[pa.Table]:
 
 
 def _changes(values: pa.Array | pa.ChunkedArray) -> list[int]:
-    """Positions at which a value is another one than the one before."""
+    """Return the positions at which the value changes."""
     return [int(position) + 1 for position in np.flatnonzero(np.diff(np.asarray(values)))]

@@ -1,4 +1,4 @@
-"""Writing a trace anew at another place, on disk or on object storage, its files merged on the way."""
+"""Copying a trace to another folder or to object storage, merging its files on the way."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def merge_to(
 ) -> list[MergedTable]:
     """Write a trace with merged files to `output`, a folder or a URL; the trace itself stays as it is.
 
-    Raises DamagedTrace for a trace of which a part is missing, and TraceExists where it is being recorded, or where something
-    lies at `output`: a folder that holds a trace is replaced with `force`. At a URL only a part of the same run is replaced,
-    as an interrupted upload leaves it; the cache folder of such a recording is removed once all of it is there.
+    Raises DamagedTrace if a part of the trace is missing, and TraceExists if it is being recorded or `output` already exists;
+    `force` replaces a folder that holds a trace. At a URL only an interrupted upload of the same run is replaced; the cache
+    folder of such a recording is removed once everything has arrived.
     """
     store = Store(trace)
     if store.is_local:
@@ -84,7 +84,7 @@ def _write(
 
 
 def _copy(store: Store, relative: str, folder: Path) -> None:
-    """Copy a file of the trace in parts."""
+    """Copy a file of the trace in chunks."""
     size = store.file_size(relative)
     with trace_file(folder, relative) as temporary, open(temporary, "xb") as file:
         for start in range(0, size, _COPY_BYTES):

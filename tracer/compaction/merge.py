@@ -1,4 +1,4 @@
-"""Writing the merged files of a trace: beside their places first, and into them once all are whole."""
+"""Writing the merged files of a trace: to a folder beside them first, then into place once all are complete."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ from ..snapshot import Snapshot, TableFile, take_snapshot
 from ..store import Store
 from ..upload import Upload
 from ..whole_file import trace_file, write_part
-from .buckets import sorted_groups, step_tokens
-from .parts import Part, read_parts, sweeps
+from .buckets import Part, read_parts, sorted_groups, step_tokens, sweeps
 from .shared_chunks import share_chunks
 
 FILE_BYTES = 512_000_000
-"""About what a merged file takes where nothing else is asked for."""
+"""Approximate size of a merged file by default, bytes."""
 _SMALL = 0.25
-"""A merged file of less than this share of the wanted size is merged again with what came since; sharing makes files smaller."""
+"""A merged file below this share of the target size is merged again; shared chunks make files smaller than the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedTable:
-    """What became of the files of one table."""
+    """Result of merging the files of one table."""
 
     table: str
     files_before: int
@@ -53,13 +52,13 @@ class MergedTable:
     bytes_before: int
     bytes_after: int
     files_left: int
-    """Files that were left as they are: of steps that are not closed, of replays, and those that are large already."""
+    """Files left as they were: of open steps, of replays, and files that are already large."""
 
 
 def merge(trace: str, file_bytes: int, progress: Progress, ray: str | None = None) -> list[MergedTable]:
-    """Merge the files of a local trace in its place. What a process that died began is finished first.
+    """Merge the files of a local trace in place, after finishing what a killed process began.
 
-    `ray` is the address of a cluster whose actors write the files, each those of some steps.
+    `ray` is the address of a cluster whose actors write the files, each for some of the steps.
 
     A trace that is being recorded is merged up to the last step that all of its writers have closed. Raises DamagedTrace for
     a trace of which a part is missing, InvalidOption for one that is not local, TraceExists and StorageError.
@@ -89,7 +88,7 @@ def merge(trace: str, file_bytes: int, progress: Progress, ray: str | None = Non
 
 
 def whole_snapshot(store: Store) -> Snapshot:
-    """Look at a trace that is to be merged. Raises DamagedTrace where a part of it is in no answer."""
+    """Take a snapshot of a trace that is to be merged. Raises DamagedTrace if a part of it cannot be read."""
     snapshot = take_snapshot(store)
     if not snapshot.manifest.is_checked:
         raise DamagedTrace(f"{store.url}: was recorded by an earlier release, without checksums; it is not merged")
@@ -104,21 +103,21 @@ def whole_snapshot(store: Store) -> Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """Who writes the merged files in the place of this process."""
+    """The cluster that writes the merged files instead of this process."""
 
     address: str
-    """Of their cluster."""
+    """Address of the cluster."""
     upload: Upload | None = None
-    """What they send the files with; None where they write to a folder that all nodes see."""
+    """How the files are sent; None if all nodes see the target folder."""
 
 
 def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress,
     actors: Actors | None = None,
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the rows of the chosen files anew in a folder, and return what was written by its path in the trace.
+    """Write the rows of the chosen files to merged files in a folder; return these by their path in the trace.
 
-    Actors with an upload of their own send the files, and leave none in the folder.
+    With `Actors.upload` the files are sent instead, and the folder stays empty.
     """
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
@@ -142,10 +141,10 @@ def _write_table(
     store: Store, table: str, parts: Sequence[Part], small: int, writer: str, first: int, building: Path, room: Path,
     file_bytes: int, advance: Callable[[int], None],
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the rows of parts to files that are numbered from `first` on; `room` is a folder for buckets, `small` see sorted_groups."""
+    """Write the rows of parts to files numbered from `first`; `room` and `small` as in `sorted_groups`."""
     groups = _Waiting(sorted_groups(store, TABLE_SPECS[table], parts, small, room, advance))
     found: dict[str, SealedFile] = {}
-    while groups.has_more:
+    while groups.next is not None:
         relative = Segment(writer, first + len(found)).parquet(table)
         steps: list[tuple[int, int]] = []
         with trace_file(building, relative) as temporary:
@@ -161,24 +160,24 @@ def _write_table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Rows of a table that an actor merges: those of some steps."""
+    """Rows of some steps of a table, merged by one actor."""
 
     table: str
     parts: tuple[tuple[str, int, np.ndarray, np.ndarray, int], ...]
-    """Path of a file, and what a Part says of a row group."""
+    """Path of a file, and the fields of a Part for each of its row groups."""
     small: int
-    """Steps of less tokens share a row group."""
+    """Steps with fewer tokens share a row group."""
     first: int
-    """Number of its first file."""
+    """Number of the first file to write."""
     num_bytes: float
-    """About what the rows take in the files in which they are."""
+    """Approximate size of the rows in the source files."""
 
 
 def _on_cluster(
     store: Store, parts: dict[str, list[Part]], writer: str, building: Path, file_bytes: int, actors: Actors,
     advance: Callable[[int], None],
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """The merged files that actors wrote. A file of one that died is in no account, and is removed."""
+    """Have actors write the merged files, and return these. Files of actors that died are removed."""
     units = [unit for table, of_table in parts.items() for unit in _units(table, of_table, file_bytes)]
     trace = os.path.abspath(store.root) if store.is_local else store.url
     url = None if actors.upload is None else actors.upload.url
@@ -203,7 +202,7 @@ def _on_cluster(
 
 
 def _units(table: str, parts: Sequence[Part], file_bytes: int) -> Iterator[_Unit]:
-    """Buckets of steps that are next to each other, of together about a file's bytes."""
+    """Yield units of consecutive buckets of steps, each about one file in size."""
     edges = np.array([*dict.fromkeys(edge for bounds in sweeps(parts) for edge in bounds)])
     bytes_E = np.zeros(len(edges) - 1)
     for part in parts:
@@ -225,7 +224,7 @@ def _units(table: str, parts: Sequence[Part], file_bytes: int) -> Iterator[_Unit
 
 
 class _UnitMerger:
-    """What an actor does: it looks at the trace once."""
+    """Merges units in an actor; takes one snapshot of the trace."""
 
     def __init__(self, trace: str, writer: str, target: Path | str, file_bytes: int):
         """`target` is the folder that files are written to, or the URL that they are sent to."""
@@ -256,31 +255,27 @@ class _UnitMerger:
             return written
 
     def close(self) -> None:
-        """Every file was moved to its place."""
+        """Nothing is left to do: every file is in place."""
 
 
 class _Waiting:
-    """Row groups, handed out until a file is full."""
+    """An iterator of row groups that stops when a file is full."""
 
     def __init__(self, groups: Iterator[pa.Table]):
         self._groups = groups
-        self._next = next(groups, None)
-
-    @property
-    def has_more(self) -> bool:
-        return self._next is not None
+        self.next = next(groups, None)
 
     def until(self, path: Path, file_bytes: int, steps: list[tuple[int, int]]) -> Iterator[pa.Table]:
-        """Row groups for a file until it has so many bytes; the first and last step of each is noted."""
-        while self._next is not None and (not steps or path.stat().st_size < file_bytes):
-            ends = pc.min_max(self._next["step"])
+        """Yield row groups until the file has `file_bytes`; append the first and last step of each to `steps`."""
+        while self.next is not None and (not steps or path.stat().st_size < file_bytes):
+            ends = pc.min_max(self.next["step"])
             steps.append((ends["min"].as_py(), ends["max"].as_py()))
-            yield self._next
-            self._next = next(self._groups, None)
+            yield self.next
+            self.next = next(self._groups, None)
 
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
-    """The files of a table that are merged; none where they would only be written again."""
+    """Return the files of a table that are to be merged; empty if merging would only rewrite one file."""
     kept = replays(snapshot)
     closed = _closed_step(snapshot)
     accounted = snapshot.accounted
@@ -295,7 +290,7 @@ def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableF
 
 
 def replays(snapshot: Snapshot) -> set[str]:
-    """Writers of replays: a pass is removed with its writer's files, so that these stay its own."""
+    """Return the writers of replays: their files are kept apart, so that a replay can be removed with them."""
     return {
         state.writer
         for state in snapshot.writers
@@ -304,7 +299,7 @@ def replays(snapshot: Snapshot) -> set[str]:
 
 
 def _closed_step(snapshot: Snapshot) -> int | None:
-    """The step before which no live writer writes any more, as far as their rows tell; None where no writer is alive."""
+    """Return the step before which every live writer has finished, judged by their rows; None if no writer is alive."""
     if not snapshot.is_live:
         return None
     latest: dict[str, int] = {}
@@ -318,7 +313,7 @@ def _closed_step(snapshot: Snapshot) -> int | None:
 
 
 def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:
-    """Path and content of the state of the writer that merged."""
+    """Return the path and content of the writer state for the merged files."""
     writer = next(iter(files)).partition("/")[2].rpartition("-")[0]
     state = WriterState(
         writer=writer, run_id=snapshot.manifest.run_id, **this_process(), state=CLOSED, opened_at=now(), closed_at=now(),
@@ -328,9 +323,9 @@ def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[s
 
 
 def finish(folder: Path) -> None:
-    """Remove files that were merged, and have their writers no longer account for them.
+    """Remove files that were merged, and take them out of their writers' accounts.
 
-    A writer that is alive writes its own account: its files stay named as replaced until it has ended.
+    A live writer owns its account, so its files stay marked as replaced until it has ended.
     """
     store = Store(folder)
     states = store.writers()[0]
@@ -357,17 +352,17 @@ def finish(folder: Path) -> None:
 def merged_tables(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], files: dict[str, SealedFile]
 ) -> list[MergedTable]:
-    """What became of each table of which there are files."""
-    return [_merged(snapshot, table, chosen[table], files) for table in TABLES if snapshot.files[table]]
-
-
-def _merged(snapshot: Snapshot, table: str, chosen: Sequence[TableFile], files: dict[str, SealedFile]) -> MergedTable:
-    after = [record for name, record in files.items() if name.startswith(f"{table}/")]
-    return MergedTable(
-        table=table,
-        files_before=len(chosen),
-        files_after=len(after),
-        bytes_before=sum(entry.file.num_bytes for entry in chosen),
-        bytes_after=sum(record.num_bytes for record in after),
-        files_left=len(snapshot.files[table]) - len(chosen),
-    )
+    """Return the result for each table that has files."""
+    after = {table: [file for name, file in files.items() if name.startswith(f"{table}/")] for table in TABLES}
+    return [
+        MergedTable(
+            table=table,
+            files_before=len(chosen[table]),
+            files_after=len(after[table]),
+            bytes_before=sum(entry.file.num_bytes for entry in chosen[table]),
+            bytes_after=sum(record.num_bytes for record in after[table]),
+            files_left=len(entries) - len(chosen[table]),
+        )
+        for table, entries in snapshot.files.items()
+        if entries
+    ]

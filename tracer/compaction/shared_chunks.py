@@ -1,7 +1,7 @@
-"""Parquet files in which equal parts lie once: passes that have the same bits, such as `current` where it equals `train`.
+"""Parquet files that store equal column chunks once, such as the logprobs of `current` where they equal `train`.
 
-A footer says of each column of each row group at which byte it begins. Nothing asks these places to differ: where two row groups
-have the same bytes in a column, both name one place. Every reader of Parquet reads such a file as any other.
+A footer gives the byte offset of each column chunk, and the format does not require offsets to differ: two row groups with the
+same bytes in a column point to one copy. Every Parquet reader reads such a file.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ...schemas.checksums import BlockDigests, SealedFile, short_hash, whole_hash
 from ..parquet_file import BLOCKS, MAGIC
-from .thrift import Struct, read_struct, write_struct
 
 MIN_BYTES = 1 << 10
-"""Smaller parts stay where they are: what is read together then lies together."""
+"""Smaller chunks are not shared, so that columns read together stay adjacent."""
 
 # Numbers of fields in parquet.thrift: https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 _ROW_GROUPS, _KEY_VALUES = 4, 5
@@ -28,11 +27,19 @@ _CHUNK_OFFSET, _META_DATA = 2, 3
 _SIZE, _DATA_OFFSET, _DICTIONARY_OFFSET = 7, 9, 11
 _KEY, _VALUE = 1, 2
 _OTHER_PLACES = ((4, 6), (10, 14))
-"""Fields of a column chunk and of its metadata that name other places: page indexes and filters, which no file of ours has."""
+"""Fields of a column chunk and of its metadata with further offsets: page indexes and filters, which tim-trace does not write."""
+
+# Thrift's compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
+_INTEGERS = (4, 5, 6)
+_LONG_LIST, _MAX_DELTA = 15, 15
+
+Struct = dict[int, tuple[int, Any]]
+"""Field number -> type and value; a list is the element type and the elements."""
 
 
 def share_chunks(path: Path, sealed: SealedFile, block_bytes: int) -> SealedFile:
-    """Write a file of the trace anew where parts of it are equal, and return what to say of it; else it stays as it is."""
+    """Rewrite a file so that equal chunks are stored once, and return its new account; unchanged if none are equal."""
     with open(path, "rb") as source:
         footer, end = _footer(source)
         chunks = sorted(_chunks(footer), key=lambda chunk: _place(chunk)[0])
@@ -54,7 +61,7 @@ def share_chunks(path: Path, sealed: SealedFile, block_bytes: int) -> SealedFile
 
 
 def _footer(source: BinaryIO) -> tuple[Struct, int]:
-    """The fields of a footer, and where it begins."""
+    """Return the fields of a footer, and its offset."""
     end = source.seek(-8, os.SEEK_END)
     (size,) = struct.unpack("<i", source.read(4))
     source.seek(end - size)
@@ -67,21 +74,21 @@ def _chunks(footer: Struct) -> Iterator[Struct]:
 
 
 def _place(chunk: Struct) -> tuple[int, int]:
-    """First byte and number of bytes of a column of a row group."""
+    """Return the offset and size of a column chunk."""
     meta = chunk[_META_DATA][1]
     starts = [meta[field][1] for field in (_DICTIONARY_OFFSET, _DATA_OFFSET) if field in meta]
     return min(starts), meta[_SIZE][1]
 
 
 def _moved(source: BinaryIO, chunks: list[Struct], end: int) -> dict[int, int] | None:
-    """First byte of each part -> where it begins in a file in which equal ones lie once; None where none is equal."""
+    """Return old offset -> new offset of each chunk; None if no two chunks are equal."""
     at = expected = len(MAGIC)
     known: dict[tuple[int, str], int] = {}
     moved: dict[int, int] = {}
     for chunk in chunks:
         start, size = _place(chunk)
         if start != expected or _has_other_places(chunk):
-            return None  # it has more than columns, one after the other
+            return None  # not just column chunks, one after the other
         expected += size
         source.seek(start)
         key = size, whole_hash(source.read(size))
@@ -100,7 +107,7 @@ def _has_other_places(chunk: Struct) -> bool:
 def _copy(
     source: BinaryIO, target: BinaryIO, digests: BlockDigests, chunks: list[Struct], moved: dict[int, int]
 ) -> None:
-    """Write each part once, in the order in which they lie."""
+    """Write each chunk once, in file order."""
     target.write(MAGIC)
     digests.add(MAGIC)
     for chunk in chunks:
@@ -120,7 +127,7 @@ def _set_places(footer: Struct, moved: dict[int, int]) -> None:
             for field in (_DATA_OFFSET, _DICTIONARY_OFFSET):
                 if field in meta:
                     meta[field] = meta[field][0], meta[field][1] + moved[start] - start
-            if chunk[_CHUNK_OFFSET][1]:  # 0, as the format asks for where the chunk's metadata is in the footer alone
+            if chunk[_CHUNK_OFFSET][1]:  # 0 if the chunk's metadata is only in the footer, as the format asks
                 chunk[_CHUNK_OFFSET] = chunk[_CHUNK_OFFSET][0], chunk[_CHUNK_OFFSET][1] + moved[start] - start
             firsts.append(moved[start])
         if _GROUP_OFFSET in group:
@@ -131,3 +138,121 @@ def _set_value(footer: Struct, name: bytes, value: bytes) -> None:
     for pair in footer[_KEY_VALUES][1][1]:
         if pair[_KEY][1] == name:
             pair[_VALUE] = pair[_VALUE][0], value
+
+
+def read_struct(content: bytes) -> Struct:
+    """Read the structure at the beginning of `content`. Raises ValueError."""
+    try:
+        return _Reader(content).struct()
+    except IndexError as error:
+        raise ValueError("it ends within a value") from error
+
+
+def write_struct(fields: Struct) -> bytes:
+    """Encode a structure."""
+    target = bytearray()
+    _put_struct(target, fields)
+    return bytes(target)
+
+
+class _Reader:
+    def __init__(self, content: bytes):
+        self._content, self._at = content, 0
+
+    def struct(self) -> Struct:
+        found: Struct = {}
+        number = 0
+        while header := self._byte():
+            number = number + (header >> 4) if header >> 4 else _unfolded(self._varint())
+            kind = header & 15
+            found[number] = kind, (kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind))
+        return found
+
+    def _value(self, kind: int) -> Any:
+        if kind in (_TRUE, _FALSE, _BYTE):  # in a list, a bool is a byte
+            return self._byte()
+        if kind in _INTEGERS:
+            return _unfolded(self._varint())
+        if kind == _DOUBLE:
+            return self._bytes(8)
+        if kind == _BINARY:
+            return self._bytes(self._varint())
+        if kind in (_LIST, _SET):
+            header = self._byte()
+            size = header >> 4 if header >> 4 < _LONG_LIST else self._varint()
+            return header & 15, [self._value(header & 15) for _ in range(size)]
+        if kind == _STRUCT:
+            return self.struct()
+        raise ValueError(f"it holds a value of type {kind}")
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._content[self._at - 1]
+
+    def _bytes(self, size: int) -> bytes:
+        self._at += size
+        if self._at > len(self._content):
+            raise IndexError
+        return self._content[self._at - size : self._at]
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+
+
+def _put_struct(target: bytearray, fields: Struct) -> None:
+    before = 0
+    for number, (kind, value) in sorted(fields.items()):
+        if 0 < number - before <= _MAX_DELTA:
+            target.append((number - before) << 4 | kind)
+        else:
+            target.append(kind)
+            _put_varint(target, _folded(number))
+        before = number
+        if kind not in (_TRUE, _FALSE):
+            _put_value(target, kind, value)
+    target.append(0)
+
+
+def _put_value(target: bytearray, kind: int, value: Any) -> None:
+    if kind in (_TRUE, _FALSE, _BYTE):
+        target.append(value)
+    elif kind in _INTEGERS:
+        _put_varint(target, _folded(value))
+    elif kind == _DOUBLE:
+        target += value
+    elif kind == _BINARY:
+        _put_varint(target, len(value))
+        target += value
+    elif kind in (_LIST, _SET):
+        of, values = value
+        if len(values) < _LONG_LIST:
+            target.append(len(values) << 4 | of)
+        else:
+            target.append(_LONG_LIST << 4 | of)
+            _put_varint(target, len(values))
+        for item in values:
+            _put_value(target, of, item)
+    else:
+        _put_struct(target, value)
+
+
+def _put_varint(target: bytearray, value: int) -> None:
+    while value > 127:
+        target.append(value & 127 | 128)
+        value >>= 7
+    target.append(value)
+
+
+def _folded(value: int) -> int:
+    """Zigzag: 0, -1, 1, -2, ... are 0, 1, 2, 3, ..."""
+    return value << 1 if value >= 0 else -value * 2 - 1
+
+
+def _unfolded(value: int) -> int:
+    return -(value >> 1) - 1 if value & 1 else value >> 1

@@ -1,4 +1,4 @@
-"""One call of an engine, as it returned: read only as far as somebody asks."""
+"""The result of one call of an engine, read lazily."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from ...schemas.passes import ROLLOUT
 from ..dense import Logits, TopK
 from .vllm_logprobs import Requested, distribution, gathered, sampled_logprobs
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+"""Sampling parameters of vLLM that are columns of sequences."""
+
 
 @dataclass(slots=True, kw_only=True)
 class EngineCall:
-    """The completions of one call, those of a prompt after those of the one before.
+    """The completions of one call, grouped by prompt.
 
     Shapes: B completions, N response tokens of some completions together.
     """
@@ -26,7 +29,7 @@ class EngineCall:
     requested: Sequence[Requested]
     """What the caller asked for each prompt."""
     given: list[Any] | None
-    """[B] each completion's logprobs as the engine returned them, where the caller was given less; None where not."""
+    """[B] each completion's logprobs as the engine returned them; None if the caller got the same."""
     capture: Capture
 
     @property
@@ -61,12 +64,12 @@ class EngineCall:
         ]
 
     def captured(self) -> list[int]:
-        """Completions whose distributions were asked for and are there."""
+        """Return the completions whose distributions were requested and returned."""
         asked = [self.requested[prompt].captured for prompt in self.prompt_of]
         return [row for row, keep in enumerate(asked) if keep and self.engine_logprobs[row]]
 
     def distribution(self, rows: Sequence[int]) -> TopK | Logits | None:
-        """The distributions of some completions, end to end."""
+        """Concatenate the distributions of some completions."""
         given = self.engine_logprobs
         parts: list[dict[str, np.ndarray] | None] = [distribution(given[row], self.capture) for row in rows]
         return gathered(parts)
@@ -82,12 +85,7 @@ class EngineCall:
             prompt_ids=[list(self.outputs[prompt].prompt_token_ids or []) for prompt in prompts],
             response_ids=[list(done.token_ids) for done in self.completions],
             finish_reason=self.finish_reasons,
-            temperature=[p.temperature for p in params],
-            top_p=[p.top_p for p in params],
-            top_k=[p.top_k for p in params],
-            min_p=[p.min_p for p in params],
-            repetition_penalty=[p.repetition_penalty for p in params],
-            max_tokens=[p.max_tokens for p in params],
+            **{name: [getattr(one, name) for one in params] for name in _SAMPLING},
         )
         logprobs = self.logprobs()
         scored = [row for row, values in enumerate(logprobs) if values is not None]

@@ -1,4 +1,4 @@
-"""Where a vLLM model holds the tensors that it is given: under their names, or as rows of a fused parameter."""
+"""Finding the tensors that a vLLM model was given: under their own names, or as rows of a fused parameter."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
-    """Each given name that the model's parameters can be mapped to, and what the model holds of it.
+    """Yield each given name that can be mapped to the model's parameters, and the tensor that the model holds.
 
-    `shapes` are those of all tensors that are given. A fused parameter (qkv, gate and up) is cut where its parts, in the
-    model's own order, fill it; a vocabulary that is padded, behind its last row. Tensors that are split over processes,
-    packed for a kernel, or stacked as experts are left out.
+    `shapes` holds the shape of every given tensor. A fused parameter (qkv, gate and up) is cut into its parts, in the model's
+    order, and a padded vocabulary after its last row. Tensors that are sharded, packed for a kernel, or stacked as experts
+    are left out.
     """
     parameters = dict(model.named_parameters())
     parts_of: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
@@ -37,10 +37,10 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 
 
 def _engine_name(model: Any, name: str) -> str:
-    """The model's own name of a tensor, by the mapping that it declares for checkpoints of transformers."""
+    """Return the model's own name of a tensor, using its mapping for transformers checkpoints."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
-    # A mapper that fuses names the fused parameter: the parts are looked up by themselves.
+    # A fusing mapper returns the fused name, but parts are looked up one by one.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
 
 

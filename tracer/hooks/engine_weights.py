@@ -1,4 +1,4 @@
-"""Accounting for the engine's weights: what the trainer holds, what the engine was given, and what it holds."""
+"""Accounting for the engine's weights: digests of what the trainer holds, the engine was given, and the engine holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pyarrow as pa
 from ...schemas.layout import ENGINE_WEIGHTS
 from ...schemas.tables import ENGINE_WEIGHTS_TABLE
 from ..arrow_arrays import column_array
-from ..weights.coarse import values_a_row
 from ..weights.digests import Digest, digest, resolved
 from ..writer import Part
 from .engine_parameters import held_tensors
@@ -22,24 +21,30 @@ from .vllm_contract import model_runner
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
-"""dtypes through which a tensor may have gone on its way."""
+"""dtypes that a tensor may have been rounded to on the way."""
+
+_NUM_ROWS = 64
+_MAX_VALUES = 256
+"""Number of values of eight bits."""
+_MIN_TIMES_MORE = 2
+"""A row of the trainer's has at least this many times more distinct values."""
+_MIN_COSINE_SCORE = 6.0
+"""Minimum cosine of the two sides' rows, in standard deviations of that of random rows."""
 
 
-_PACKED = (
-    "the engine's weights are not compared for {} quantised tensors, whose numbers the trainer holds packed ({}, ...)"
-)
+_PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
 _NO_OWN = (
-    "the engine's weights are not compared with the trainer's: it holds them in pieces (FSDP, ZeRO-3), and this release of TRL does "
-    "not let them be heard as it gathers them (VLLMGeneration._iter_named_params)"
+    "the engine's weights are not compared with the trainer's: these are sharded (FSDP, ZeRO-3), and this release of TRL has no "
+    "function in which to read them once gathered (VLLMGeneration._iter_named_params)"
 )
 
 
 class EngineWeights:
-    """One process's engine and trainer, tensor by tensor.
+    """Compares the weights of one process's engine and trainer, tensor by tensor.
 
-    A policy version is told when the engine first samples with it for training. What the engine holds is read the first time
-    and after 1, 2, 4, 8, ... versions, whenever what it was given is not what the trainer holds, and from the first time on that
-    it is not what it was given. An error ends the account and nothing else.
+    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read the first
+    time and after 1, 2, 4, 8, ... versions, whenever it was given something else than the trainer holds, and at every version
+    once it differed from what it was given. An error ends the account and nothing else.
     """
 
     def __init__(self, session: Any):
@@ -50,9 +55,10 @@ class EngineWeights:
         self._dtype: Any = None
         self._device: Any = None
         self._is_loading = False
-        self._begin()
+        self.restart()
 
-    def _begin(self) -> None:
+    def restart(self) -> None:
+        """Forget everything but the engine: another training begins."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -64,10 +70,6 @@ class EngineWeights:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._last: dict[str, int] = {}
         self._known: dict[str, set[int]] = {}
-
-    def restart(self) -> None:
-        """Forget everything but the engine: another training begins."""
-        self._begin()
 
     @property
     def is_on(self) -> bool:
@@ -81,7 +83,7 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """Hear what an engine of this process is given."""
+        """Take digests of what an engine of this process is given, from now on."""
         if not self.is_on:
             return
         with self._guard():
@@ -109,7 +111,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """The same tensors, each listened to before the engine has it."""
+        """Pass tensors on, taking a digest of each before the engine gets it."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -120,16 +122,20 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """What TRL gathers of a sharded trainer: the trainer's own, since no process holds it whole before."""
+        """Pass on the tensors gathered from a sharded trainer, taking their digests as the trainer's own."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
-                    self._own[name] = digest(tensor, self._dtype, self._device)
-                    self._shapes[name] = tuple(tensor.shape)
+                    self._take(name, tensor)
             yield name, tensor
 
+    def _take(self, name: str, tensor: Any) -> None:
+        """Take the digest of one of the trainer's own tensors."""
+        self._shapes[name] = tuple(tensor.shape)
+        self._own[name] = digest(tensor, self._dtype, self._device)
+
     def hold(self, trainer: Any) -> None:
-        """Take the trainer's digests, once a policy version, before the engine is given anything of it."""
+        """Take the trainer's digests, once per policy version, before the engine is given anything of it."""
         version = int(trainer.state.global_step)
         if not self.is_on or self._version == version:
             return
@@ -144,8 +150,7 @@ class EngineWeights:
             self._own, self._unmerged = {}, {}
             if self._is_whole:
                 for name, tensor, unmerged in trainer_tensors(model):
-                    self._shapes[name] = tuple(tensor.shape)
-                    self._own[name] = digest(tensor, self._dtype, self._device)
+                    self._take(name, tensor)
                     if unmerged is not None:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
@@ -188,14 +193,14 @@ class EngineWeights:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Digests of what the engine holds, where it is time to look; none where it is not."""
+        """Return digests of what the engine holds if they are due; else nothing."""
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}
         return read_digests({name: digest(tensor, self._dtype) for name, tensor in held_tensors(model, self._shapes)})
 
     def _is_due(self, own: dict[str, int]) -> bool:
-        """Whether what the engine holds is read at this version, the next."""
+        """Whether the engine's own copy is read at this version."""
         is_power = self._num_told & (self._num_told - 1) <= 0
         self._num_told += 1
         return is_power or self._level == HELD or any(self._last.get(name) != value for name, value in own.items())
@@ -204,7 +209,7 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Tensor -> the dtype through which the trainer's gives what the engine has, or how few values a row of it has."""
+        """Return tensor -> the dtype that explains the difference to the trainer's, or the number of distinct values per row."""
         import torch
 
         engine = None if self._model is None else self._model()
@@ -225,5 +230,27 @@ class EngineWeights:
 
 
 def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
-    """Digests by tensor as whole numbers."""
+    """Return digests by tensor as integers."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))
+
+
+def values_a_row(own: Any, coarse: Any) -> int | None:
+    """Return the most distinct values in a row of `coarse` if its rows are those of `own`, coarsely rounded; else None.
+
+    Shapes: R rows that are looked at, C columns.
+    """
+    if own.numel() < 2:
+        return None
+    coarse_RC = _some_rows(coarse)
+    own_RC, coarse_RC = _some_rows(own).to(coarse_RC).float(), coarse_RC.float()
+    count = max(len(row.unique()) for row in coarse_RC)
+    if not 2 <= count <= _MAX_VALUES or min(len(row.unique()) for row in own_RC) < _MIN_TIMES_MORE * count:
+        return None
+    own_RC, coarse_RC = own_RC.double(), coarse_RC.double()
+    cosine = (own_RC * coarse_RC).sum() / (own_RC.norm() * coarse_RC.norm())
+    return count if float(cosine) * own_RC.numel() ** 0.5 > _MIN_COSINE_SCORE else None
+
+
+def _some_rows(tensor: Any) -> Any:
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows[:: -(-len(rows) // _NUM_ROWS)]

@@ -1,10 +1,11 @@
-"""What of a model of transformers decides its numbers."""
+"""The properties of a transformers model that decide its numbers, and its tokenizer's identity."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
+from hashlib import sha256
 from typing import Any
 
 from ..routing import facts
@@ -12,7 +13,7 @@ from ..weights.layout import model_parameters, num_elements
 
 
 def numerics(model: Any) -> dict[str, Any]:
-    """Its class, dtypes, what FSDP casts, attention, experts, quantization and adapters."""
+    """Return a model's class, dtypes, FSDP casts, attention, experts, quantization and adapters."""
     return {
         "class": class_path(model),
         "dtypes": dtypes(model),
@@ -28,7 +29,7 @@ def numerics(model: Any) -> dict[str, Any]:
 def fsdp_casts(model: Any) -> dict[str, str]:
     """Return the dtypes to which FSDP's mixed precision casts in a forward: `parameters_dtype`, `buffers_dtype`, `outputs_dtype`.
 
-    Only those that it casts; empty for a model without FSDP. Autocast comes on top.
+    Only those that are cast; empty for a model without FSDP. Autocast comes on top.
     """
     if hasattr(type(model), "_get_fsdp_state"):
         policy = model._get_fsdp_state()._mp_policy
@@ -40,7 +41,7 @@ def fsdp_casts(model: Any) -> dict[str, str]:
 
 
 def class_path(model: Any) -> str:
-    """The module and the name of a model's class: below FSDP1, and FSDP2, which makes one of its own out of it."""
+    """Return the module and name of a model's class, without the wrapper of FSDP1 and the subclass of FSDP2."""
     kind = type(getattr(model, "_modules", {}).get("_fsdp_wrapped_module", model))
     if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__bases__):
         kind = kind.__bases__[-1]
@@ -48,7 +49,7 @@ def class_path(model: Any) -> str:
 
 
 def dtypes(model: Any) -> dict[str, int]:
-    """Dtype -> parameters that have it."""
+    """Return dtype -> number of parameters."""
     counts: Counter[str] = Counter()
     for parameter in model_parameters(model):
         counts[str(parameter.dtype).removeprefix("torch.")] += num_elements(parameter)
@@ -56,7 +57,7 @@ def dtypes(model: Any) -> dict[str, int]:
 
 
 def as_json(value: Any) -> Any:
-    """Sets as sorted lists, members of enums as their values, and what JSON has not as text."""
+    """Convert a value for JSON: sets to sorted lists, enum members to their values, anything else unknown to text."""
     if isinstance(value, Enum):
         return as_json(value.value)
     if isinstance(value, Mapping):
@@ -66,3 +67,15 @@ def as_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
+    """Return the identity of the run's tokenizer; the hash is of its whole definition."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {
+        "name": getattr(tokenizer, "name_or_path", None),
+        "class": f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
+        "vocab_size": len(tokenizer),
+        "sha256": None if backend is None else sha256(backend.to_str().encode()).hexdigest(),
+    }

@@ -1,4 +1,4 @@
-"""The weights of a model that a trainer holds: whether they are kept, and which tensors this process keeps."""
+"""Whether a trainer's weights are kept, and which tensors this process keeps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,25 @@ from ..weights.layout import flat_parameter, is_sharded, model_parameters, model
 from .session import Session
 
 _REMEDY = "replaying needs them; record with --weights delta, or name the run's checkpoints with --weights-from DIR"
+
+
+class KeptWeights:
+    """The weights of one trained model: whether they are kept, and which version was kept last."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._is_kept: bool | None = None
+        self._version: int | None = None
+
+    def keep(self, version: int, model: Any, *, is_first: bool) -> None:
+        """Keep a version, once. The first process (`is_first`) also keeps the tensors that every process holds whole."""
+        if self._version == version:
+            return
+        self._version = version
+        if self._is_kept is None:
+            self._is_kept = keeps_weights(self._session, model)
+        if self._is_kept:
+            self._session.recorder.add_weights(version, own_tensors(model, is_first=is_first))
 
 
 def keeps_weights(session: Session, model: Any) -> bool:
@@ -30,7 +49,7 @@ def keeps_weights(session: Session, model: Any) -> bool:
 
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
-    """The tensors that this process keeps: its parts of sharded ones, and whole ones in the first process alone."""
+    """Return the tensors that this process keeps: its shards, and in the first process also whole tensors."""
     return {name: tensor for name, tensor in model_tensors(model).items() if is_first or _is_part(tensor)}
 
 
@@ -40,8 +59,8 @@ def _is_part(tensor: Any) -> bool:
 
 def _problem(model: Any) -> str | None:
     if any(getattr(parameter, "ds_id", None) is not None for parameter in model.parameters()):
-        return f"DeepSpeed ZeRO-3 holds them in pieces that cannot be read from here; {_REMEDY}"
+        return f"DeepSpeed ZeRO-3 shards cannot be read from here; {_REMEDY}"
     flats = [flat for module in model.modules() if (flat := flat_parameter(module)) is not None]
     if any(any(flat._param_extensions) or not all(flat._contiguities) for flat in flats):
-        return f"FSDP1 has flattened some that are sharded otherwise, too; use FSDP2, or: {_REMEDY}"
+        return f"FSDP1 flattened parameters that are sharded in another way too; use FSDP2, or: {_REMEDY}"
     return None

@@ -1,6 +1,6 @@
-"""Which samples lie in a packed row, written as bytes that ride along in a trainer's batch to the process that has the row.
+"""The samples of packed rows, encoded as bytes that travel in the trainer's batch to the process that gets the row.
 
-Shapes: R rows, one a process, L bytes of the longest.
+Shapes: R rows, one per process, L bytes of the longest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PackedSample:
     name: str
     group: str | None
     policy_version: int | None
-    """Of the weights that sampled it; None where the trainer does not tell."""
+    """Version of the weights that sampled it; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
     """Function -> reward, and `reward` -> their sum as the trainer has it; empty without any."""
@@ -32,13 +32,13 @@ class PackedSample:
 
     @property
     def first(self) -> int:
-        """Where the response begins: at the first token that counts, behind at least one of the prompt."""
+        """Index of the first response token: the first token that counts in the loss."""
         counted = self.counted
         return int(counted[0]) if len(counted) else len(self.ids)
 
     @property
     def counted(self) -> np.ndarray:
-        """Places of the tokens that have a term in the loss; the first token of all has none, since nothing predicts it."""
+        """Indices of the tokens that have a term in the loss; token 0 has none, since nothing predicts it."""
         return np.flatnonzero(self.mask[1:]) + 1
 
 
@@ -58,21 +58,21 @@ class PackedRow:
 
     @cached_property
     def terms(self) -> tuple[np.ndarray, np.ndarray]:
-        """[M] the sample of each term of the loss, and the place of its token in the response."""
+        """[M] sample of each term of the loss, and [M] index of its token in the response."""
         counted = [sample.counted - sample.first for sample in self.samples]
         owners = np.repeat(np.arange(len(counted)), [len(places) for places in counted])
         return owners, np.concatenate([*counted, np.empty(0, np.int64)])
 
     @cached_property
     def scored(self) -> np.ndarray:
-        """[S, T] bool: where the loss has a term."""
+        """[S, T] bool: tokens with a term in the loss."""
         scored = np.zeros((len(self.samples), int(self.lengths.max(initial=0))), bool)
         scored[self.terms] = True
         return scored
 
 
 def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
-    """[R, L] uint8 tensor: of each row a line of JSON, and the tokens and masks of its samples behind it."""
+    """Encode rows as a uint8 tensor [R, L]: a line of JSON, then the tokens and masks of the samples."""
     import torch
 
     encoded = [_encoded(samples) for samples in rows]
@@ -81,7 +81,7 @@ def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
 
 
 def of_bytes(row: Any) -> PackedRow:
-    """The samples of one row of such a tensor."""
+    """Decode the samples of one row of such a tensor."""
     data = row.cpu().numpy().tobytes()
     head, _, arrays = data.partition(b"\n")
     samples, place = [], 0

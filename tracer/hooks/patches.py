@@ -1,10 +1,10 @@
-"""Wrapping other libraries' functions, and putting the originals back."""
+"""Wrapping other libraries' functions, reading the arguments of their calls, and putting the originals back."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _MISSING = object()
@@ -17,7 +17,7 @@ class Patches:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
-        """Make `owner.name(...)` call `wrapper(original, ...)`; False when there is no such function."""
+        """Make `owner.name(...)` call `wrapper(original, ...)`; return False if there is no such function."""
         original = getattr(owner, name, None)
         if not callable(original):
             return False
@@ -30,11 +30,15 @@ class Patches:
         async def awaited(*args: Any, **kwargs: Any) -> Any:
             return await wrapper(original, *args, **kwargs)
 
-        # Ray asks whether a function is a coroutine's.
+        # Ray checks whether a function is a coroutine function.
         is_coroutine = inspect.iscoroutinefunction(original)
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, awaited if is_coroutine else wrapped)
         return True
+
+    def wrap_all(self, owner: Any, wrappers: Mapping[str, Callable[..., Any]]) -> list[str]:
+        """Wrap several functions of an owner; return the names of the missing ones."""
+        return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     @property
     def wrapped(self) -> list[tuple[Any, str]]:
@@ -48,3 +52,19 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return a call's arguments by name, without self, **kwargs included.
+
+    Raises TypeError when the call does not fit the function.
+    """
+    bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
+    bound.pop("self", None)
+    more: dict[str, Any] = bound.pop("kwargs", {})
+    return bound | more
+
+
+@functools.lru_cache(maxsize=32)
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)

@@ -1,4 +1,4 @@
-"""Taking the order to record along to Ray's workers, wherever they run."""
+"""Passing the order to record on to Ray's workers, wherever they run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook `ray.init`, so that the workers of a cluster that runs already record, too."""
+    """Hook `ray.init`, so that workers of a running cluster record too."""
     patches = Patches()
 
     def not_taken_along(error: Exception) -> None:
@@ -32,7 +32,7 @@ def install(session: Session, module: Any) -> Patches:
         except (TypeError, ValueError) as error:
             if kwargs == given and os.environ.get(_JOB) == job:
                 raise
-            # Perhaps because of what was added: without it the program gets Ray's answer to its own arguments.
+            # The added variables may be the cause: without them the program gets Ray's answer to its own arguments.
             not_taken_along(error)
             if job is not None:
                 os.environ[_JOB] = job
@@ -46,23 +46,23 @@ def install(session: Session, module: Any) -> Patches:
 def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
     """Arguments of `ray.init` with the order to record for all workers.
 
-    Ray refuses a variable that both the submitted job's runtime environment and the program's have. So where the job has a path
-    list of its own, the order goes there, into this process's environment.
+    Ray refuses a variable that is set both by the submitted job's runtime environment and by the program's. If the job sets
+    PYTHONPATH, the order is therefore added to the job's environment, which Ray reads from this process's.
     """
     job = json.loads(os.environ.get(_JOB) or "{}")
     of_program = kwargs.get("runtime_env")
     if _PATHS in _variables(job.get("runtime_env")) and _PATHS not in _variables(of_program):
         os.environ[_JOB] = json.dumps(job | {"runtime_env": with_order(job["runtime_env"], order)})
         return dict(kwargs)
-    if of_program is None and not job:  # Ray takes the argument in the place of what a job_config holds
+    if of_program is None and not job:  # the argument overrides the one in job_config
         of_program = getattr(kwargs.get("job_config"), "runtime_env", None)
     return {**kwargs, "runtime_env": with_order(of_program, order)}
 
 
 def with_order(runtime_env: Any, order: str) -> Any:
-    """A job's runtime environment with the order to record; the rest of it stays.
+    """Return a job's runtime environment with the order to record added.
 
-    A path list of the job's own stays behind ours. Without one, workers get this process's.
+    The job's own PYTHONPATH follows ours. Without one, workers get this process's.
     """
     given = {} if runtime_env is None else copy.copy(runtime_env)
     variables = dict(_variables(given))

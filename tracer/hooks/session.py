@@ -27,7 +27,7 @@ ENVIRONMENT = "TIM_TRACE_RECORD"
 """Environment variable by which `tim-trace record` tells its children what to record, and where."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
-"""The folder that comes first on PYTHONPATH of every process that records itself."""
+"""First folder on PYTHONPATH of every recorded process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Order:
     run: str
     """The trace's folder, absolute."""
     session: str = ""
-    """Names the recording that this process is a part of."""
+    """Identifies the recording that this process belongs to."""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
@@ -46,10 +46,10 @@ class Order:
     routing: bool = False
     """Whether a mixture of experts' router choices are kept."""
     engine_weights: str = "given"
-    """Whose digests are kept beside the trainer's: of what the engine is `given`, of what it is found to have `held` at every
-    version too, or of `none`."""
+    """Digests kept beside the trainer's: of the weights that the engine is `given`, also of those `held` at every version, or
+    `none`."""
     max_wait: float = MAX_WAIT_S
-    """How long a call waits for a file system that does not answer, seconds; recording stops then."""
+    """Longest wait for a file system that does not answer, seconds; then recording stops."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
@@ -64,8 +64,8 @@ class Order:
 class Session:
     """This process's part in a recording.
 
-    Whatever goes wrong here never reaches the program that is recorded: an error in `record` ends that part, one in `guard` the
-    recording of this process. No collective is called inside either, since other processes may record no longer.
+    Errors never reach the recorded program: an error in `record` ends that part, an error in `guard` the recording of this
+    process. No collective is called in either, since other processes may have stopped recording.
     """
 
     def __init__(self, order: Order):
@@ -74,9 +74,9 @@ class Session:
         self.hooks: dict[str, str] = {}
         self.generation: Any = None
         self.is_sampled_for_trainer = False
-        """Whether what engines of this process sample goes to a trainer that records it."""
+        """Whether samples of this process's engines are recorded by their trainer."""
         self.num_engine_steps = 0
-        """Steps of engines that a program drives without a trainer."""
+        """Number of steps of engines without a trainer."""
         self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
@@ -86,18 +86,18 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """Why the trace could not be opened, or is left alone since its file system does not answer: nothing is tried again."""
+        """Why the trace cannot be written (not opened, or its file system stalled); nothing is tried again."""
         self.spent_s = self.cpu_s = 0.0
 
     @property
     def is_recording(self) -> bool:
-        """Whether what is added still goes into the trace."""
+        """Whether recording goes on."""
         is_open = self._recorder is None or self._pid != os.getpid() or self._recorder.writer.is_open
         return is_open and self._over is None
 
     @property
     def recorder(self) -> Any:
-        """This process's recorder; a forked child gets one of its own."""
+        """This process's recorder; a forked child gets its own."""
         if self._recorder is None or self._pid != os.getpid():
             from ..recorder import Recorder
             from ..writer import TraceWriter
@@ -126,15 +126,15 @@ class Session:
         return self._engine_weights
 
     def next_engine_step(self) -> int:
-        """Number the next call, or wave of requests, of an engine that no trainer asks."""
+        """Number the next call, or wave of requests, of an engine without a trainer."""
         self.num_engine_steps += 1
         return self.num_engine_steps
 
     def begin_training(self) -> None:
-        """Have what comes from here on belong to another attempt at training than what came before.
+        """Begin another attempt at training.
 
-        A process that trains a second time (a sweep, a notebook, a resumed run) seals what it recorded before, and records
-        on under another writer.
+        A process that trains a second time (a sweep, a notebook, a resumed run) seals what it recorded before, and continues
+        under another writer.
         """
         with self.guard("the start of a training"):
             self.engine_weights.restart()
@@ -148,7 +148,7 @@ class Session:
                 self._num_trainings += 1
 
     def seal(self) -> None:
-        """Finish what was recorded so far, for other processes to read; what comes later has another writer."""
+        """Seal everything recorded so far for other processes to read; later records get another writer."""
         with self.guard("what was recorded so far"):
             self._seal()
 
@@ -166,15 +166,15 @@ class Session:
         return run_within(Patience(self.order.run, self.order.max_wait), call, **options)
 
     def _account(self) -> None:
-        """Have the writer's state say what its hooks took."""
+        """Note the time spent in hooks in the writer's state."""
         self._recorder.writer.state.spent_s, self._recorder.writer.state.cpu_s = self.spent_s, self.cpu_s
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """Keep an error of recording from the program; `what` names what is not recorded from here on.
+        """Keep an error of recording from the program; `what` names what is lost by it.
 
-        An error ends this process's recording, or is given to `otherwise`. The time that passes inside is what recording
-        costs the program.
+        An error ends this process's recording, or is passed to `otherwise`. The time spent inside is counted as the cost of
+        recording.
         """
         begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:
@@ -191,12 +191,12 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function of one part of the recording, and return what it returns; None once that part has ended."""
+        """Call a function of one part of the recording and return its result; None once that part has ended."""
         if not self.is_recording:
             return None
         with self.guard(part):
             writer = self.recorder.writer
-            writer.raise_invalid()  # of the rows that came before
+            writer.raise_invalid()  # of earlier rows
             try:
                 found: _T | None = writer.part(part, function, *args, **kwargs)
             except InvalidRecord as error:
@@ -222,7 +222,7 @@ class Session:
             self.tell(f"RECORDING STOPPED in process {os.getpid()}, training goes on: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
-        """Say once that something is not recorded, and why, and keep it in the trace."""
+        """Report once that something is not recorded, and why, and keep the sentence in the trace."""
         if sentence not in self._told:
             self.tell(sentence)
             with self.guard("notes"):
@@ -245,7 +245,7 @@ class Session:
         if not self._exit_registered:
             atexit.register(self.close)
             self._exit_registered = True
-        # A child of multiprocessing leaves by os._exit, past atexit, and runs its own finalizers before.
+        # A multiprocessing child leaves by os._exit, which skips atexit but not these finalizers.
         if "multiprocessing.util" in sys.modules:
             from multiprocessing import util
 

@@ -1,5 +1,4 @@
-"""Which trainers are recorded: those with the functions of TRL's GRPO, RLOO and AsyncGRPO trainers, wherever their class comes
-from.
+"""Which trainers are recorded: all that have the functions of TRL's GRPO, RLOO and AsyncGRPO trainers, whatever their class.
 
 Users derive from TRL's classes, and unsloth and ms-swift generate and copy them.
 """
@@ -23,17 +22,17 @@ def name_of(trainer_class: type) -> str:
 
 
 def trl_version() -> str | None:
-    """Version of the TRL that this process has imported; None where it has none."""
+    """Return the version of TRL that this process has imported; None without TRL."""
     return getattr(sys.modules.get("trl"), "__version__", None)
 
 
 def is_asynchronous(trainer_class: type) -> bool:
-    """Whether a class trains on samples of a queue, which others fill meanwhile."""
+    """Whether a class trains on samples from a queue that is filled concurrently."""
     return all(callable(getattr(trainer_class, name, None)) for name in NEEDED_ASYNC)
 
 
 def unrecorded(trainer_class: type) -> str | None:
-    """Sentence on why trainers of a class are not recorded; None where they are."""
+    """Return why trainers of a class are not recorded; None if they are."""
     if is_asynchronous(trainer_class):
         return None
     lacking = [name for name in NEEDED if not callable(getattr(trainer_class, name, None))]
@@ -41,12 +40,12 @@ def unrecorded(trainer_class: type) -> str | None:
 
 
 def unknown_output(trainer_class: type, output: Any) -> str | None:
-    """Sentence on why what a trainer generated cannot be recorded; None where it can."""
+    """Return why a trainer's output cannot be recorded; None if it can."""
     if isinstance(output, dict):
         lacking = [name for name in OUTPUT if name not in output]
         found = f"a dict without {', '.join(lacking)}" if lacking else None
     else:
-        found = f"a {type(output).__name__} and no dict"
+        found = f"a {type(output).__name__} instead of a dict"
     return None if found is None else _unrecorded(trainer_class, f"its {NEEDED[0]} returns {found}")
 
 
@@ -63,19 +62,19 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
 
 
 def lacks(trainer_class: type, missing: Mapping[str, str]) -> str | None:
-    """Sentence on an untested release of TRL, and on what is not recorded of a class that is; None where nothing is to say."""
+    """Return a sentence on an untested release of TRL and on what is missing of a recorded class; None if there is nothing to report."""
     version = trl_version()
     return None if version is None else version_sentence("trl", version, missing)
 
 
 def own_loss(trainer_class: type) -> str | None:
-    """Sentence on a loss that TRL does not define; None where it defines it."""
+    """Return a sentence on a loss that TRL does not define; None for TRL's own."""
     for name in ("compute_loss", "_compute_loss"):
         function = inspect.unwrap(getattr(trainer_class, name, own_loss))
         module = str(getattr(function, "__module__", ""))
         if function is not own_loss and not module.startswith(TRL_LOSSES):
             return (
-                f"{name_of(trainer_class)} has a {name} of its own, from {module}: objective and gradient take the loss that "
-                "TRL makes of its settings"
+                f"{name_of(trainer_class)} overrides {name} (in {module}): `objective` and `gradient` use the loss that TRL "
+                "derives from the settings"
             )
     return None

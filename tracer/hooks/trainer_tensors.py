@@ -1,4 +1,4 @@
-"""A TRL trainer's tensors as its engine has to be given them: by the names of the transfer, adapters merged."""
+"""A TRL trainer's tensors as its engine should receive them: under the names of the transfer, adapters merged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """The model that a trainer trains, without what accelerate wraps around it but FSDP1, which holds its root's parameters.
+    """Return the trained model without accelerate's wrappers, except FSDP1, which holds its root's parameters.
 
-    Accelerate is asked once, as it searches for packages.
+    Accelerate unwraps each model once, since it searches for packages.
     """
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
@@ -29,14 +29,14 @@ def trained_model(trainer: Any) -> Any:
 
 
 def is_whole(model: Any) -> bool:
-    """Whether every tensor of a model is whole in this process, so that it can be read from here."""
+    """Whether this process holds every tensor of a model whole."""
     return not any(
         is_sharded(parameter) or getattr(parameter, "ds_id", None) is not None for parameter in model_parameters(model)
     )
 
 
 def transfer_name(name: str, adapter_prefix: str | None) -> str | None:
-    """The name under which TRL gives a parameter to vLLM; None for one that it does not give."""
+    """Return the name under which TRL sends a parameter to vLLM; None if it is not sent."""
     if adapter_prefix is not None:
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if adapter_prefix in name or "original_module" in name:
@@ -46,14 +46,14 @@ def transfer_name(name: str, adapter_prefix: str | None) -> str | None:
 
 
 def is_quantised(parameter: Any) -> bool:
-    """Whether a parameter holds packed numbers: what an engine is given in its place are others."""
+    """Whether a parameter holds packed numbers, which an engine receives unpacked."""
     return not parameter.is_floating_point() or type(parameter).__module__.startswith("bitsandbytes.")
 
 
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, tensor, and the tensor without its adapter, or None where no adapter changes it; quantised ones are left out.
+    """Yield name, tensor, and the tensor without its adapter (None if no adapter changes it); quantised ones are left out.
 
-    An adapter is merged by PEFT itself, in a copy of its layer that lives as long as the layer's turn.
+    PEFT itself merges an adapter, in a temporary copy of the layer.
     """
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
@@ -69,7 +69,7 @@ def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _adapted(model: Any) -> dict[str, Any]:
-    """Name -> layer, of those whose adapter is not merged into them at the moment."""
+    """Return name -> layer, for layers whose adapter is not merged right now."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {

@@ -1,4 +1,4 @@
-"""Recording TRL's GRPO, RLOO and AsyncGRPO trainers, and those that derive from them or have their functions."""
+"""Recording TRL's GRPO, RLOO and AsyncGRPO trainers, and trainers that derive from them or have their functions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .trl_trainer import TrainerHooks
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook the class of every trainer that is made."""
+    """Hook the class of every trainer that is constructed."""
     patches = Patches()
     patches.wrap(module.Trainer, "__init__", TrainerClasses(session, patches).init)
     return patches
 
 
 class TrainerClasses:
-    """The classes that trainers were made of, and what is recorded of each."""
+    """Hooks trainer classes when their first trainer is constructed."""
 
     def __init__(self, session: Session, patches: Patches):
         self._session = session
@@ -32,7 +32,7 @@ class TrainerClasses:
         self._async_hooks = AsyncTrainerHooks(session)
         self._seen: weakref.WeakSet[type] = weakref.WeakSet()
         self._hears = False
-        """Whether transfers of weights are heard."""
+        """Whether transfers of weights are hooked."""
 
     def init(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with self._session.guard("a trainer (its functions could not be hooked)"):
@@ -48,11 +48,10 @@ class TrainerClasses:
             return
         if version := trl_version():
             self._session.hooks["trl"] = version
-        missing = {}
-        wrappers = self._asynchronous() if is_asynchronous(trainer_class) else self._generating()
-        for name, wrapper in wrappers.items():
-            if not self._patches.wrap(trainer_class, name, partial(self._of_class, trainer_class, wrapper)):
-                missing[f"{trainer_class.__qualname__}.{name}"] = POINTS[name]
+        hooks = self._asynchronous() if is_asynchronous(trainer_class) else self._generating()
+        wrappers = {name: partial(self._of_class, trainer_class, hook) for name, hook in hooks.items()}
+        unwrapped = self._patches.wrap_all(trainer_class, wrappers)
+        missing = {f"{trainer_class.__qualname__}.{name}": POINTS[name] for name in unwrapped}
         if not self._hears:
             self._hears = True
             _hook_engines(self._session, self._patches)
@@ -61,7 +60,7 @@ class TrainerClasses:
             self._session.note(sentence)
 
     def _generating(self) -> Mapping[str, Callable[..., Any]]:
-        """Function of a trainer that samples between its losses -> what runs around it."""
+        """Return function -> hook, for a trainer that samples between its losses."""
         hooks = self._hooks
         return {
             "train": hooks.train,
@@ -75,7 +74,7 @@ class TrainerClasses:
         }
 
     def _asynchronous(self) -> Mapping[str, Callable[..., Any]]:
-        """Function of a trainer whose samples come from a queue -> what runs around it."""
+        """Return function -> hook, for a trainer whose samples come from a queue."""
         hooks = self._async_hooks
         return {
             "train": hooks.train,
@@ -91,7 +90,7 @@ class TrainerClasses:
         self, trainer_class: type, hook: Callable[..., Any], original: Callable[..., Any], trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a hook for trainers of its class; a call through super() is a part of what the class below does."""
+        """Run a hook only for trainers of exactly its class: calls through super() belong to the subclass's hook."""
         if type(trainer) is not trainer_class and type(trainer) in self._seen:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)
@@ -105,7 +104,7 @@ class TrainerClasses:
 
 
 def _hook_engines(session: Session, patches: Patches) -> None:
-    """Hear the tensors that TRL gathers of a sharded trainer or sends to a server, and the logprobs that a server gives."""
+    """Hook TRL's classes around vLLM: tensors gathered from a sharded trainer or sent to a server, and a server's logprobs."""
 
     def gather(original: Callable[..., Any], generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))
@@ -120,7 +119,7 @@ def _hook_engines(session: Session, patches: Patches) -> None:
     def generate(original: Callable[..., Any], generation: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(generation, "mode", None) != "server" or getattr(generation, "logprobs", 0) is not None:
             return original(generation, *args, **kwargs)
-        # RLOO asks its server for no logprobs. They are asked for here, and taken out of what it gets.
+        # RLOO requests no logprobs from its server. They are requested here, and removed from the result.
         generation.logprobs = 0
         try:
             prompt_ids, response_ids, logprobs, *more = original(generation, *args, **kwargs)
@@ -134,5 +133,5 @@ def _hook_engines(session: Session, patches: Patches) -> None:
         patches.wrap(owner, "_iter_named_params", gather)
         patches.wrap(owner, "generate", generate)
     for owner in engine_classes("VLLMClient"):
-        # Before 1.11 each tensor is sent by itself.
+        # Before 1.11 tensors are sent one by one.
         patches.wrap(owner, "update_named_params", send) or patches.wrap(owner, "update_named_param", send_one)

@@ -1,4 +1,4 @@
-"""Recording TRL's AsyncGRPO trainers: samples come from a queue, several lie in one packed row, old logprobs are the engine's.
+"""Recording TRL's AsyncGRPO trainers: samples come from a queue, a packed row holds several, and old logprobs are the engine's.
 
 Shapes: S samples of a packed row, N its tokens, T tokens of the longest response, M terms of the loss.
 """
@@ -21,28 +21,25 @@ from ..writer import Part
 from .packed_rows import PackedRow, PackedSample, of_bytes, to_bytes
 from .session import Session
 from .trainer_class import name_of
-from .trl_batches import right_padded, why_ended
-from .trl_contract import packed_contract, sampling, uses_server, worker_contract
+from .trl_batches import ROW_KEY, right_padded, why_ended
+from .trl_contract import packed_contract, sampling_columns, uses_server, worker_contract
 from .trl_release import end_tokens
 from .trl_state import TrainerState
 from .trl_trainer import TrainerHooks
 
-ROW_KEY = "tim_trace_row"
-"""Rides along in the trainer's batches: the samples of each process's packed row."""
-
 _REWARDS = "rewards/"
-"""What the names of rewards begin with among a sample's metrics."""
+"""Prefix of rewards among a sample's metrics."""
 
 
 class SampleQueue:
-    """A trainer's queue of samples, which remembers by which of the trainer's versions each was sampled."""
+    """Wraps a trainer's queue of samples, remembering the version that sampled each."""
 
     def __init__(self, session: Session, queue: Any):
         self._session = session
         self._queue = queue
         self._versions: dict[int, int] = {}
         self.num_packed = 0
-        """Samples that went into a packed row."""
+        """Samples packed so far."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -50,19 +47,19 @@ class SampleQueue:
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
         with self._session.guard("which weights sampled"):
-            # The trainer hands the array of tokens on, and not the sample.
+            # The trainer passes on the token array only.
             key = id(sample.input_ids)
             self._versions[key] = int(sample.model_version)
             weakref.finalize(sample.input_ids, self._versions.pop, key, None).atexit = False
         return sample
 
     def version(self, input_ids: Any) -> int | None:
-        """The trainer's version whose weights sampled these tokens."""
+        """Return the trainer's version whose weights sampled these tokens."""
         return self._versions.get(id(input_ids))
 
 
 class OutputTap:
-    """Listens to what a model returns, and changes nothing of it."""
+    """Collects a model's outputs unchanged."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -80,12 +77,12 @@ class OutputTap:
 
 
 class AsyncTrainerHooks(TrainerHooks):
-    """What runs around the functions of a trainer whose samples come from a queue."""
+    """Hooks for a trainer whose samples come from a queue."""
 
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """Trainer -> its version of the engine's weights -> optimizer updates that they have seen."""
+        """Trainer -> version of the engine's weights -> optimizer updates in them."""
 
     def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True
@@ -95,7 +92,7 @@ class AsyncTrainerHooks(TrainerHooks):
             self.session.is_sampled_for_trainer = False
 
     def dataloader(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hear where samples leave the queue, and where they are packed."""
+        """Hook the queue that samples come from, and the packing."""
         loader = original(trainer, *args, **kwargs)
         with self.session.guard("the samples of a queue"):
             dataset = getattr(trainer, "_rollout_dataset", None)
@@ -135,8 +132,8 @@ class AsyncTrainerHooks(TrainerHooks):
         return found
 
     def sync_weights(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note which updates the engine's weights have seen from here on."""
-        # An adapter that goes to the engine as a file is no tensor that can be heard.
+        """Note the number of updates in the engine's new weights."""
+        # An adapter that is sent as a file has no tensors to read.
         is_heard = not getattr(trainer, "_lora_sync", False)
         if is_heard:
             self.session.engine_weights.hold(trainer)
@@ -165,8 +162,8 @@ class AsyncTrainerHooks(TrainerHooks):
             return original(trainer, model, inputs, *args, **kwargs)
         if packed is None:
             self.session.note(
-                f"samples of {name_of(type(trainer))} are not recorded: its batches are not packed out of a queue as those of "
-                "TRL 1.16's AsyncGRPOTrainer are"
+                f"samples of {name_of(type(trainer))} are not recorded: its batches are not packed from a queue as in "
+                "TRL 1.16's AsyncGRPOTrainer"
             )
             return original(trainer, model, inputs, *args, **kwargs)
         state = self._state(trainer)
@@ -199,8 +196,8 @@ class AsyncTrainerHooks(TrainerHooks):
         self._add_terms(state, ROLLOUT, batch, row, logprobs=inputs["old_log_probs"][0, :terms])
         if len(tap.outputs) != 1 or getattr(tap.outputs[0], "log_probs", None) is None:
             self.session.note(
-                f"current and train logprobs of {name_of(type(trainer))} are not recorded: its loss has them of another "
-                "function than one forward of its model"
+                f"current and train logprobs of {name_of(type(trainer))} are not recorded: its loss does not take "
+                "them from one forward of the model"
             )
             return
         outputs, index = tap.outputs[0], inputs["token_index"][0, :terms]
@@ -214,7 +211,6 @@ class AsyncTrainerHooks(TrainerHooks):
             )
 
     def _add_samples(self, trainer: Any, row: PackedRow) -> Batch:
-        settings = sampling(trainer)
         samples = row.samples
         names = sorted({name for sample in samples for name in sample.rewards if name != "reward"})
         rewards = {name: [sample.rewards.get(name, np.nan) for sample in samples] for name in names}
@@ -229,12 +225,7 @@ class AsyncTrainerHooks(TrainerHooks):
             advantage=[sample.advantage for sample in samples],
             reward=[sample.rewards.get("reward") for sample in samples],
             rewards=rewards or None,
-            temperature=settings.get("temperature"),
-            top_p=settings.get("top_p"),
-            top_k=settings.get("top_k"),
-            min_p=settings.get("min_p") or 0.0,
-            repetition_penalty=settings.get("repetition_penalty"),
-            max_tokens=settings.get("max_completion_length"),
+            **sampling_columns(trainer),
             finish_reason=why_ended(end_tokens(trainer), [int(sample.ids[-1]) for sample in samples]),
         )
         return batch
@@ -250,7 +241,7 @@ class AsyncTrainerHooks(TrainerHooks):
         entropy: Any = None,
         version: int | None = None,
     ) -> None:
-        """Record what a pass gave each term of the loss. `version` is that of the trainer's weights; None for the engine's."""
+        """Record a pass's values of each term of the loss. `version` is that of the trainer's weights; None for the engine's."""
         count = len(row.samples)
         forward = None
         if version is not None:
@@ -276,7 +267,7 @@ class AsyncTrainerHooks(TrainerHooks):
 
 
 def _spread(values_M: Any, row: PackedRow) -> Any:
-    """[S, T]: each term at its token's place in its response, 0 elsewhere."""
+    """Return [S, T]: each term at its token in the response, 0 elsewhere."""
     import torch
 
     values_ST = values_M.new_zeros(row.scored.shape)

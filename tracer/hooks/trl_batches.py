@@ -1,4 +1,4 @@
-"""Reading a TRL trainer's batches: which pass a scoring is, which rows a loss works on, what each row earned.
+"""Reading a TRL trainer's batches: the pass of a scoring, the rows of a loss, rewards and finish reasons.
 
 Shapes: B rows of one process's generation batch, T padded response width, F reward functions.
 """
@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 
 from ...schemas.passes import REFERENCE, TRAIN
-from .calls import arguments
 from .engine_call import EngineCall
+from .patches import arguments
 from .trl_release import PAD_TOKEN, REWARD_NAMES, REWARD_WEIGHTS, end_tokens, find, sampled_logprobs
 from .trl_state import Generation, Loss, Recorded, Scoring
 
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
-"""What a trainer scores after the model, in this order."""
+"""Positional arguments of a scoring call after the model."""
 ROW_KEY = "tim_trace_row"
-"""Rides along in the trainer's batches, so that a shuffled micro-batch tells which rows it holds."""
+"""Key in the trainer's batches that shows which rows a shuffled micro-batch holds, or the samples of each packed row."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Name the scorings of a generation: those that the trainer keeps tell by identity, RLOO's by their order."""
+    """Name the pass of each scoring of a generation: by identity with what the trainer keeps, or by order for RLOO."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -36,7 +36,7 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
 
 
 def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call that scores, by name. TRL 1.14 takes them as *args, and hands them on."""
+    """Return the arguments of a scoring call by name; TRL 1.14 passes them on as *args."""
     call = arguments(original, trainer, *args, **kwargs)
     return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
 
@@ -52,7 +52,7 @@ def scoring_of(trainer: Any, call: dict[str, Any], result: Any) -> Scoring:
 
 
 def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
-    """Find which recorded rows a loss works on; None when they were not recorded."""
+    """Find the recorded rows of a loss; None if they were not recorded."""
     keys = inputs.get(ROW_KEY) if isinstance(inputs, dict) else None
     if keys is None or not len(keys):
         return None
@@ -67,14 +67,14 @@ def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
 
 
 def row_keys(index: int, rows: int) -> Any:
-    """[B, 2] host tensor: which recorded batch, which row."""
+    """Return [B, 2] on the host: number of the recorded batch, and row."""
     import torch
 
     return torch.from_numpy(np.column_stack([np.full(rows, index), np.arange(rows)]))
 
 
 def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, Any]:
-    """This process's rewards: each function's, and their weighted sum as the trainer adds it up."""
+    """Return this process's rewards: each function's, and the trainer's weighted sum."""
     per_func = generation.rewards_per_func
     weights, names = find(trainer, REWARD_WEIGHTS), find(trainer, REWARD_NAMES)
     if per_func is None or weights is None or names is None:
@@ -87,7 +87,7 @@ def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, 
 
 
 def engine_call_of(generation: Generation) -> EngineCall | None:
-    """The engine's call, when one gave exactly the rows of this batch."""
+    """Return the engine's call if one returned exactly the rows of this batch."""
     if len(generation.engine_calls) != 1 or generation.response_lengths is None:
         return None
     call = generation.engine_calls[0]
@@ -95,7 +95,7 @@ def engine_call_of(generation: Generation) -> EngineCall | None:
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    """The sampled tokens' logprobs, where `_generate` returned them or one call of a server gave exactly the rows of this batch."""
+    """Return the sampled tokens' logprobs from `_generate`, or from a server's call that returned exactly this batch; else None."""
     if generation.response_lengths is None:
         return None
     if len(generation.server_logprobs) != 1:
@@ -107,7 +107,7 @@ def server_logprobs(generation: Generation) -> list[list[float]] | None:
 
 
 def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation) -> list[str | None]:
-    """The engine's word, else `stop` for a response that ends with an end token and `length` for another."""
+    """Return the engine's reasons; without any, `stop` for a response with an end token and `length` for others."""
     if call is not None:
         return call.finish_reasons
     ends = end_tokens(trainer)
@@ -115,7 +115,7 @@ def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation
 
 
 def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | None]:
-    """Why each response ended, by its last token; None where that or the tokens that end one are not known."""
+    """Return why each response ended, by its last token; None if that or the end tokens are unknown."""
     known = (None if token is None or not ends else token in ends for token in last_tokens)
     return [None if is_end is None else "stop" if is_end else "length" for is_end in known]
 

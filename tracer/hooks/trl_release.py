@@ -1,6 +1,6 @@
-"""The names of TRL that recording uses, release by release, and what is lost where a release has none of them.
+"""The names in TRL that recording uses, by release, and what is not recorded if they are missing.
 
-Code that reads a trainer asks here, so that a name that moves costs what it gives, and a note says so.
+Code that reads a trainer looks names up here: a renamed attribute then costs only its own values, and a note reports it.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from dataclasses import dataclass
 from typing import Any
 
 POINTS = {
-    "train": "steps that a second call of train() makes again, apart from those of the first",
+    "train": "the repeated steps of a second call of train() as an attempt of their own",
     "_calculate_rewards": "rewards",
     "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
     "compute_loss": "current logprobs",
     "_maybe_log_save_evaluate": "learning rate and grad norm of every step, statistics of the optimizer",
     "log": "logged metrics",
 }
-"""Function that a recorded trainer may lack -> what it gives."""
+"""Optional function of a recorded trainer -> what is recorded from it."""
 
 NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions without which no sequence is recorded."""
 
 NEEDED_ASYNC = ("_sync_weight", "_streaming_iter")
-"""Functions of a trainer whose samples come from a queue, as AsyncGRPOTrainer's do."""
+"""Functions that identify a trainer with a queue of samples, such as AsyncGRPOTrainer."""
 
 OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
-"""What `_generate_and_score_completions` returns by name, of what is recorded."""
+"""Recorded keys of what `_generate_and_score_completions` returns."""
 
 ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client", "trl.extras.vllm_client")
-"""Where TRL's classes around vLLM lie: the last one before 0.28."""
+"""Modules of TRL's classes around vLLM: the last one before 0.28."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """Something that is read of a trainer."""
+    """A value that is read from a trainer."""
 
     gives: str
-    """What is not recorded where a trainer has none of its paths."""
+    """What is not recorded if a trainer has none of the paths."""
     paths: tuple[str, ...]
     """Dotted, from the trainer; the newest release's first."""
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Where releases have a token of the tokenizer: from 1.3 on, before, and with a processor of images."""
+    """Return the paths of a tokenizer's token: from 1.3 on, before, and with an image processor."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
@@ -60,13 +60,13 @@ SERVER_URL = Attribute(  # from 0.28 on, before, and of AsyncGRPOTrainer
     ("vllm_generation.vllm_client.base_url", "vllm_client.base_url", "vllm_client.server_url"),
 )
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
-"""What every trainer has."""
+"""Attributes of every trainer."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""What a trainer that generates has; samples from a queue bring their rewards along."""
+"""Attributes of a trainer that generates; samples from a queue carry their rewards."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
-    """Return what a trainer has of an attribute; None where it has nothing."""
+    """Return the first value at an attribute's paths; None if all are missing."""
     for path in attribute.paths:
         value = trainer
         for name in path.split("."):
@@ -77,14 +77,14 @@ def find(trainer: Any, attribute: Attribute) -> Any:
 
 
 def lost(trainer: Any, attributes: Iterable[Attribute]) -> Iterable[str]:
-    """Sentences on what is not recorded of a trainer because its release has moved an attribute."""
+    """Yield a sentence for each attribute that is missing, so that its values are not recorded."""
     for attribute in attributes:
         if find(trainer, attribute) is None:
             yield f"not recorded: {attribute.gives} ({type(trainer).__qualname__} has no {', no '.join(attribute.paths)})"
 
 
 def end_tokens(trainer: Any) -> set[int]:
-    """Return the tokens that end a response; empty where the trainer does not have them."""
+    """Return the tokens that end a response; empty if unknown."""
     ends = find(trainer, END_TOKENS)
     return set() if ends is None else {ends} if isinstance(ends, int) else {int(token) for token in ends}
 
@@ -103,9 +103,9 @@ def fused_lm_head() -> str | None:
 
 
 def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[float]] | None:
-    """Find the sampled tokens' logprobs in what `_generate` returned: B lists of floats, as long as the responses.
+    """Find the sampled tokens' logprobs in the result of `_generate`: B lists of floats, as long as the responses.
 
-    Before 0.28 the trainer's output does not have them.
+    Needed before 0.28, where the trainer's output lacks them.
     """
     for values in generated[2:]:
         rows: list[Any] = values if isinstance(values, list) and len(values) == len(lengths) else [None]

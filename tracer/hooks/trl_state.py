@@ -1,4 +1,4 @@
-"""What a TRL trainer is doing: the generation under way, the passes it has made, the loss under way.
+"""The state of a TRL trainer between hooks: current generation, passes so far, current loss.
 
 Shapes: B rows of one process's generation batch, P padded prompt width, T padded response width.
 """
@@ -19,6 +19,8 @@ from ..dense import Distribution
 from ..routing import Routing
 from ..rows import Forward
 from .engine_call import EngineCall
+from .model_weights import KeptWeights
+from .session import Session
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,17 +40,17 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRows:
-    """The rows of a scoring call that gives the `train` pass."""
+    """The rows of a scoring call that yields the `train` pass."""
 
     captured: np.ndarray
-    """[rows] bool: those whose distributions are kept."""
+    """[rows] bool: whether distributions are kept."""
     prompt_lengths: np.ndarray
     response_lengths: np.ndarray
 
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """A generation batch on its way."""
+    """The generation batch in progress."""
 
     split: str
     step: int
@@ -56,19 +58,19 @@ class Generation:
     seq_ids: list[str]
     group_ids: list[str]
     captured: np.ndarray
-    """[B] bool: rows whose distributions are kept."""
+    """[B] bool: whether distributions are kept."""
     prompt_lengths: np.ndarray | None = None
     response_lengths: np.ndarray | None = None
     last_tokens: list[int | None] = field(default_factory=list)
     """[B] the response's last token; None for an empty one."""
     returned: Any = ()
-    """What `_generate` returned."""
+    """Result of `_generate`."""
     rewards_per_func: Any = None
     """[all processes' rows, F] tensor"""
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """Of each call of a server that the trainer asked for none: [B][T][1], nats, None for a NaN."""
+    """Logprobs of each server call for which the trainer requested none: [B][T][1], nats, None for NaN."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,13 +84,13 @@ class Recorded:
     prompt_width: int
     response_width: int
     train_scored: np.ndarray
-    """[B] bool: rows that have a `train` pass already."""
+    """[B] bool: whether the row has a `train` pass already."""
     captured: np.ndarray
     masks_attention: bool
-    """Whether rows may be masked out of attention, so that they have no score."""
+    """Whether rows may be masked out of attention, and so have no score."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
-        """How these rows ran through the model, `rows_a_forward` at a time."""
+        """Return the forwards of these rows, `rows_a_forward` at a time."""
         place = np.arange(len(rows))
         forward = place // rows_a_forward
         sizes = np.bincount(forward, minlength=1)
@@ -103,7 +105,7 @@ class Recorded:
 
 @dataclass(slots=True, kw_only=True)
 class Loss:
-    """A loss on its way."""
+    """The loss in progress."""
 
     recorded: Recorded
     rows: np.ndarray
@@ -113,16 +115,16 @@ class Loss:
 
 
 _KEPT_BATCHES = 4
-"""Generation batches that the loss may still go through."""
+"""Number of generation batches that a loss may still use."""
 
 _EVALUATED = -1
-"""Number of the batch that is evaluated: training's stay beside it."""
+"""Number of the evaluation batch, kept beside training's."""
 
 
 class TrainerState:
-    """What is known of one trainer."""
+    """State of one trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session):
         self.generation: Generation | None = None
         self.loss: Loss | None = None
         self.recorded: dict[int, Recorded] = {}
@@ -131,23 +133,21 @@ class TrainerState:
         self.num_forwards: dict[tuple[str, str], int] = {}
         """Split and pass -> its forwards so far."""
         self.described = False
-        self.keeps_weights: bool | None = None
-        """Whether weights are kept; None before that was decided."""
-        self.kept_version: int | None = None
+        self.weights = KeptWeights(session)
         self.told_step: int | None = None
         self.told: dict[str, Any] = {}
-        """Metrics of that step that are recorded."""
+        """Metrics of `told_step` recorded so far."""
         self._contracts: dict[Any, Contract] = {}
         self._settings: Any = None
 
     def name_of_generation(self, split: str, step: int) -> str:
-        """Names a generation batch: its step, and of a step with several its number from the second on, as 7.2."""
+        """Name a generation batch by its step; later ones of the same step are numbered, as in 7.2."""
         before, count = self._generations.get(split, (-1, 0))
         self._generations[split] = (step, count + 1 if step == before else 1)
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Number a recorded batch, so that a loss finds it; the oldest is forgotten, of evaluation all but the newest."""
+        """Number a recorded batch for a loss to find it, and forget the oldest; of evaluation only the newest is kept."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED
@@ -158,19 +158,19 @@ class TrainerState:
         return index
 
     def next_forwards(self, split: str, pass_name: str, count: int) -> int:
-        """Number of the first of `count` forwards of a pass."""
+        """Return the number of the first of the next `count` forwards of a pass."""
         first = self.num_forwards.get((split, pass_name), 0)
         self.num_forwards[split, pass_name] = first + count
         return first
 
     def refresh_contracts(self) -> None:
-        """Read contracts anew once torch's settings have changed."""
-        settings = environment.torch_settings_key()
+        """Discard cached contracts if torch's settings have changed."""
+        settings = environment.torch_settings()
         if settings != self._settings:
             self._settings, self._contracts = settings, {}
 
     def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
-        """A contract, the same object for as long as nothing in it changes."""
+        """Return a contract, cached until torch's settings change."""
         if key not in self._contracts:
             self._contracts[key] = read()
         return self._contracts[key]

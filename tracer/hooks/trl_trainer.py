@@ -1,4 +1,4 @@
-"""What runs around the functions of a TRL trainer that generates as it trains: GRPO, RLOO and what derives from them.
+"""Hooks for TRL trainers that generate as they train: GRPO, RLOO and subclasses.
 
 Shapes: B rows of one process's generation batch, P padded prompt width, T padded response width, F reward functions.
 """
@@ -19,11 +19,10 @@ from ..batch import Batch
 from ..optimizer import optimizer_statistics, underlying
 from ..weights.layout import is_sharded, replicated
 from ..writer import Part
-from .calls import arguments
 from .engine_call import EngineCall
-from .model_weights import keeps_weights, own_tensors
+from .model_contract import tokenizer_identity
+from .patches import arguments
 from .session import Session
-from .tokenizer import tokenizer_identity
 from .trainer_class import is_asynchronous, name_of, own_loss, unknown_output
 from .trainer_tensors import trained_model
 from .trl_batches import (
@@ -45,28 +44,27 @@ from .trl_contract import (
     has_adapters,
     model_identity,
     reference_contract,
-    sampling,
+    sampling_columns,
     scoring_contract,
     server_contract,
     server_info,
 )
-from .trl_distributions import HeadTap
 from .trl_release import ATTRIBUTES, GENERATING, NUM_GENERATIONS, find, lost
-from .trl_routing import routing_tap, tell_of_routing
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
+from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
 OPTIMIZER_STEPS = 5
-"""The optimizer's statistics are taken at the first step and then every so many."""
+"""Interval of the optimizer's statistics, steps; the first step has them too."""
 
 
 def _sends_weights(trainer: Any) -> bool:
-    """Whether this process sends its weights to an engine outside of it."""
+    """Whether this process sends its weights to a vLLM server."""
     is_server = getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_mode", None) == "server"
     return bool(is_server and trainer.is_world_process_zero())
 
 
 class TrainerHooks:
-    """What runs around a trainer's functions. Each calls the original and returns what it returned."""
+    """Hooks around a trainer's functions. Each calls the original and returns its result."""
 
     def __init__(self, session: Session):
         self.session = session
@@ -74,7 +72,7 @@ class TrainerHooks:
 
     def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.begin_training()
-        self._states.pop(trainer, None)  # its weights and contracts belong to the writer before
+        self._states.pop(trainer, None)  # its weights and contracts belong to the previous writer
         return original(trainer, *args, **kwargs)
 
     def generate_and_score(
@@ -111,7 +109,7 @@ class TrainerHooks:
         if generation is not None and generation.split == TRAIN_SPLIT:
             if _sends_weights(trainer):
                 self.session.engine_weights.tell(generation.step)
-            # An adapter is merged in place for the engine and taken out again, which rounds the weights below it: they score so.
+            # Merging an adapter in place for the engine and unmerging it rounds the base weights, which then score.
             self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=True)
         if generation is not None:
             with self.session.guard("the lengths of prompts and responses"):
@@ -126,7 +124,7 @@ class TrainerHooks:
         rewards_per_func = original(trainer, *args, **kwargs)
         generation = self._state(trainer).generation
         if generation is not None:
-            # The trainer may write into its tensor later; this is what the functions gave.
+            # The trainer may modify its tensor later.
             generation.rewards_per_func = self.session.record(Part.REWARDS, lambda: rewards_per_func.detach().clone())
         return rewards_per_func
 
@@ -183,7 +181,7 @@ class TrainerHooks:
     def log(self, original: Callable[..., Any], trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         result = original(trainer, logs, *args, **kwargs)
         if trainer.is_world_process_zero() and self.session.is_recording:
-            # Callbacks take entries out of `logs`; the history keeps what was logged.
+            # Callbacks remove entries from `logs`; the history keeps them.
             history = trainer.state.log_history
             values = dict(history[-1] if history else logs)
             values.pop("step", None)
@@ -194,7 +192,7 @@ class TrainerHooks:
         if not loss.scorings and loss.recorded.batch.split == TRAIN_SPLIT:
             lost = "current" if loss.recorded.train_scored[loss.rows].all() else "current and train"
             self.session.note(
-                f"{lost} logprobs of {name_of(type(trainer))} are not recorded: its loss has them of another function than "
+                f"{lost} logprobs of {name_of(type(trainer))} are not recorded: its loss does not compute them with "
                 "_get_per_token_logps_and_entropies"
             )
 
@@ -203,12 +201,12 @@ class TrainerHooks:
         rate, norm = call.get("learning_rate"), call.get("grad_norm")
         if is_sharded(norm) and (norm := replicated(norm)) is None:
             self.session.note(
-                "grad_norm is recorded of the steps that the trainer logs: of the others each process has a part of it alone (FSDP2)"
+                "grad_norm is recorded only for steps that the trainer logs: for others each process knows only its own part (FSDP2)"
             )
         return {"learning_rate": trainer._get_learning_rate() if rate is None else rate, "grad_norm": norm}
 
     def _optimizer_statistics(self, trainer: Any) -> dict[str, Any]:
-        """The size of the update, now and then."""
+        """Return the optimizer's statistics if they are due."""
         step = int(trainer.state.global_step)
         if step > 1 and step % OPTIMIZER_STEPS:
             return {}
@@ -216,7 +214,7 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record what this step has not told yet; `only_new` compares names alone, since a value may be on a device."""
+        """Record metrics that this step lacks; `only_new` compares names only, since a value may be on a device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -233,24 +231,17 @@ class TrainerHooks:
     def _state(self, trainer: Any) -> TrainerState:
         state = self._states.get(trainer)
         if state is None:
-            state = self._states[trainer] = TrainerState()
+            state = self._states[trainer] = TrainerState(self.session)
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        """Keep the weights of this policy version, when they sample or score for the first time.
+        """Keep the weights of this policy version when they first sample or score.
 
-        `adapted` restricts it to models with or without adapters.
+        `adapted` restricts this to models with or without adapters.
         """
-        version = int(trainer.state.global_step)
-        if state.kept_version == version or adapted not in (None, has_adapters(trainer)):
-            return
-        state.kept_version = version
-        model = trained_model(trainer)
-        if state.keeps_weights is None:
-            state.keeps_weights = keeps_weights(self.session, model)
-        if state.keeps_weights:
+        if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
-            self.session.recorder.add_weights(version, own_tensors(model, is_first=is_first))
+            state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)
 
     def _begin(self, trainer: Any, split: str, rows: int) -> Generation:
         state = self._state(trainer)
@@ -304,14 +295,16 @@ class TrainerHooks:
             recorder.add_contract(ROLLOUT, server_contract(trainer, self._server_info(trainer)))
 
     def _server_info(self, trainer: Any) -> Any:
-        """The configuration of a trainer's server, or None and a note."""
+        """Return the configuration of a trainer's server; note it if that fails, and return None."""
         try:
             return server_info(trainer)
         except (OSError, ValueError, KeyError) as error:
-            self.session.note(f"the configuration of the vLLM server is not recorded: it does not give it ({error})")
+            self.session.note(
+                f"the configuration of the vLLM server is not recorded: the server did not return it ({error})"
+            )
 
     def _train_rows(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> TrainRows | None:
-        """The rows of a call that gives the `train` pass; None for another call."""
+        """Return the rows of a call that yields the `train` pass; None for other calls."""
         if call["model"] is getattr(trainer, "ref_model", None):
             return None
         if state.loss is not None:
@@ -336,7 +329,7 @@ class TrainerHooks:
         )
 
     def _tap(self, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> HeadTap | None:
-        """Listen in on the model where this call gives the `train` pass of rows whose distributions are kept."""
+        """Return a tap if this call yields the `train` pass of rows whose distributions are kept."""
         if rows is None or not rows.captured.any():
             return None
         problem = HeadTap.problem(trainer, call["model"])
@@ -356,7 +349,6 @@ class TrainerHooks:
         response_mask = output["completion_mask"]
         if "tool_mask" in output:
             response_mask = response_mask * output["tool_mask"]
-        settings = sampling(trainer)
         call = engine_call_of(generation)
         batch = recorder.add_sequences(
             split=generation.split,
@@ -371,12 +363,7 @@ class TrainerHooks:
             response_mask=response_mask,
             advantage=output["advantages"],
             **local_rewards(trainer, generation, rows),
-            temperature=settings.get("temperature"),
-            top_p=settings.get("top_p"),
-            top_k=settings.get("top_k"),
-            min_p=settings.get("min_p") or 0.0,
-            repetition_penalty=settings.get("repetition_penalty"),
-            max_tokens=settings.get("max_completion_length"),
+            **sampling_columns(trainer),
             finish_reason=finish_reasons(trainer, call, generation),
         )
         recorded = Recorded(
@@ -399,7 +386,7 @@ class TrainerHooks:
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
-            # RLOO throws the engine's logprobs away; nothing of them is missing where the engine gave any.
+            # RLOO discards the engine's logprobs, which are complete if the engine returned any.
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:
@@ -407,8 +394,8 @@ class TrainerHooks:
         if logprobs is None:
             if getattr(trainer, "use_vllm", False):
                 self.session.note(
-                    f"rollout logprobs of {name_of(type(trainer))} are not recorded: it keeps none, and no call of vLLM gave exactly "
-                    "the rows of one process (several turns, tensor parallelism, or a server that was asked for none)"
+                    f"rollout logprobs of {name_of(type(trainer))} are not recorded: it keeps none, and no call of vLLM returned exactly "
+                    "the rows of one process (several turns, tensor parallelism, or a server without logprobs)"
                 )
             return
         captured = call.captured() if call is not None and self.session.capture.dense else []
@@ -416,7 +403,7 @@ class TrainerHooks:
             ROLLOUT,
             batch,
             logprobs=logprobs,
-            # Tool output was not sampled; the trainer fills its places with 0.0.
+            # Tool output was not sampled; the trainer fills it with 0.0.
             scored_mask=tool_mask,
             policy_version=generation.policy_version,
             distribution=call.distribution(captured) if call is not None and captured else None,
@@ -445,7 +432,7 @@ class TrainerHooks:
             read = partial(scoring_contract, trainer, source="loss", grad=True)
             contract = self.session.record(Part.CONTRACTS, state.contract, CURRENT, read)
             version = int(trainer.state.global_step)
-            # Without a forward of its own before the loss, the trainer's logprobs are those that the loss used first.
+            # Without a separate forward, the trainer's logprobs are the first that the loss used.
             has_train = loss.recorded.train_scored[loss.rows].any()
             made = [TRAIN] if loss.recorded.batch.split == EVAL_SPLIT else [CURRENT, TRAIN]
             for pass_name in made[:-1] if has_train else made:

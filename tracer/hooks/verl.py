@@ -1,6 +1,6 @@
-"""Recording verl's PPO trainers, of today (verl.trainer.ppo.v1) and of before, where they run: sequences, rewards, advantages, passes and metrics.
+"""Recording verl's PPO trainers, v1 and older, on the driver: sequences, rewards, advantages, passes and metrics.
 
-Its engines and workers are processes of their own: vllm_async.py and verl_worker.py record what only they know.
+Engines and workers are separate processes, recorded by vllm_async.py and verl_worker.py.
 """
 
 from __future__ import annotations
@@ -8,35 +8,52 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...schemas.contract import Contract
+from ...schemas.layout import PASSES
 from ...schemas.passes import REFERENCE, ROLLOUT, TRAIN
+from ..contracts import read_contract
+from ..store import Store
 from ..writer import Part
-from .calls import arguments
-from .declared import declared_contract
-from .patches import Patches
+from .model_contract import tokenizer_identity
+from .patches import Patches, arguments
 from .session import Session
-from .tokenizer import tokenizer_identity
-from .verl_batches import ESTIMATED, SCORED, Row, column, fetch, finish_reasons, flat, one_a_row, rows_of, sums
+from .verl_batches import (
+    ESTIMATED,
+    SCORED,
+    UPDATE_KEY,
+    Row,
+    column,
+    fetch,
+    finish_reasons,
+    flat,
+    get_off,
+    one_a_row,
+    padded_column,
+    ride_along,
+    rows_of,
+    rows_of_padded,
+    sums,
+)
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 from .verl_forwards import FORWARD_KEYS, forward_of
-from .verl_padded import get_off, padded_column, ride_along, rows_of_padded
 from .verl_progress import progress_of
-from .verl_worker import UPDATE_KEY
 from .versions import version_sentence
 
 POINTS = {
-    "fit": "steps of a second training in a process, apart from those of the first",
+    "fit": "steps of a second training in a process as an attempt of their own",
     "_compute_advantage": "sequences, rewards, advantages, rollout, train and reference logprobs",
     "_update_actor": "current logprobs",
 }
-"""Function of the trainer -> what it gives."""
+"""Function of the trainer -> what is recorded from it."""
+_LOGGED = "logged metrics"
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""Of verl 0.8: a program with a trainer of its own."""
+"""A program of verl 0.8 that has its own trainer."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
@@ -50,11 +67,11 @@ _DUMPS_ALONE = (
     "trainer.rollout_data_dir=DIR, and after the run: tim-trace import verl DIR -o RUN; verl 0.7 and newer are recorded"
 )
 
-_NO_DISTRIBUTIONS = "of verl's passes the taken tokens' logprobs are recorded, and no distributions (--capture {})"
+_NO_DISTRIBUTIONS = "verl's passes are recorded as logprobs of the sampled tokens, without distributions (--capture {})"
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook the trainer that a module of verl defines."""
+    """Hook the trainer of a module of verl."""
     import verl
 
     session.hooks["verl"] = verl.__version__
@@ -64,36 +81,29 @@ def install(session: Session, module: Any) -> Patches:
         "_compute_advantage": hooks.compute_advantage,
         "_update_actor": hooks.update_actor,
     }
-    missing = {
-        f"PPOTrainer.{name}": POINTS[name]
-        for name, wrapper in wrappers.items()
-        if not patches.wrap(module.PPOTrainer, name, wrapper)
-    }
-    if not patches.wrap(module.Tracking, "log", hooks.log):
-        missing["Tracking.log"] = "logged metrics"
+    missing = {f"PPOTrainer.{name}": POINTS[name] for name in patches.wrap_all(module.PPOTrainer, wrappers)}
+    missing |= {f"Tracking.{name}": _LOGGED for name in patches.wrap_all(module.Tracking, {"log": hooks.log})}
     hooks.sentence = version_sentence("verl", verl.__version__, missing)
     return patches
 
 
 def install_older(session: Session, module: Any) -> Patches:
-    """Hook verl's trainer of before (trainer.use_v1=False), whose batches lie on the driver as padded tensors."""
+    """Hook verl's older trainer (trainer.use_v1=False), whose batches are padded tensors on the driver."""
     import verl
     from verl.utils import tracking
 
     session.hooks["verl"] = verl.__version__
     hooks, patches = TrainerHooks(session), Patches()
-    wrappers: list[tuple[Any, str, Callable[..., Any]]] = [
-        (module.RayPPOTrainer, "fit", hooks.fit),
-        (module.RayPPOTrainer, "_compute_old_log_prob", hooks.compute_older_logprobs),
-        (module.RayPPOTrainer, "_compute_ref_log_prob", hooks.compute_older_logprobs),
-        (module.RayPPOTrainer, "_update_actor", hooks.update_older_actor),
-        (tracking.Tracking, "log", hooks.log),
-    ]
-    missing = {
-        f"{owner.__name__}.{name}": _OLDER_POINTS[name]
-        for owner, name, wrapper in wrappers
-        if not patches.wrap(owner, name, wrapper)
+    wrappers: dict[str, Callable[..., Any]] = {
+        "fit": hooks.fit,
+        "_compute_old_log_prob": hooks.compute_older_logprobs,
+        "_compute_ref_log_prob": hooks.compute_older_logprobs,
+        "_update_actor": hooks.update_older_actor,
     }
+    missing = {
+        f"RayPPOTrainer.{name}": _OLDER_POINTS[name] for name in patches.wrap_all(module.RayPPOTrainer, wrappers)
+    }
+    missing |= {f"Tracking.{name}": _LOGGED for name in patches.wrap_all(tracking.Tracking, {"log": hooks.log})}
     if "RayPPOTrainer._update_actor" in missing:
         hooks.sentence = _DUMPS_ALONE.format(verl.__version__)
     else:
@@ -102,7 +112,7 @@ def install_older(session: Session, module: Any) -> Patches:
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a trainer that runs with `python -m` under its module's name, so that it is hooked in the process where Ray runs it."""
+    """Import a trainer started with `python -m` under its module's name, so that it is hooked in the process where Ray runs it."""
     patches = Patches()
 
     def run_ppo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -117,27 +127,26 @@ def install_main(session: Session, module: Any) -> Patches:
 
 
 _OLDER_POINTS = {
-    "fit": "steps of a second training in a process, apart from those of the first",
+    "fit": POINTS["fit"],
     "_compute_old_log_prob": "which rows of the train pass went through the model together",
     "_compute_ref_log_prob": "which rows of the reference pass went through the model together",
     "_update_actor": "sequences, rewards, advantages and every pass",
-    "log": "logged metrics",
 }
 
 
 class TrainerHooks:
-    """What runs around a trainer's functions. Each calls the original and returns what it returned."""
+    """Hooks around a trainer's functions. Each calls the original and returns its result."""
 
     def __init__(self, session: Session):
         self.session = session
         self._is_fitting = False
         self._flushes = False
-        """Whether Ray may kill this process without a word when the training ends."""
+        """Whether Ray may kill this process silently when the training ends."""
         self._is_last = False
-        """Whether it will do so soon."""
+        """Whether the training is about to end."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
-        """What to say of this version of verl."""
+        """A note on this version of verl; None if there is nothing to report."""
 
     def fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
@@ -185,7 +194,7 @@ class TrainerHooks:
     def compute_older_logprobs(
         self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Put the workers' columns of forwards beside the logprobs, so that they stay with their rows."""
+        """Put the workers' columns of forwards into the batch of logprobs, so that they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -213,12 +222,12 @@ class TrainerHooks:
     ) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
-        # The asynchronous trainers have a `fit` of their own, which Ray keeps from being hooked.
+        # The asynchronous trainers have their own `fit`, which cannot be hooked under Ray.
         if not self._is_fitting:
             self._flushes = True
             self._begin(trainer)
         with self.session.guard("verl's batch"):
-            # Classes made of this one may train on what older weights sampled.
+            # Subclasses may train on samples of older weights.
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
@@ -269,7 +278,7 @@ class TrainerHooks:
             self.session.note(_NOT_HOOKED.format(" and ".join(others), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
-        """Record the rows of a step; `values` gives a column of verl's, [B] arrays, or None where there is none."""
+        """Record the rows of a step; `values` returns a column of verl's as [B] arrays, or None if it is missing."""
         recorder, config, progress = self.session.recorder, trainer.config, progress_of(trainer)
         if not rows:
             return
@@ -277,7 +286,6 @@ class TrainerHooks:
         masks = values("response_mask") or [np.ones(len(ids), bool) for ids in responses]
         advantages = values("advantages")
         shared = None if advantages is None else one_a_row(advantages, masks)
-        asked = sampling(config)
         recorded = recorder.add_sequences(
             step=progress.step,
             seq_ids=[row.key for row in rows],
@@ -288,17 +296,13 @@ class TrainerHooks:
             response_mask=[mask.astype(bool) for mask in masks],
             reward=sums(values("rm_scores")),
             advantage=advantages if shared is None else shared,
-            temperature=asked["temperature"],
-            top_p=asked["top_p"],
-            top_k=max(asked["top_k"], 0),
-            min_p=asked["min_p"],
-            repetition_penalty=asked["repetition_penalty"],
+            **sampling(config) | {"top_k": max(sampling(config)["top_k"], 0)},
             max_tokens=config.data.max_response_length,
             finish_reason=finish_reasons(responses, [trainer.tokenizer.eos_token_id], config.data.max_response_length),
         )
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            del passes[TRAIN]  # a copy of the rollout's; the loss's first logprobs are the trainer's own
+            del passes[TRAIN]  # a copy of the rollout's; the trainer's own are the loss's first logprobs
         for pass_name, name in passes.items():
             logprobs = values(name)
             if logprobs is None:
@@ -309,20 +313,20 @@ class TrainerHooks:
                 recorded,
                 logprobs=logprobs,
                 entropy=values("entropy") if pass_name == TRAIN else None,
-                # Tool output was not sampled; verl fills its places with 0.0.
+                # Tool output was not sampled; verl fills it with 0.0.
                 scored_mask=[mask.astype(bool) for mask in masks] if pass_name == ROLLOUT else None,
                 policy_version={ROLLOUT: None, TRAIN: progress.old_version, REFERENCE: None}[pass_name],
                 forward=forward_of(values(FORWARD_KEYS[pass_name])) if pass_name in FORWARD_KEYS else None,
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
-        """What the process that made a pass declared of it; what the configuration says where it declared nothing."""
+        """Return the contract declared by the process that made a pass, or else one from the configuration."""
         if pass_name not in self._contracts:
             folder = self.session.recorder.folder
             if pass_name == ROLLOUT:
-                found = declared_contract(folder, ROLLOUT, lambda contract: _is_training(contract, sampling(config)))
+                found = _declared_contract(folder, ROLLOUT, lambda contract: _is_training(contract, sampling(config)))
             else:
-                found = declared_contract(folder, pass_name, lambda contract: contract.get("engine") == "verl")
+                found = _declared_contract(folder, pass_name, lambda contract: contract.get("engine") == "verl")
             if found is None:
                 found = configured_rollout(config) if pass_name == ROLLOUT else configured_contract(config)
             self._contracts[pass_name] = found
@@ -330,7 +334,7 @@ class TrainerHooks:
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
-    """Whether an engine's contract is that of training, and not of validation, which may sample otherwise."""
+    """Whether an engine's contract is that of training rather than validation, which may sample differently."""
     given = contract.get("sampling") or {}
     top_k = {name: max(settings.get("top_k") or 0, 0) for name, settings in (("given", given), ("asked", asked))}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
@@ -350,7 +354,7 @@ def _workers_not_hooked(trainer: Any) -> list[str]:
 
 
 def _told(trainer: Any) -> dict[str, Any]:
-    """What the workers need to know of an update."""
+    """Return what the workers need to know about an update."""
     progress = progress_of(trainer)
     return {
         "step": progress.step,
@@ -361,6 +365,14 @@ def _told(trainer: Any) -> dict[str, Any]:
 
 
 def _bypasses(config: Any) -> bool:
-    """Whether verl takes the rollout's logprobs for the trainer's own."""
+    """Whether verl uses the rollout's logprobs as the trainer's own."""
     correction = config.algorithm.get("rollout_correction")
     return bool(correction and correction.get("bypass_mode", False))
+
+
+def _declared_contract(folder: Path, pass_name: str, accepts: Callable[[Contract], bool]) -> Contract | None:
+    """Return the newest contract of a pass in the trace that is accepted; None without one."""
+    paths = sorted((folder / PASSES / pass_name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    store = Store(folder)
+    contracts = (read_contract(store, pass_name, path.stem) for path in paths)
+    return next((contract for contract in contracts if accepts(contract)), None)

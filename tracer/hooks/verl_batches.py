@@ -1,10 +1,11 @@
-"""Reading the batches of verl's trainer, whose rows lie in its TransferQueue.
+"""Reading the batches of verl's trainers: rows in its TransferQueue, and RayPPOTrainer's padded tensors on the driver.
 
-Shapes: B rows, T response tokens of a row.
+Shapes: B rows, P padded prompt width, T response tokens of a row, or the padded width of responses.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,20 @@ from typing import Any
 import numpy as np
 
 from ..staging import to_numpy
+from .verl_forwards import FORWARD_KEYS, ROW_KEY
 
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns that are there before the advantages; the mask is that before verl's rejection takes tokens out of it."""
+"""Columns that exist before the advantages; the mask is read before verl's rejection removes tokens from it."""
 ESTIMATED = ("advantages",)
-"""Columns that are there once the advantages are."""
+"""Columns that exist after the advantages are computed."""
+_OF_PROMPT = ("prompts",)
+_NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
+"""Column in the TransferQueue -> the same of RayPPOTrainer."""
+
+UPDATE_KEY = "tim_trace_update"
+"""Key in the rows of an update under which workers get its step and its weights' version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +34,10 @@ class Row:
     """One row of a batch by its key: `<uid>_<sample>_<output>`."""
 
     index: int
-    """Its place in verl's batch."""
+    """Position in verl's batch."""
     key: str
     oldest_weights: int | None
-    """Global step of the oldest weights that sampled a part of it; None where verl does not say."""
+    """Global step of the oldest weights that sampled a part of it; None if unknown."""
     newest_weights: int | None
 
     @property
@@ -40,7 +48,7 @@ class Row:
 
 
 def rows_of(batch: Any) -> list[Row]:
-    """The rows of a KVBatchMeta, without those that verl made up to fill it."""
+    """Return the rows of a KVBatchMeta, without verl's padding rows."""
     return [
         Row(
             index=index, key=key, oldest_weights=tag.get("min_global_steps"), newest_weights=tag.get("max_global_steps")
@@ -51,14 +59,14 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def fetch(batch: Any, columns: Sequence[str]) -> Any:
-    """The columns of a batch, those of them that are there."""
+    """Return those of the columns that a batch has."""
     import transfer_queue
 
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(columns))
 
 
 def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.ndarray] | None:
-    """One array a row of a nested or padded tensor; None where there is no such column."""
+    """Return one array per row of a nested or padded tensor; None if the column is missing."""
     if name not in data.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
         return None
     parts = data[name].unbind()
@@ -66,7 +74,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """[B] what the tokens of each row that count have in common; None where they differ. 0.0 where none counts."""
+    """Return [B]: the value shared by all counted tokens of each row, 0.0 if none counts; None if values differ within a row."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -77,7 +85,7 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """[B] `stop` after an end token, `length` at the limit, None elsewhere: verl keeps no reason."""
+    """Return [B]: `stop` after an end token, `length` at the limit, else None; verl keeps no reasons."""
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
@@ -85,12 +93,12 @@ def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most
 
 
 def sums(values: Sequence[np.ndarray] | None) -> np.ndarray | None:
-    """[B] the sum of each row."""
+    """Return [B]: the sum of each row."""
     return None if values is None else np.array([float(row.sum()) for row in values])
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names; a list is kept as text."""
+    """Flatten nested settings to dotted names."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -98,3 +106,53 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value
     return found
+
+
+def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
+    """Return the rows of a DataProto; keys are `<uid>_<sample>_0`, samples of a prompt counted in order.
+
+    `sampled_by` is the number of the weight transfer that sampled all rows, if known; otherwise each row's own is read from
+    the batch.
+    """
+    seen: Counter[str] = Counter()
+    rows = []
+    oldest, newest = (batch.non_tensor_batch.get(f"{which}_global_steps") for which in ("min", "max"))
+    for index, uid in enumerate(map(str, batch.non_tensor_batch["uid"])):
+        rows.append(
+            Row(
+                index=index,
+                key=f"{uid}_{seen[uid]}_0",
+                oldest_weights=sampled_by if sampled_by is not None or oldest is None else oldest[index],
+                newest_weights=sampled_by if sampled_by is not None or newest is None else newest[index],
+            )
+        )
+        seen[uid] += 1
+    return rows
+
+
+def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
+    """Return one array per row of a column [B, P] or [B, T], without padding; None if the column is missing."""
+    name = _NAMES.get(name, name)
+    if name not in batch.batch.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
+        return None
+    if name in FORWARD_KEYS.values():
+        return list(to_numpy(batch.batch[name]))
+    values, attention_BW = to_numpy(batch.batch[name]), to_numpy(batch.batch["attention_mask"]).astype(bool)
+    width = batch.batch["prompts"].shape[1]
+    kept = attention_BW[:, :width] if name in _OF_PROMPT else attention_BW[:, width:]
+    return [row[mask] for row, mask in zip(values, kept, strict=True)]
+
+
+def ride_along(batch: Any, told: dict[str, Any]) -> None:
+    """Attach the update and row numbers to the batch, for the workers that get parts of it."""
+    import torch
+
+    batch.meta_info[UPDATE_KEY] = told
+    batch.batch[ROW_KEY] = torch.arange(len(told["keys"]))
+
+
+def get_off(batch: Any) -> None:
+    """Remove what `ride_along` attached."""
+    batch.meta_info.pop(UPDATE_KEY, None)
+    for name in (ROW_KEY, *FORWARD_KEYS.values()):
+        batch.batch.pop(name, None)

@@ -1,4 +1,4 @@
-"""The contracts of verl's passes and its loss: read off a worker's engine, and off the run's configuration."""
+"""Contracts of verl's passes and its loss, read from a worker's engine and from the run's configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENGINE = (
     "sequence_parallel", "full_determinism", "pad_to_length", "pad_to_length_bucket", "entropy_from_logits_with_chunking",
     "reshard_after_forward",
 )  # fmt: skip
-"""Settings of a worker's engine that can change a logprob, of FSDP and of Megatron."""
+"""Settings of a worker's engine, FSDP or Megatron, that can change a logprob."""
 
 FSDP = ("fsdp", "fsdp2")
 """Strategies that cast the parameters to the dtype of the forward."""
@@ -34,10 +34,10 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """What decides the logprobs of a worker's engine.
+    """Return what decides the logprobs of a worker's engine.
 
     `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward); `dtype` is that of the
-    logprobs: in bfloat16 two of them at -4 nats lie 0.031 apart.
+    logprobs: bfloat16 has steps of 0.031 nats at -4.
     """
     settings = engine.engine_config
     model = _model(engine)
@@ -45,10 +45,11 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     rows, tokens = kind if grad else tuple(f"infer_{name}" for name in kind)
     is_fsdp = getattr(settings, "strategy", None) in FSDP
     cast = parameters = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
-    if is_fsdp and cast == "None":  # verl 0.7 has bfloat16 there, whatever the parameters are cast to
+    if is_fsdp and cast == "None":  # verl 0.7 autocasts to bfloat16, whatever the parameters are cast to
         precision = (getattr(settings, "mixed_precision", None) or {}).get("param_dtype", "bf16")
         cast, parameters = "bfloat16", _PRECISIONS.get(precision, precision)
-    autocast = None if cast in ("None", "float32") else cast  # verl uses none there
+    casts = {"parameters_dtype": parameters} if is_fsdp else {}
+    autocast = None if cast in ("None", "float32") else cast  # verl does not autocast then
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -57,7 +58,6 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "grad_enabled": grad,
         "settings": {name: as_json(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
         "autocast": autocast,
-        "parameters_dtype": parameters if is_fsdp else None,
         "temperature": temperature,
         "logprobs_of": "logits divided by the temperature, over every row of the head",
         "logprobs_dtype": str(dtype).removeprefix("torch."),
@@ -67,14 +67,15 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "tokens_a_forward": getattr(settings, tokens, None) if getattr(settings, "use_dynamic_bsz", False) else None,
         "parallelism": {"world_size": _world_size(), "data_parallel_size": engine.get_data_parallel_size()},
         "device": environment.device_name(_device(model)),
-        "model": numerics(model) if hasattr(model, "config") else {"class": class_path(model), "dtypes": dtypes(model)},
+        "model": casts
+        | (numerics(model) if hasattr(model, "config") else {"class": class_path(model), "dtypes": dtypes(model)}),
         "torch": environment.torch_settings() | {"autocast_dtype": autocast},
         "versions": environment.numeric_versions(),
     }
 
 
 def configured_contract(config: Any) -> Contract:
-    """What the run's configuration says of its trainer, where no worker told more."""
+    """Return the trainer's contract from the run's configuration, if no worker declared one."""
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -86,7 +87,7 @@ def configured_contract(config: Any) -> Contract:
 
 
 def configured_rollout(config: Any) -> Contract:
-    """What the run's configuration says of its engine, where the engine told nothing."""
+    """Return the engine's contract from the run's configuration, if the engine declared none."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "engine": rollout.name,
@@ -98,7 +99,7 @@ def configured_rollout(config: Any) -> Contract:
 
 
 def sampling(config: Any) -> dict[str, Any]:
-    """What verl asks its engine for in training."""
+    """Return the sampling settings that verl passes to its engine in training."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "temperature": rollout.temperature,
@@ -110,7 +111,7 @@ def sampling(config: Any) -> dict[str, Any]:
 
 
 def model_identity(engine: Any) -> dict[str, Any]:
-    """Which model a worker trains."""
+    """Return the identity of the model that a worker trains."""
     model, config = _model(engine), getattr(engine.model_config, "hf_config", None)
     return {
         "name": getattr(engine.model_config, "path", None),
@@ -122,7 +123,7 @@ def model_identity(engine: Any) -> dict[str, Any]:
 
 
 def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
-    """The policy's loss, and its settings that are not in it; None for a loss that is not known."""
+    """Return the policy's loss, and the settings that `Loss` has no field for; None for an unknown loss."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.get("rollout_correction") or {}
     mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), _AGGREGATIONS.get(actor.loss_agg_mode)
     if mode not in ("vanilla", "gspo") or aggregation is None:
@@ -152,7 +153,7 @@ def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
 
 
 def _model(engine: Any) -> Any:
-    """The engine's model, of several its first part (Megatron's virtual pipeline)."""
+    """Return the engine's model, or its first part under Megatron's virtual pipeline."""
     return engine.module[0] if isinstance(engine.module, (list, tuple)) else engine.module
 
 

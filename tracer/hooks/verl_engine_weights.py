@@ -1,13 +1,13 @@
-"""Accounting for the weights of verl's engine, in the worker that trains and gives them to it.
+"""Accounting for the weights of verl's engine, in the worker that trains and transfers them.
 
-The engine is in another process of the same machine: what it holds is read there, at the worker's asking.
+The engine is another process on the same machine, which reads its own copy when the worker asks.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +20,34 @@ from .trainer_tensors import is_whole
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
-"""The function of vLLM's worker that writes what it holds, in verl's extension of it."""
+"""Name of the added function of vLLM's worker that writes digests of what it holds."""
 
 NAIVE = "naive"
-"""verl's way of giving weights to an engine on the same devices."""
+"""verl's transfer of weights to an engine on the same devices."""
 
 _APART = (
-    "the engine's weights are not accounted for: verl's checkpoint engine {} gives them to engines in other processes; "
-    "trainer.v1.trainer_mode=sync gives them in the worker itself, and is accounted for"
+    "the engine's weights are not accounted for: verl's checkpoint engine {} sends them to engines in other processes; "
+    "they are with trainer.v1.trainer_mode=sync, which sends them from the worker itself"
 )
-_ADAPTER = "the engine's weights are not accounted for: verl gives an adapter apart from its base"
-_STRATEGY = (
-    "the engine's weights are not accounted for: verl's strategy {} has them under names and in parts of its own"
-)
-_NOT_HELD = "what the engine holds is not read: {}; what it is given is recorded"
+_ADAPTER = "the engine's weights are not accounted for: verl transfers an adapter separately from its base model"
+_STRATEGY = "the engine's weights are not accounted for: verl's strategy {} uses its own names and shards"
+_NOT_HELD = "the engine's own copy of its weights is not read: {}; what it is given is recorded"
 
 
 class VerlEngineWeights(EngineWeights):
-    """One worker of verl and its engine, tensor by tensor. Only what is said in a transfer is heard."""
+    """Compares the weights of one worker of verl and its engine, during transfers only."""
 
     def __init__(self, session: Session):
         super().__init__(session)
         self._engine: Any = None
         """verl's engine that trains, during a transfer."""
         self._newest: Any = None
-        """The engine of the newest transfer that is not told yet."""
+        """The training engine of the newest transfer that is not recorded yet."""
         self._found: dict[str, int] = {}
         self._reads_held = True
 
     async def transfer(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-        """A transfer of weights to the engine, with the trainer's own before and the engine's after it."""
+        """Run a transfer of weights, taking the trainer's digests before and the engine's after it."""
         self._start(worker)
         try:
             result = await original(worker, *args, **kwargs)
@@ -60,7 +58,7 @@ class VerlEngineWeights(EngineWeights):
         return result
 
     def give(self, original: Callable[..., Any], adapter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hear what the engine is given."""
+        """Take digests of what the engine is given."""
         if self._engine is not None and self.is_on:
             if args:
                 args = (self.heard(args[0]), *args[1:])
@@ -69,14 +67,12 @@ class VerlEngineWeights(EngineWeights):
         return original(adapter, *args, **kwargs)
 
     def export(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of a model that no process holds whole, the trainer's own are those that verl gathers."""
+        """Take digests of what verl gathers as the trainer's own, if no process holds the model whole."""
         weights, *rest = original(engine, *args, **kwargs)
-        if self._engine is engine and not self._is_whole:
-            weights = self._exported(weights)
-        return weights, *rest
+        return self.gathered(weights) if self._engine is engine else weights, *rest
 
     def tell_of(self, step: int, version: int) -> None:
-        """Record the newest transfer under the version whose weights it gave; nothing where there was none since."""
+        """Record the newest transfer under the version whose weights it sent, unless it is recorded already."""
         if self._newest is None:
             return
         self._version, self._trainer = version, self._newest
@@ -98,7 +94,7 @@ class VerlEngineWeights(EngineWeights):
             rollout = worker.config.rollout
             self._dtype = getattr(torch, str(rollout.dtype), None)
             self._device = torch.device(get_device_name())
-            # A quantised engine holds tensors of other shapes, as it should.
+            # A quantised engine holds tensors of other shapes by design.
             self._reads_held = not rollout.get("quantization")
             engine = worker.actor.engine
             self._own = {}
@@ -106,21 +102,10 @@ class VerlEngineWeights(EngineWeights):
             if self._is_whole:
                 for name, tensor, _ in _tensors(engine):
                     self._take(name, tensor)
-            self._engine = self._newest = engine
-
-    def _take(self, name: str, tensor: Any) -> None:
-        self._shapes[name] = tuple(tensor.shape)
-        self._own[name] = digest(tensor, self._dtype, self._device)
-
-    def _exported(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        for name, tensor in weights:
-            if self.is_on:
-                with self._guard():
-                    self._take(name, tensor)
-            yield name, tensor
+            self._engine = self._newest = self._trainer = engine
 
     async def _look(self, worker: Any) -> None:
-        """Have the engine write what it holds, where it is time for that."""
+        """Have the engine write digests of what it holds, if they are due."""
         with self._guard():
             own = read_digests(self._own)
             self._last |= read_digests(self._given)
@@ -141,13 +126,13 @@ class VerlEngineWeights(EngineWeights):
 
 
 def install(session: Session, module: Any) -> None:
-    """Let vLLM's workers say what they hold."""
+    """Give vLLM's workers a function that writes digests of what they hold."""
     if session.order.engine_weights != NONE:
         setattr(module.vLLMColocateWorkerExtension, ASKED, _write_digests)
 
 
 def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """In vLLM's worker: write the digests of what its model holds, one file of all its ranks."""
+    """In vLLM's worker: write the digests of what the model holds, to one file by rank 0."""
     if worker.rank:
         return
     model, dtype = worker.model_runner.model, worker.model_runner.vllm_config.model_config.dtype
@@ -157,7 +142,7 @@ def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) 
 
 
 async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s: float) -> dict[str, int]:
-    # verl's server passes on no answer of a worker.
+    # verl's server does not return a worker's result.
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as folder:
         path = Path(folder) / "held.json"
         await rollout._execute_method(ASKED, timeout=timeout_s, kwargs={"path": str(path), "shapes": shapes})
@@ -165,7 +150,7 @@ async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s:
 
 
 def _why_not(worker: Any) -> str | None:
-    """Why a worker's engine cannot be accounted for; None where it can."""
+    """Return why a worker's engine cannot be accounted for; None if it can."""
     backend = worker.config.rollout.checkpoint_engine.backend
     if not hasattr(worker, "rollout") or backend != NAIVE:
         return _APART.format(backend)
@@ -181,13 +166,13 @@ def _inner(engine: Any) -> Any:
 
 
 def _has_one_rank(model: Any) -> bool:
-    """Whether a sharded model's one shard is the whole of it."""
+    """Whether a sharded model has a single shard."""
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model_parameters(model)]
     return all(mesh is not None and mesh.size() == 1 for mesh in meshes)
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """A whole model's tensors under the names by which verl gives them, as `trainer_tensors` has them of TRL."""
+    """Yield a whole model's tensors under the names that verl sends them by, in the form of `trainer_tensors`."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

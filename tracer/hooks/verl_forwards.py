@@ -1,4 +1,4 @@
-"""Which rows one of verl's engines puts into a forward together, read off the micro-batches that it makes.
+"""The rows of each forward of a verl engine, read from its micro-batches.
 
 Shapes: B rows of a worker's batch.
 """
@@ -16,27 +16,27 @@ from ..rows import Forward
 from .verl_contract import FSDP
 
 ROW_KEY = "tim_trace_row"
-"""Rides along in a worker's batch, so that a shuffled micro-batch tells which rows it holds."""
+"""Key in a worker's batch that shows which rows a shuffled micro-batch holds."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Pass that the driver records -> column of the workers' output, as `Forwards.column` has it."""
+"""Pass that the driver records -> column of the workers' output that holds `Forwards.column`."""
 
 
 class Forwards:
-    """The forwards of one call of an engine: each row's forward, its place there, the rows of that forward, the padding after it."""
+    """The forwards of one call of an engine: each row's forward, its position, the rows of that forward, and the padding after it."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
-        """`numbers` counts the forwards of this process."""
+        """`numbers` numbers the forwards of this process."""
         self._engine = engine
         self._numbers = numbers
         self._of_row: dict[int, tuple[int, int, int, int]] = {}
 
     @staticmethod
     def are_known(engine: Any) -> bool:
-        """Whether padding is put around rows here as verl's FSDP engine does it."""
+        """Whether an engine pads rows as verl's FSDP engine does."""
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        """Note the rows of micro-batches, each of which is a forward."""
+        """Note the rows of micro-batches, one forward each."""
         # The driver records rows of several processes, and each counts from 0.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
@@ -50,7 +50,7 @@ class Forwards:
                 self._of_row[int(row)] = (number, place, len(rows), after)
 
     def _tail(self, num_tokens: int) -> int:
-        """Tokens that verl puts behind packed rows: up to the next bucket, and to the next multiple of Ulysses' ranks."""
+        """Return the padding tokens after packed rows: up to the next bucket, then the next multiple of Ulysses' ranks."""
         engine, width = self._engine, num_tokens
         settings = engine.engine_config
         bucket = getattr(settings, "pad_to_length_bucket", 1) if getattr(engine, "pad_to_length", False) else 1
@@ -58,10 +58,12 @@ class Forwards:
             width = -(-width // multiple) * multiple
         return width - num_tokens
 
-    def column(self, num_rows: int) -> np.ndarray | None:
-        """[B, 4] int64: forward, place, rows and padding of each row; None unless every row was in a forward."""
+    def column(self, num_rows: int) -> Any:
+        """Return a tensor [B, 4] int64: forward, place, rows and padding of each row; None unless every row was in a forward."""
+        import torch
+
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
-        return np.array(found, np.int64) if len(found) == num_rows else None
+        return torch.tensor(found, dtype=torch.int64) if len(found) == num_rows else None
 
     def of(self, rows: Sequence[int]) -> Forward | None:
         """Return the forwards of these rows; None unless every row was in one."""
@@ -77,7 +79,7 @@ def attended_tokens(loss_mask: Any) -> dict[str, int]:
 
 
 def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
-    """Return the forwards that a worker's column holds, an array [4] each row."""
+    """Return the forwards in a worker's column, an array [4] per row."""
     if values is None or not len(values):
         return None
     ids, places, rows, after = np.stack(values).astype(np.int64).T

@@ -1,4 +1,4 @@
-"""Where a trainer of verl is in its run: the step under which verl logs, and versions as updates of the actor."""
+"""The progress of a verl trainer: the step that verl logs under, and policy versions as updates of the actor."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One update of the actor that comes, or the passes before it."""
+    """The next update of the actor, or the passes before it."""
 
     step: int
     version: int
-    """Updates that the trainer's weights have seen."""
+    """Updates in the trainer's weights."""
     old_version: int
-    """Updates that the weights had seen which verl's `old_log_probs` are of, where it computes them."""
+    """Updates in the weights that verl computes `old_log_probs` with."""
     updates_a_transfer: int
     """Updates between two transfers of weights to the engine."""
     transfers_ahead: int = 0
-    """By how much the number that verl gives a transfer is ahead of the transfers' own count."""
+    """How far verl's number of a transfer is ahead of the count of transfers."""
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Updates that weights had seen, by the number that verl gave their transfer."""
+        """Return the updates in the weights of a transfer, by verl's number of it."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
 def progress_of(trainer: Any) -> Progress:
-    """Where one of verl's trainers is: those of v1, RayPPOTrainer, and the asynchronous ones that are made of it."""
+    """Return the progress of a trainer of verl: v1, RayPPOTrainer, or one of its asynchronous subclasses."""
     if hasattr(trainer, "current_param_version"):
         return _fully_asynchronous(trainer)
     step = int(trainer.global_steps)
     updates, done = int(getattr(trainer, "parameter_sync_step", 1)), int(getattr(trainer, "local_trigger_step", 0))
     begin = (step - 1) * updates
-    # v1's separate_async goes back to the weights of the step's begin for them.
+    # v1's separate_async computes them with the weights at the beginning of the step.
     is_separate = hasattr(trainer, "standalone_checkpoint_manager")
     return Progress(
         step=step,
@@ -60,5 +60,5 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 
 
 def _is_one_step_off(trainer: Any) -> bool:
-    """Whether a step's weights are given to the engine after the step's number is counted on."""
+    """Whether weights are transferred after the step counter is incremented."""
     return any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)

@@ -18,23 +18,20 @@ from ...schemas.contract import Contract
 from ...schemas.passes import CURRENT, REFERENCE, TRAIN
 from ..batch import Batch
 from ..writer import Part
-from .calls import arguments
-from .model_weights import keeps_weights, own_tensors
-from .patches import Patches
+from .model_weights import KeptWeights
+from .patches import Patches, arguments
 from .session import Session
 from .trl_batches import right_padded
+from .verl_batches import UPDATE_KEY
 from .verl_contract import FSDP, model_identity, scoring_contract
 from .verl_engine_weights import VerlEngineWeights
 from .verl_forwards import FORWARD_KEYS, ROW_KEY, Forwards, attended_tokens
-
-UPDATE_KEY = "tim_trace_update"
-"""Rides along from the driver to the workers with the rows of an update: its step and its weights' version."""
 
 _COMPOSITION = "which rows of verl's passes went through the model together"
 
 _BLIND = "verl {} lets attention see only the first {} tokens of a padded row: set actor_rollout_ref.model.use_remove_padding=True"
 _OTHER_STRATEGY = (
-    "weights are not recorded: verl's strategy {} holds them under names and in parts of its own; replaying needs them: have verl "
+    "weights are not recorded: verl's strategy {} uses its own names and shards; replaying needs them: have verl "
     "save them with hf_model in actor.checkpoint.save_contents, and after the run attach each version's folder: "
     "tim-trace weights RUN --attach VERSION CHECKPOINTS/global_step_N/actor/huggingface"
 )
@@ -48,15 +45,15 @@ class Update:
     lengths: np.ndarray
     """[B] response tokens of verl's rows."""
     places: dict[int, int]
-    """verl's row -> row of `batch`, without those that verl made up."""
+    """verl's row -> row of `batch`, without verl's padding rows."""
     policy_version: int
     is_last: bool
-    """Whether the training ends with it."""
+    """Whether it is the last update of the training."""
     is_train: bool
-    """Whether the logprobs that the loss uses first are the trainer's own, since verl computed none before."""
+    """Whether the loss's first logprobs are the `train` pass, since verl computed none before."""
     num_mini_batches: int = 0
     engine: Any = None
-    """The engine at work; None where another process has the same rows."""
+    """The training engine; None if another process has the same rows."""
     train_scored: set[int] = field(default_factory=set)
 
 
@@ -93,27 +90,26 @@ def _hooks_of(session: Session) -> WorkerHooks:
 
 
 class WorkerHooks:
-    """What runs around a worker's functions. Each calls the original and returns what it returned."""
+    """Hooks around a worker's functions. Each calls the original and returns its result."""
 
     def __init__(self, session: Session):
         self.session = session
         self.account = VerlEngineWeights(session)
-        """Of the engine that this worker gives its weights to."""
+        """Account of the engine that gets this worker's weights."""
         self._update: Update | None = None
         self._is_training = False
         self._declared: set[str] = set()
         self._scoring: str | None = None
         self._contract: Contract | None = None
-        self._kept_version: int | None = None
-        self._keeps_weights: bool | None = None
+        self._weights = KeptWeights(session)
         self._forwards: Forwards | None = None
-        """Those of the call of an engine that is under way."""
+        """Forwards of the engine's current call."""
         self._attended: dict[str, int] = {}
         self._numbers = count()
-        """Of forwards."""
+        """Numbers of forwards."""
 
     def fetch(self, original: Callable[..., Any], meta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Rows of the TransferQueue come to this worker: those of an update get their numbers."""
+        """Number the rows of an update as they arrive from the TransferQueue."""
         data = original(meta, *args, **kwargs)
         told = (getattr(meta, "extra_info", None) or {}).get(UPDATE_KEY)
         if told is not None:
@@ -125,7 +121,7 @@ class WorkerHooks:
 
     def update(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         told = plain(data.get(UPDATE_KEY, None)) if hasattr(data, "batch_size") else None
-        if told is not None:  # verl's trainer of before gives the rows themselves
+        if told is not None:  # verl's older trainer passes the rows themselves
             data.pop(UPDATE_KEY)
             if self.session.is_recording:
                 with self.session.guard("current logprobs"):
@@ -146,7 +142,7 @@ class WorkerHooks:
 
     def mini_batch(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # Before, verl may have its parameters elsewhere (param_offload).
+            # Earlier, parameters may be offloaded (param_offload).
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)
@@ -168,7 +164,7 @@ class WorkerHooks:
             self._scoring = None
 
     def infer(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """A forward without a loss, of rows that are at hand."""
+        """Run a forward without a loss, noting its rows and contract."""
         asked = {name: data.get(name, None) for name in ("temperature", "no_lora_adapter")}
         is_heard = self._scoring is not None and self.session.is_recording and Forwards.are_known(worker.engine)
         if is_heard and hasattr(data, "batch_size"):
@@ -182,17 +178,19 @@ class WorkerHooks:
             if is_heard:
                 data.pop(ROW_KEY, None)
         if self._scoring is not None and output is not None and self.session.is_recording:
-            # The actor without its adapter is its own reference.
+            # The actor without its adapter is the reference.
             pass_name = REFERENCE if plain(asked["no_lora_adapter"]) else self._scoring
             with self.session.guard("the contract of the trainer's logprobs"):
                 self._declare(worker.engine, pass_name, plain(asked["temperature"]), output["log_probs"].dtype)
             if forwards is not None:
                 with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
-                    self._add_column(output, pass_name, forwards)
+                    column = forwards.column(output.batch_size[0])
+                    if column is not None:
+                        output[FORWARD_KEYS[pass_name]] = column  # for the driver, which records this pass
         return output
 
     def micro_batches(self, original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        """An engine cuts rows into what goes through the model together."""
+        """Note the rows of an engine's micro-batches."""
         made = original(data, *args, **kwargs)
         if self._forwards is not None:
             with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
@@ -205,21 +203,13 @@ class WorkerHooks:
         return made
 
     def _listen(self, engine: Any) -> None:
-        """Hear which rows go through the model together, where padding is as verl's FSDP engine has it."""
+        """Note the rows of forwards from now on, if the engine pads rows as verl's FSDP engine does."""
         if Forwards.are_known(engine):
             self._forwards = Forwards(engine, self._numbers)
 
     def _cannot_listen(self, error: Exception) -> None:
         self._forwards = None
         self.session.note(f"{_COMPOSITION} is not recorded: {type(error).__name__}: {error}")
-
-    def _add_column(self, output: Any, pass_name: str, forwards: Forwards) -> None:
-        """Let the driver, which records this pass, know the rows of each forward."""
-        import torch
-
-        column = forwards.column(output.batch_size[0])
-        if column is not None:
-            output[FORWARD_KEYS[pass_name]] = torch.from_numpy(column)
 
     def _begin(self, meta: Any, data: Any, told: dict[str, Any]) -> Update:
         keys = keys_of(meta)
@@ -234,7 +224,7 @@ class WorkerHooks:
         return self._update_of(data, told, rows, lengths)
 
     def _update_of(self, data: Any, told: dict[str, Any], rows: list[tuple[int, str]], lengths: np.ndarray) -> Update:
-        """The update of rows (place in `data`, key) with [B] response lengths."""
+        """Return the update of rows (position in `data`, key) with [B] response lengths."""
         self._begin_training()
         data[ROW_KEY] = _arange(len(lengths))
         recorder = self.session.recorder
@@ -252,26 +242,15 @@ class WorkerHooks:
         )
 
     def _keep_weights(self, engine: Any, version: int) -> None:
-        """Keep the weights that scored, before an update changes them."""
-        if self._kept_version == version:
-            return
-        self._kept_version = version
-        if self._keeps_weights is None:
-            self._keeps_weights = self._can_keep(engine)
-        if self._keeps_weights:
-            is_first = engine.get_data_parallel_rank() == 0
-            self.session.recorder.add_weights(version, own_tensors(engine.module, is_first=is_first))
-
-    def _can_keep(self, engine: Any) -> bool:
+        """Keep the weights before an update changes them."""
         strategy = getattr(engine.engine_config, "strategy", None)
         if strategy in FSDP:
-            return keeps_weights(self.session, engine.module)
-        if self.session.order.weights != "none":
+            self._weights.keep(version, engine.module, is_first=engine.get_data_parallel_rank() == 0)
+        elif self.session.order.weights != "none":
             self.session.note(_OTHER_STRATEGY.format(strategy))
-        return False
 
     def _keep(self, is_last: bool) -> None:
-        """See that what was recorded outlives this process: Ray may kill it at any time, and ends no worker otherwise."""
+        """Flush or seal what was recorded: Ray ends workers by killing them, at any time."""
         if is_last:
             self.session.seal()
         else:
@@ -279,7 +258,7 @@ class WorkerHooks:
                 self.session.recorder.flush(weights=False)
 
     def _begin_training(self) -> None:
-        """Take part in the driver's attempt at training."""
+        """Join the driver's attempt at training."""
         if not self._is_training:
             self._is_training = True
             self.session.begin_training()
@@ -307,7 +286,7 @@ class WorkerHooks:
                 dtype=output["log_probs"].dtype,
             ) | self._attended  # fmt: skip
             if update.is_train and not update.engine.get_data_parallel_rank():
-                recorder.describe(model=model_identity(update.engine))  # no pass before said it
+                recorder.describe(model=model_identity(update.engine))  # no earlier pass described it
         for pass_name in (CURRENT, TRAIN) if is_first else (CURRENT,):
             recorder.add_contract(pass_name, self._contract)
             recorder.add_scores(
@@ -317,13 +296,13 @@ class WorkerHooks:
                 logprobs=logprobs_BT,
                 entropy=entropy_BT,
                 attention_mask=right_padded(logprobs_BT.shape[1], update.lengths[numbers[kept]]),
-                # Weights change within an update, and versions do not count that.
+                # Weights change within an update, which versions do not count.
                 policy_version=update.policy_version if update.num_mini_batches == 0 else None,
                 forward=None if self._forwards is None else self._forwards.of(numbers[kept].tolist()),
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Keep the contract of a pass that the driver records, once, in one of the processes that make it."""
+        """Keep the contract of a pass that the driver records, once, in one of the processes that compute it."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)
@@ -339,7 +318,7 @@ class WorkerHooks:
 
 
 def keys_of(meta: Any) -> list[str]:
-    """The keys of the rows that a worker was given; the TransferQueue knows them where the driver left them out."""
+    """Return the keys of a worker's rows, from the TransferQueue if the driver left them out."""
     if hasattr(meta, "keys"):
         return list(meta.keys)
     from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
@@ -354,5 +333,5 @@ def _arange(length: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What a TensorDict holds beside its tensors, as it was put in."""
+    """Unwrap a non-tensor value of a TensorDict."""
     return getattr(value, "data", value)

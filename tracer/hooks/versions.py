@@ -1,4 +1,4 @@
-"""Which versions of the hooked libraries recording was tested with, and what to say of others."""
+"""The tested versions of the hooked libraries, and the note on others."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ TESTED: Mapping[str, Sequence[str]] = {
     "verl": ("0.9",),
     "vllm": ("0.17", "0.27", "0.32"),
 }
-"""Library -> its tested releases, major.minor: those of `make matrix`."""
+"""Library -> tested releases, major.minor, as in `make matrix`."""
 
 
 def untested(library: str, version: str) -> bool:
-    """Whether this release is none of the tested ones."""
+    """Whether a release is untested."""
     return ".".join(version.split("+")[0].split(".")[:2]) not in TESTED[library]
 
 
 def tested_releases(library: str) -> str:
-    """Return the tested releases as a sentence names them."""
+    """Return the tested releases for a sentence."""
     return ", ".join(f"{release}.x" for release in TESTED[library])
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """One sentence on a release that was not tested or lacks a hook point; None when there is nothing to say.
+    """Return a sentence on a release that is untested or lacks a hooked function; None if there is nothing to report.
 
-    `missing` maps each function that was not found to what it would have given.
+    `missing` maps each missing function to what is recorded from it.
     """
     if not missing and not untested(library, version):
         return None

@@ -1,11 +1,11 @@
-"""Recording what vLLM returns, from the process that calls `LLM.generate` or `LLM.chat`.
+"""Recording the results of vLLM, in the process that calls `LLM.generate` or `LLM.chat`.
 
 Shapes: T response tokens, K kept tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,14 @@ from ...schemas.layout import TRAIN_SPLIT
 from ...schemas.passes import ROLLOUT
 from .. import environment
 from ..writer import Part
-from .calls import arguments
 from .engine_call import EngineCall
-from .patches import Patches
+from .model_contract import tokenizer_identity
+from .patches import Patches, arguments
 from .session import Session
 from .trl_state import Generation
 from .versions import version_sentence
 from .vllm_contract import Conditions, engine_contract, sampling_settings
-from .vllm_identity import describe_engine
 from .vllm_logprobs import Requested, asking, cut_down, room_for
-from .vllm_prompts import EMBEDDED, has_embeddings, num_prompts
 
 POINTS = {
     "generate": "rollouts of LLM.generate",
@@ -32,11 +30,15 @@ POINTS = {
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-"""Functions that sample, too."""
+"""Further functions that sample."""
 
 _NO_ROUTING = (
-    "rollouts have no router choices: vLLM 0.32 gives them (enable_return_routed_experts) from its Model Runner V2 alone, "
-    "which does not run without Triton, and they are not read yet; those of the trainer are recorded"
+    "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "
+    "which needs Triton, and they are not read yet; those of the trainer are recorded"
+)
+_NO_TOKENIZER = "the trace has no tokenizer, so tokens are shown as ids: the engine has none (skip_tokenizer_init)"
+EMBEDDED = (
+    "rollouts of prompts that are given as embeddings (prompt_embeds) are not recorded: their token ids are unknown"
 )
 
 
@@ -46,15 +48,14 @@ def install(session: Session, module: Any) -> Patches:
 
     session.hooks["vllm"] = vllm.__version__
     patches = Patches()
-    hooks = EngineHooks(session)
+    hooks = OfflineHooks(session)
     wrappers: dict[str, Callable[..., Any]] = {
         "__init__": hooks.init,
         "generate": hooks.generate,
         "chat": hooks.generate,
         **{name: partial(hooks.tell_of, name) for name in UNRECORDED},
     }
-    unwrapped = [name for name, wrapper in wrappers.items() if not patches.wrap(module.LLM, name, wrapper)]
-    missing = {f"LLM.{name}": POINTS[name] for name in unwrapped if name in POINTS}
+    missing = {f"LLM.{name}": POINTS[name] for name in patches.wrap_all(module.LLM, wrappers) if name in POINTS}
     sentence = version_sentence("vllm", vllm.__version__, missing)
     if sentence:
         session.note(sentence)
@@ -62,13 +63,44 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class EngineHooks:
-    """What runs around an engine's functions. The caller gets what it would have got without."""
+    """Base of the hooks of vLLM's engines. Callers get the same results as without them."""
 
     def __init__(self, session: Session):
         self.session = session
-        self._arguments: dict[int, dict[str, Any]] = {}
         self._contracts: dict[Any, Contract] = {}
         self._described = False
+
+    def _known_contract(self, key: Any, read: Callable[[], Contract]) -> tuple[Contract, bool]:
+        """Return a contract, the same object for as long as `key` stays the same, and whether it is new."""
+        is_new = key not in self._contracts
+        if is_new:
+            self._contracts[key] = read()
+        return self._contracts[key], is_new
+
+    def _describe(self, config: Any, get_tokenizer: Callable[[], Any]) -> None:
+        """Describe, once, a run that no trainer describes. `config` is the engine's model_config."""
+        if not self._described:
+            self._described = True
+            self.session.record(Part.TEXTS, self._describe_engine, config, get_tokenizer)
+
+    def _describe_engine(self, config: Any, get_tokenizer: Callable[[], Any]) -> None:
+        recorder = self.session.recorder
+        recorder.describe(model={"name": config.model, "config": config.hf_config.to_dict()})
+        if getattr(config, "skip_tokenizer_init", False):
+            self.session.note(_NO_TOKENIZER)
+            return
+        tokenizer = get_tokenizer()
+        recorder.describe(tokenizer=tokenizer_identity(tokenizer))
+        if hasattr(tokenizer, "save_pretrained"):
+            recorder.save_tokenizer(tokenizer)
+
+
+class OfflineHooks(EngineHooks):
+    """Hooks around the functions of `LLM`."""
+
+    def __init__(self, session: Session):
+        super().__init__(session)
+        self._arguments: dict[int, dict[str, Any]] = {}
 
     def init(self, original: Callable[..., Any], llm: Any, *args: Any, **kwargs: Any) -> Any:
         with self.session.guard("vLLM's engine arguments"):
@@ -106,7 +138,7 @@ class EngineHooks:
     def _ask(
         self, original: Callable[..., Any], llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Ask the engine for the sampled tokens' logprobs, and for the distributions of captured rows."""
+        """Request the sampled tokens' logprobs, and the distributions of captured rows."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -120,7 +152,7 @@ class EngineHooks:
         if len(each) != rows or any(not hasattr(p, "logprobs") for p in each):
             return {}, []
         captured = self._captured(rows)
-        # Requests mostly share one object of parameters, so each (object, captured) is looked at once.
+        # Requests mostly share one parameter object, so each (object, captured) is handled once.
         known: dict[tuple[int, bool], tuple[Any, Requested]] = {}
         for old, keep in zip(each, captured, strict=True):
             if (id(old), keep) not in known:
@@ -134,7 +166,7 @@ class EngineHooks:
         return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
-        """Which of a call's prompts are to have their distributions kept."""
+        """Return for each of a call's prompts whether its distributions are kept."""
         capture = self.session.capture
         generation: Generation | None = self.session.generation
         if not capture.dense:
@@ -149,20 +181,17 @@ class EngineHooks:
             return [False] * rows
         return [bool(keep) for keep in generation.captured]
 
-    def _contract(self, llm: Any, params: Any, conditions: Conditions) -> Contract:
-        """The engine's contract; the same object for as long as nothing in it changes."""
-        key = (id(llm), sampling_settings(params), conditions, environment.torch_settings_key())
-        if key not in self._contracts:
-            self._contracts[key] = engine_contract(llm, self._arguments.get(id(llm), {}), params, conditions)
+    def _declare(self, llm: Any, call: EngineCall, lora_requests: Any) -> None:
+        params, conditions = call.requested[0].params, Conditions.of((r.params for r in call.requested), lora_requests)
+        key = (id(llm), sampling_settings(params), conditions, *environment.torch_settings().values())
+        read = partial(engine_contract, llm, self._arguments.get(id(llm), {}), params, conditions)
+        contract, is_new = self._known_contract(key, read)
+        if is_new:
             for sentence in conditions.sentences:
                 self.session.note(sentence)
             if self.session.order.routing and llm.llm_engine.vllm_config.model_config.is_moe:
                 self.session.note(_NO_ROUTING)
-        return self._contracts[key]
-
-    def _declare(self, llm: Any, call: EngineCall, lora_requests: Any) -> None:
-        conditions = Conditions.of((wish.params for wish in call.requested), lora_requests)
-        self.session.recorder.add_contract(ROLLOUT, self._contract(llm, call.requested[0].params, conditions))
+        self.session.recorder.add_contract(ROLLOUT, contract)
 
     def _record(self, llm: Any, call: EngineCall, lora_requests: Any) -> None:
         recorder = self.session.recorder
@@ -175,20 +204,36 @@ class EngineHooks:
         if self.session.is_sampled_for_trainer:
             return
         step = self.session.next_engine_step()
-        if not self._described:
-            self._described = True
-            config = llm.llm_engine.vllm_config.model_config
-            self.session.record(Part.TEXTS, describe_engine, self.session, config, llm.get_tokenizer)
+        self._describe(llm.llm_engine.vllm_config.model_config, llm.get_tokenizer)
         names = [str(prompt) for prompt in range(len(call.outputs))]
         call.record(recorder, step=step, names=names)
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Give every completion the logprobs that the caller asked for and no others.
+    """Cut every completion's logprobs down to what the caller requested.
 
-    Returns what the engine gave, a completion after the other, or None where that is what the caller has.
+    Returns the engine's logprobs, completion by completion, or None if the caller gets the same.
     """
     if not any(wish.changed for wish in requested):
         return None
     pairs = zip(outputs, requested, strict=True)
     return [cut_down(completion, wish) for output, wish in pairs for completion in output.outputs]
+
+
+def has_embeddings(prompts: Any) -> bool:
+    """Whether any of a call's prompts is given as embeddings."""
+    given = prompts if isinstance(prompts, (list, tuple)) else (prompts,)
+    mappings = {kind for kind in set(map(type, given)) if issubclass(kind, Mapping)}
+    return any(type(prompt) in mappings and prompt.get("prompt_embeds") is not None for prompt in given)
+
+
+def num_prompts(prompts: Any) -> int:
+    """Return the number of requests of a call's prompts or conversations."""
+    if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence) or not len(prompts):
+        return 1
+    first = prompts[0]
+    if isinstance(first, int):
+        return 1
+    if isinstance(first, dict) and "role" in first:
+        return 1
+    return len(prompts)

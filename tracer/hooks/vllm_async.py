@@ -1,6 +1,6 @@
-"""Recording vLLM's serving engine, from the process that calls `AsyncLLM.generate`.
+"""Recording vLLM's serving engine, in the process that calls `AsyncLLM.generate`.
 
-Under verl the sequences are the driver's, and the engine's process says what decided their logprobs.
+Under verl the driver records the sequences, and the engine's process only declares the contract of their logprobs.
 """
 
 from __future__ import annotations
@@ -9,27 +9,31 @@ import asyncio
 import sys
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ...schemas.capture import Capture
 from ...schemas.contract import Contract
 from ...schemas.passes import ROLLOUT
 from ..writer import Part
-from .async_request import ABORT, ERROR, AsyncRequest
-from .calls import arguments
-from .patches import Patches
+from .engine_call import EngineCall
+from .patches import Patches, arguments
 from .session import Session
 from .versions import version_sentence
+from .vllm import EMBEDDED, EngineHooks, has_embeddings
 from .vllm_contract import Conditions, async_contract, sampling_settings
-from .vllm_identity import describe_engine
-from .vllm_logprobs import Requested, asking, room_for
-from .vllm_prompts import EMBEDDED, has_embeddings
+from .vllm_logprobs import DELTA, Requested, asking, cut_down, room_for
+
+ABORT, ERROR = "abort", "error"
+"""vLLM's reasons for a request ended by its caller, or by an error."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
-"""Calls that change what the engine's model computes: verl's takes padding of the vocabulary out of its softmax."""
+"""Calls that change the engine's model: verl's excludes vocabulary padding from the softmax."""
 
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
-"""The package that a process has imported in which verl samples."""
+"""Imported in processes in which verl samples."""
 
 POINTS = {
     "__init__": "room for captured distributions",
@@ -37,14 +41,14 @@ POINTS = {
     "collective_rpc": "how the caller changed the engine's model",
 }
 
-_STREAMED = "rollouts of AsyncLLM.generate whose input is a stream are not recorded: their prompt grows on the way"
+_STREAMED = "rollouts of AsyncLLM.generate with a stream as input are not recorded: their prompt keeps growing"
 _BARE = (
-    "logprobs of AsyncLLM.generate are not recorded where the prompt is an EngineCoreRequest that asks for none: its sampling "
-    "parameters are its own"
+    "logprobs of AsyncLLM.generate are not recorded if the prompt is an EngineCoreRequest that requests none: it carries its "
+    "own sampling parameters"
 )
 _LOST = (
-    "completions of AsyncLLM.generate are not recorded where the request ended (aborted, or an error) before its caller was "
-    "given a token of them"
+    "completions of AsyncLLM.generate are not recorded if the request ended (aborted, or an error) before its caller got "
+    "a token of them"
 )
 
 
@@ -59,28 +63,22 @@ def install(session: Session, module: Any) -> Patches:
         "generate": hooks.generate,
         "collective_rpc": hooks.collective_rpc,
     }
-    missing = {
-        f"AsyncLLM.{name}": POINTS[name]
-        for name, wrapper in wrappers.items()
-        if not patches.wrap(module.AsyncLLM, name, wrapper)
-    }
+    missing = {f"AsyncLLM.{name}": POINTS[name] for name in patches.wrap_all(module.AsyncLLM, wrappers)}
     sentence = version_sentence("vllm", vllm.__version__, missing)
     if sentence:
         session.tell(sentence)
     return patches
 
 
-class AsyncEngineHooks:
-    """What runs around an engine's functions. The caller gets what it would have got without.
+class AsyncEngineHooks(EngineHooks):
+    """Hooks around the functions of `AsyncLLM`.
 
-    A step is a wave of requests: it begins with a request that finds no other under way.
+    A step is a wave of requests: it begins with a request while no other is running.
     """
 
     def __init__(self, session: Session):
-        self.session = session
+        super().__init__(session)
         self._model_patches: weakref.WeakKeyDictionary[Any, list[Mapping[str, Any]]] = weakref.WeakKeyDictionary()
-        self._contracts: dict[Any, Contract] = {}
-        self._described = False
         self._step = 0
         self._num_running = 0
         self._names: Counter[str] = Counter()
@@ -97,7 +95,7 @@ class AsyncEngineHooks:
             return original(engine, *args, **kwargs)
         try:
             call = arguments(original, engine, *args, **kwargs)
-        except TypeError:  # the caller's own, which the original raises, too
+        except TypeError:  # the caller's own error, which the original raises too
             return original(engine, *args, **kwargs)
         if _is_verl():
             with self.session.guard("the contract of vLLM's rollouts"):
@@ -116,7 +114,7 @@ class AsyncEngineHooks:
     async def _recorded(
         self, original: Callable[..., Any], engine: Any, call: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Hand on what the engine gives, and record the request when it has ended."""
+        """Pass on the engine's outputs, and record the request when it has ended."""
         request: AsyncRequest | None = None
         with self.session.guard("vLLM's rollouts"):
             call, request = self._begin(call)
@@ -142,7 +140,7 @@ class AsyncEngineHooks:
             await outputs.aclose()
 
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
-        """Ask the engine for the sampled tokens' logprobs, and for the distributions of a captured request."""
+        """Request the sampled tokens' logprobs, and the distributions of a captured request."""
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
             self.session.note(_STREAMED)
@@ -173,14 +171,12 @@ class AsyncEngineHooks:
         if not self.session.is_recording:
             return
         request.end(reason)
-        if request.num_lost and not request.is_refused(reason):
+        is_rejected = reason == ERROR and request.prompt_token_ids is None
+        if len(request.outputs) < request.requested.params.n and not is_rejected:
             self.session.note(_LOST)
         if not request.outputs:
             return
-        if not self._described:
-            self._described = True
-            config = engine.vllm_config.model_config
-            self.session.record(Part.TEXTS, describe_engine, self.session, config, engine.get_tokenizer)
+        self._describe(engine.vllm_config.model_config, engine.get_tokenizer)
         recorder = self.session.recorder
         self.session.record(Part.CONTRACTS, self._add_contract, engine, request)
         if self.session.is_sampled_for_trainer:
@@ -195,21 +191,90 @@ class AsyncEngineHooks:
 
     def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:
         """The engine's contract, the same object for as long as nothing in it changes, and whether it is new."""
-        settings = tuple(
-            (name, value) for name, value in sampling_settings(params) if name not in ("max_tokens", "seed", "n")
-        )
-        key = (id(engine), settings, conditions)
-        is_new = key not in self._contracts
-        if is_new:
-            self._contracts[key] = async_contract(engine, params, self._model_patches.get(engine, []), conditions)
-        return self._contracts[key], is_new
+        key = (id(engine), sampling_settings(params, of_request=False), conditions)
+        read = partial(async_contract, engine, params, self._model_patches.get(engine, []), conditions)
+        return self._known_contract(key, read)
 
     def _declare(self, engine: Any, params: Any, lora_request: Any) -> None:
-        """Keep the contract, once for each of its sampling settings, before the caller has the first rollout."""
+        """Keep the contract, once for each sampling settings, before the caller gets the first rollout."""
         contract, is_new = self._contract(engine, params, Conditions.of([params], lora_request))
         if is_new:
             self.session.recorder.add_contract(ROLLOUT, contract)
             self.session.seal()
+
+
+@dataclass(slots=True, kw_only=True)
+class GivenCompletion:
+    """One completion, as far as the caller got it. An output that is not a delta replaces earlier ones."""
+
+    index: int
+    num_tokens: int = 0
+    tokens: Any = ()
+    """At least `num_tokens` token ids; vLLM's own list may keep growing."""
+    positions: Any = None
+    """The engine's logprobs of these tokens; None without any."""
+    finish_reason: str | None = None
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return list(self.tokens[: self.num_tokens])
+
+    @property
+    def logprobs(self) -> Any:
+        return None if self.positions is None else self.positions[: self.num_tokens]
+
+    def add(self, completion: Any, logprobs: Any) -> None:
+        """Append the tokens of a delta and the engine's logprobs for them."""
+        self.tokens = [*self.tokens] if self.num_tokens == 0 else self.tokens
+        self.tokens.extend(completion.token_ids)
+        if logprobs is not None:
+            self.positions = [] if self.positions is None else self.positions
+            self.positions.extend(logprobs)
+        self.num_tokens = len(self.tokens)
+
+    def replace(self, completion: Any, logprobs: Any) -> None:
+        """Replace all tokens so far, and the engine's logprobs for them."""
+        self.tokens, self.positions, self.num_tokens = completion.token_ids, logprobs, len(completion.token_ids)
+
+
+class AsyncRequest:
+    """A running request."""
+
+    def __init__(self, *, name: str, step: int, requested: Requested, conditions: Conditions):
+        self.name = name
+        self.step = step
+        self.conditions = conditions
+        self.requested = requested
+        self.prompt_token_ids: Sequence[int] | None = None
+        self._is_delta = requested.params.output_kind.name == DELTA
+        self._completions: dict[int, GivenCompletion] = {}
+
+    def give(self, output: Any) -> list[tuple[Any, Any]]:
+        """Cut an output down to what the caller requested; return its completions, each with the engine's logprobs."""
+        return [(completion, cut_down(completion, self.requested)) for completion in output.outputs]
+
+    def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
+        """Add the content of an output."""
+        self.prompt_token_ids = output.prompt_token_ids
+        for completion, logprobs in given:
+            held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
+            (held.add if self._is_delta else held.replace)(completion, logprobs)
+            held.finish_reason = completion.finish_reason
+
+    def end(self, reason: str) -> None:
+        """End unfinished completions with this reason."""
+        for held in self._completions.values():
+            held.finish_reason = held.finish_reason or reason
+
+    @property
+    def outputs(self) -> list[GivenCompletion]:
+        """The completions that have a token or ended normally without one."""
+        held = (self._completions[index] for index in sorted(self._completions))
+        return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
+
+    def call(self, capture: Capture) -> EngineCall:
+        """Return the request as an engine call with these completions."""
+        return EngineCall(outputs=[self], requested=[self.requested], given=None, capture=capture)
 
 
 def _is_verl() -> bool:

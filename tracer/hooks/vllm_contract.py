@@ -1,4 +1,4 @@
-"""The contract of a vLLM rollout, read off the engine."""
+"""The contract of a vLLM rollout, read from the engine."""
 
 from __future__ import annotations
 
@@ -39,20 +39,22 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "max_tokens", "n",
 )  # fmt: skip
+_OF_REQUEST = ("max_tokens", "seed", "n")
+"""Settings that every request to a serving engine may have for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What of its requests decides a call's logprobs, besides their sampling settings."""
+    """Properties of a call's requests, besides sampling settings, that decide its logprobs."""
 
     adapters: tuple[tuple[str, int, str], ...] = ()
-    """Name, number and path of each LoRA adapter; empty without any."""
+    """Name, number and path of each LoRA adapter."""
     has_grammar: bool = False
-    """Whether some have structured outputs."""
+    """Whether any request has structured outputs."""
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
-        """`lora_requests` is what the caller gave: None, one, or one for each prompt."""
+        """`lora_requests` is the caller's argument: None, one, or one per prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
         return cls(
             adapters=tuple(
@@ -65,7 +67,7 @@ class Conditions:
 
     @property
     def sentences(self) -> list[str]:
-        """What is not recorded of such rollouts."""
+        """Notes on what is not recorded of such rollouts."""
         found = [
             f"weights of the LoRA adapter {name} of vLLM's requests are not recorded: the rollouts' contract names it and its path"
             for name, _, _ in self.adapters
@@ -83,12 +85,12 @@ class Conditions:
 
 _GRAMMAR = (
     "logprobs over the whole vocabulary are not recorded of rollouts with structured outputs: vLLM gives them over the tokens "
-    "that the grammar allows, so that d holds what the grammar takes away"
+    "that the grammar allows, so d includes the effect of the grammar"
 )
 
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
-    """What decides the logprobs of vLLM's offline engine: versions, arguments, configuration, kernels, sampling."""
+    """Return what decides the logprobs of vLLM's offline engine: versions, arguments, configuration, kernels, sampling."""
     config = getattr(llm.llm_engine, "vllm_config", None)
     return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
@@ -101,17 +103,16 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """The same of an engine that serves requests: it lives in processes of its own, and does not tell its kernels.
+    """Return the same for a serving engine, which runs in other processes, so that its kernels are unknown.
 
-    `model_patches` are the calls by which the caller changed the engine's model. A request's own limit and seed are left
+    `model_patches` are the calls by which the caller changed the engine's model. Settings of single requests are left
     out.
     """
-    sampling = {name: value for name, value in sampling_settings(params) if name not in ("max_tokens", "seed", "n")}
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,
         "model_class": None,
         "model_patches": [_said(dict(patch)) for patch in model_patches],
-        "sampling": sampling,
+        "sampling": dict(sampling_settings(params, of_request=False)),
     }
 
 
@@ -134,9 +135,10 @@ def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
     }
 
 
-def sampling_settings(params: Any) -> tuple[tuple[str, Any], ...]:
-    """The request's sampling settings, by name."""
-    return tuple((name, getattr(params, name, None)) for name in _SAMPLING)
+def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[str, Any], ...]:
+    """Return a request's sampling settings by name, without `of_request` those that it shares with others."""
+    names = _SAMPLING if of_request else [name for name in _SAMPLING if name not in _OF_REQUEST]
+    return tuple((name, getattr(params, name, None)) for name in names)
 
 
 _MODES = {
@@ -154,7 +156,7 @@ def _settings(config: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
 
 
 def _said(value: Any) -> Any:
-    """Write a setting as JSON can say it."""
+    """Convert a setting for JSON."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
@@ -169,14 +171,14 @@ def _said(value: Any) -> Any:
 
 
 def model_runner(llm: Any) -> Any:
-    """The model runner, where the engine lives in this process; None elsewhere."""
+    """Return the model runner if the engine runs in this process; else None."""
     executor = getattr(llm.llm_engine, "model_executor", None)
     worker = getattr(executor, "driver_worker", None)
     return getattr(worker, "model_runner", None) or getattr(getattr(worker, "worker", None), "model_runner", None)
 
 
 def attention_backends(llm: Any) -> list[str] | None:
-    """The attention kernels in use; None when the engine lives in another process."""
+    """Return the attention kernels in use; None if the engine runs in another process."""
     groups = getattr(model_runner(llm), "attn_groups", None)
     if not groups:
         return None
@@ -189,8 +191,7 @@ def _model_class(llm: Any) -> str | None:
 
 
 def _device(config: Any) -> str | None:
-    """The engine's device, a GPU by vLLM's word: torch would start CUDA to name it, and a process that has started CUDA cannot fork
-    engines any more."""
+    """Return the engine's device. vLLM names a GPU, since torch would initialize CUDA, after which engines cannot be forked."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)

@@ -1,4 +1,4 @@
-"""vLLM's logprobs, read as numbers and given back in the shape that the caller asked for."""
+"""vLLM's logprobs: reading them as numbers, and cutting them down to what the caller requested."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ ROOM_FOR_ALL = 1 << 30
 """`max_logprobs` that every vocabulary fits in; -1 would switch other engine features off."""
 
 DELTA = "DELTA"
-"""vLLM's kind of output that tells new tokens alone. It joins waiting outputs position by position, so flat ones lose there."""
+"""vLLM's kind of output with new tokens only. vLLM joins waiting outputs position by position, which loses flat logprobs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Requested:
-    """What the caller asked of one request."""
+    """The caller's wishes for one request."""
 
     params: Any
     logprobs: int | None
     flat: bool
     changed: bool = False
-    """Whether more was asked of the engine than the caller wanted."""
+    """Whether more was requested from the engine than the caller wanted."""
     captured: bool = False
 
     @classmethod
@@ -38,7 +38,7 @@ class Requested:
 
 
 def asking(params: Any, capture: Capture | None) -> Any:
-    """The sampling parameters with enough logprobs asked for; the same object where they ask for enough.
+    """Return sampling parameters that request enough logprobs; the same object if they already do.
 
     `capture` is given for a request whose distributions are kept.
     """
@@ -55,14 +55,14 @@ def asking(params: Any, capture: Capture | None) -> Any:
 
 
 def room_for(capture: Capture, given: int) -> int:
-    """`max_logprobs` of an engine whose distributions are captured, where `given` is its own."""
+    """Return the `max_logprobs` needed to capture distributions; `given` is the engine's own."""
     if not capture.dense or given == ALL_LOGPROBS:
         return given
     return max(ROOM_FOR_ALL if capture.level == "logits" else capture.k or 1, given)
 
 
 def cut_down(completion: Any, requested: Requested) -> Any:
-    """Leave a completion the logprobs that the caller asked for and no others; return those that the engine gave."""
+    """Cut a completion's logprobs down to what the caller requested; return the engine's."""
     given = completion.logprobs
     if requested.changed:
         completion.logprobs = as_requested(given, completion.token_ids, requested)
@@ -72,8 +72,8 @@ def cut_down(completion: Any, requested: Requested) -> Any:
 
 
 def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
-    """The logprob of each taken token; NaN stays NaN."""
-    if hasattr(logprobs, "start_indices"):  # flat: the taken token comes first at each position
+    """Return the logprob of each sampled token; NaN stays NaN."""
+    if hasattr(logprobs, "start_indices"):  # flat: the sampled token comes first at each position
         return [logprobs.logprobs[start] for start in logprobs.start_indices]
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
 
@@ -99,7 +99,7 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
 
 
 def gathered(parts: Sequence[dict[str, np.ndarray] | None]) -> TopK | Logits | None:
-    """Put the distributions of several rows end to end."""
+    """Concatenate the distributions of several rows."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
@@ -108,10 +108,10 @@ def gathered(parts: Sequence[dict[str, np.ndarray] | None]) -> TopK | Logits | N
 
 
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [T, K] int32 and logprobs [T, K] float32 by rank, without the extra entry of a token taken outside of them."""
+    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without the extra entry of a sampled token of lower rank."""
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
-        # Flat positions that vLLM joined out of several outputs have the taken token once, wherever it ranks.
+        # Flat positions that vLLM joined from several outputs hold the sampled token once, at its rank.
         if len(logprobs.ranks) == width * len(logprobs) and logprobs.ranks[1:width] == list(range(1, width)):
             ids = np.array(logprobs.token_ids, np.int32).reshape(-1, width)
             values = np.array(logprobs.logprobs, np.float32).reshape(-1, width)
@@ -127,12 +127,12 @@ def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) -> Any:
-    """Cut the engine's logprobs down to what the caller asked for, in the container that it asked for."""
+    """Cut the engine's logprobs down to what the caller requested, in the requested container."""
     if requested.logprobs is None or logprobs is None:
         return None
     kept = []
     for position, token in zip(logprobs, token_ids, strict=True):
-        # The taken token leads, as the engine puts it, whatever its rank.
+        # The sampled token comes first, as in the engine's result, whatever its rank.
         entries = {token: position[token]}
         limit = math.inf if requested.logprobs < 0 else requested.logprobs
         for other, entry in sorted(position.items(), key=lambda item: item[1].rank):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...schemas.checksums import SealedFile
 from ...schemas.errors import ImportFailed
@@ -23,9 +25,9 @@ class ImportWriter(TraceWriter):
     def __init__(self, folder: Path):
         super().__init__(folder, journals=False, versions={})
 
-    def sealed(self, journal: str, files: dict[str, SealedFile], *, sync: bool) -> None:
-        """Account for what rows were sealed into."""
-        self._account(files)
+    def account(self, files: Mapping[str, SealedFile] | None = None, **_: Any) -> None:
+        """Account for files; the state is saved at the end."""
+        super().account(files, saves=False)
 
     def _fail(self, error: BaseException) -> None:
         """Stop writing; on the writing thread. The folder is about to be removed, so that nothing is marked in it."""

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder as those of a policy version, for a trace that was made without them."""
+"""Attaching the weights of a Hugging Face folder to a policy version of a trace without weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 from ...schemas.errors import InvalidOption, NotInstalled, WeightsMissing, option
 from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Segment
 from ..create import grown_trace
-from ..hooks.model_contract import dtypes
-from ..hooks.tokenizer import tokenizer_identity
+from ..hooks.model_contract import dtypes, tokenizer_identity
 from ..importers.import_writer import ImportWriter
 from ..snapshot import Snapshot, take_snapshot
 from ..store import Store, first_line
@@ -29,21 +28,21 @@ from .reader import WeightReader
 _DECIDING = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-"""Sizes by which two configs are of one model."""
+"""Config entries that must agree for two configs to be of the same model."""
 _TOLD = 8
-"""Versions that an error names."""
+"""Number of versions or tensors that an error names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """What was attached."""
+    """The attached weights."""
 
     version: int
     folder: str
     num_tensors: int
     num_bytes: int
     has_tokenizer: bool
-    """Whether the folder's tokenizer was taken, too; one that the trace has stays."""
+    """Whether the folder's tokenizer was taken too; the trace's own is kept."""
 
 
 def attach(
@@ -80,7 +79,7 @@ def attach_model(
     *,
     force: bool = False,
 ) -> Attached:
-    """`attach` for what `load_folder` gave of the folder."""
+    """`attach` for the result of `load_folder`."""
     there = _absolute(folder)
     with grown_trace(trace) as building:
         store = Store(trace)
@@ -125,7 +124,7 @@ def _absolute(folder: str | os.PathLike[str]) -> str:
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """The model of a Hugging Face folder on the CPU, each tensor in the dtype of its file, and its tokenizer or None.
+    """Load the model of a Hugging Face folder on the CPU, each tensor in its file's dtype, and its tokenizer or None.
 
     Raises WeightsMissing, InvalidOption and NotInstalled.
     """
@@ -147,7 +146,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever transformers raises for what is no config of a model
+    except Exception as error:  # whatever transformers raises for an invalid config
         raise WeightsMissing(f"{path / 'config.json'}: cannot be read ({first_line(error)})") from error
     name = str((config.architectures or ["none"])[0])
     kind: Any = getattr(transformers, name, None)
@@ -177,7 +176,7 @@ def _is_language_model(kind: object) -> bool:
 
 
 def _put_own_dtypes(model: Any, path: Path) -> None:
-    """Give tensors whose file has another dtype than the model the file's bits."""
+    """Restore the file's bits of tensors that the model holds in another dtype."""
     from safetensors import safe_open
 
     tensors = model.state_dict(keep_vars=True)
@@ -197,7 +196,7 @@ def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever transformers raises for what is no tokenizer
+    except Exception as error:  # whatever transformers raises for an invalid tokenizer
         raise InvalidOption(
             f"{place}: holds no tokenizer that can be loaded ({first_line(error)})", option="tokenizer"
         ) from error
@@ -214,7 +213,7 @@ def _identity(model: Any, there: str) -> dict[str, Any]:
 
 
 def _check_version(snapshot: Snapshot, version: int) -> None:
-    """Raise InvalidOption for a version that the trace has not; where no row tells its version, any will do."""
+    """Raise InvalidOption for a version that no row has; any is accepted if no row has a version."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
         raise InvalidOption(f"got {version!r}; a policy version is a number of optimizer updates, from 0 on")
     there: set[int] = set()
@@ -224,21 +223,23 @@ def _check_version(snapshot: Snapshot, version: int) -> None:
     if there and version not in there:
         some = [str(each) for each in sorted(there)]
         told = ", ".join(some if len(some) <= _TOLD else [*some[: _TOLD - 1], "...", some[-1]])
-        raise InvalidOption(f"{snapshot.store.url}: no row is of version {version}; its rows are of {told}")
+        raise InvalidOption(f"{snapshot.store.url}: no row has version {version}; recorded versions: {told}")
 
 
 def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
-    """Raise InvalidOption for a model that cannot be the trace's: token ids beyond its vocabulary, or other sizes."""
+    """Raise InvalidOption for a model that cannot be the trace's, by its sizes or vocabulary."""
     where, config = snapshot.store.url, model.config.to_dict()
     for known in snapshot.writers:
         if known.model.get("adapters"):
-            raise InvalidOption(f"{where}: is of a model with adapters, whose weights no folder of one model has")
+            raise InvalidOption(
+                f"{where}: was recorded with adapters, and a folder of one model does not hold their weights"
+            )
         recorded = known.model.get("config")
         if isinstance(recorded, dict):
             other = [name for name in _DECIDING if _size(recorded, name) != _size(config, name)]
             if other:
                 told = ", ".join(f"{name} {_size(config, name)}, not {_size(recorded, name)}" for name in other)
-                raise InvalidOption(f"{there}: is of another model than {where} was made with: {told}")
+                raise InvalidOption(f"{there}: is not the model of {where}: {told}")
     most = max((_largest(rows) for rows in _columns(snapshot, SEQUENCES, ["prompt_ids", "response_ids"])), default=-1)
     vocab_size = int(_size(config, "vocab_size") or 0)
     if most >= vocab_size:
@@ -259,7 +260,7 @@ def _largest(rows: pa.Table) -> int:
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """Columns of a table, a file at a time, without those that a file lacks."""
+    """Yield columns of a table file by file, without missing ones."""
     for entry in snapshot.files[table]:
         wanted = [name for name in names if name not in entry.lacking]
         yield pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=wanted)
@@ -268,7 +269,7 @@ def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[p
 
 
 def _to_replace(store: Store, version: int, force: bool) -> list[str]:
-    """Writers whose weights of a version are replaced. Raises InvalidOption where some are there that stay."""
+    """Return the writers whose weights of a version are replaced. Raises InvalidOption if they may not be."""
     states = {state.writer: state for state in store.writers()[0]}
     reader = WeightReader(store, tuple(states.values()))
     writers = [record.writer for record in reader.parts.get(version, ())]
@@ -287,7 +288,7 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
 
 
 def _remove(store: Store, folder: Path, name: str) -> None:
-    """Remove the weights that a writer attached. Its state says so first, so that nothing of them counts from then on."""
+    """Remove the weights that a writer attached. Its state is marked first, so that they no longer count."""
     path = f"{WRITERS}/{name}.json"
     write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):

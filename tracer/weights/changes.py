@@ -1,8 +1,8 @@
-"""Changes of few elements of a row of bits: which elements, and by how much.
+"""Sparse changes of a row of bits: the changed elements and their differences.
 
-An update at a small learning rate moves few of a half-precision model's weights, and most of these to the next number. What is
-kept of one is its distance to the changed element before it and the difference of its bits as unsigned integers, modulo their
-range. Differences of several updates add up to that of all of them, whatever their order, and can be taken back.
+An update at a small learning rate changes few of a half-precision model's weights, most of them to the next number. Each change
+is stored as its distance to the previous changed element and the difference of its bits as unsigned integers, modulo their
+range. Differences of several updates can be added in any order, and undone.
 
 Shapes: K changed elements of a chunk of C, G bytes of distances.
 """
@@ -19,24 +19,24 @@ from ..whole_file import write_whole
 from .chunks import bits_type, decoded
 
 Changes = tuple[np.ndarray, np.ndarray]
-"""[K] places in a chunk, in order, and [K] differences of their bits."""
+"""[K] ascending positions in a chunk, and [K] differences of their bits."""
 
 _LONGEST = 255
-"""A byte of a distance; this one says that the distance goes on with the next byte."""
+"""Byte of a distance that continues with the next byte."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
-    """The changes of a chunk, of which `delta` is the bits XOR those before."""
+    """Return the changes of a chunk; `delta_C` is its bits XOR the previous ones."""
     places_K = np.flatnonzero(delta_C).astype(np.int32)
     now_K = bits_C[places_K]
     return places_K, now_K - (now_K ^ delta_C[places_K])
 
 
 def added(several: Sequence[Changes]) -> Changes:
-    """What changes of one chunk come to together."""
+    """Add several changes of one chunk."""
     places = np.concatenate([places_K for places_K, _ in several])
     if not len(places):
         return several[0]
@@ -63,7 +63,7 @@ def write_changes(path: Path, changes: Changes) -> int:
 
 
 def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
-    """The changes of a chunk of `size` elements. Raises ValueError for bytes that are no such chunk's."""
+    """Decode the changes of a chunk of `size` elements. Raises ValueError."""
     end = 8 + int.from_bytes(encoded[:8], "little")
     kind = np.dtype(bits_type(dtype))
     distances_G = decoded(encoded[8:end], np.dtype(np.uint8), 2 * size)
@@ -79,13 +79,13 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
 
 
 def apply_changes(bits_C: np.ndarray, changes: Changes, *, undo: bool = False) -> None:
-    """Change a chunk, or take a change of it back."""
+    """Apply changes to a chunk, or undo them."""
     places_K, differences_K = changes
     np.add.at(bits_C, places_K, -differences_K if undo else differences_K)  # half the time of `bits[places] += ...`
 
 
 def _folded(differences_K: np.ndarray) -> np.ndarray:
-    """Small differences of both signs as small numbers: 0, -1, 1, -2, ..."""
+    """Zigzag: map 0, -1, 1, -2, ... to 0, 1, 2, 3, ..."""
     high = 8 * differences_K.dtype.itemsize - 1
     return (differences_K << 1) ^ -(differences_K >> high)
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: reading the checkpoints that a run saves, and writing one of a recorded version."""
+"""Hugging Face folders: reading checkpoints that a run saved, and writing a recorded version as one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
 class CheckpointReader:
-    """Reads the versions that lie as Hugging Face folders below one folder: `checkpoint-100`, `step_200`, ...
+    """Reads versions that are Hugging Face folders in one folder: `checkpoint-100`, `step_200`, ...
 
-    The number at the end of a folder's name is the policy version: the optimizer updates that it has seen.
+    The number at the end of a folder's name is the policy version: its number of optimizer updates.
     """
 
     def __init__(self, folder: Path):
@@ -39,13 +39,13 @@ class CheckpointReader:
 
     @property
     def versions(self) -> list[int]:
-        """The versions that are there, in order."""
+        """The available versions, in order."""
         return sorted(self.folders)
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Every tensor that the version's files hold; of several attempts at it a run leaves one. Raises WeightsMissing.
+        """Load every tensor of a version; a run leaves one attempt at it. Raises WeightsMissing.
 
-        They are mapped in any case: what is not read takes no memory.
+        Tensors are always memory-mapped, so unread ones take no memory.
         """
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
@@ -54,7 +54,7 @@ class CheckpointReader:
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a Hugging Face folder's safetensors files, mapped into memory. Raises WeightsMissing."""
+    """Memory-map every tensor of a Hugging Face folder's safetensors files. Raises WeightsMissing."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Tensor] = {}
@@ -63,7 +63,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         raise WeightsMissing(f"{folder}: holds no *.safetensors; name a folder that save_pretrained wrote")
     for path in paths:
         try:
-            with safe_open(path, "np"):  # it compares what the header says with the file
+            with safe_open(path, "np"):  # validates the header against the file
                 pass
             with open(path, "rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -71,7 +71,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsMissing(f"{path}: cannot be read ({error}); restore it from a copy") from error
         header.pop("__metadata__", None)
-        # Copied on writing, which nobody does: torch warns of what cannot be written.
+        # Copy-on-write, since torch warns of read-only arrays.
         mapped = np.memmap(path, np.uint8, "c")
         for name, entry in header.items():
             dtype = DTYPES.get(entry["dtype"])
@@ -83,39 +83,35 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a recorded model, which names its class: that of a model that was never loaded does not, and vLLM needs it."""
+    """Return the config of a recorded model with `architectures`, which vLLM needs and a model that was never loaded lacks."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}
 
 
 def write_folder(
-    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: Mapping[str, bytes]
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    tokenizer: Mapping[str, bytes],
+    *,
+    prefix: str = "",
 ) -> None:
     """Write weights, a model's config and a tokenizer's files as a folder that `from_pretrained` loads.
 
-    Raises InvalidOption when something lies there, StorageError when the folder cannot be written.
+    With the prefix `adapter_` peft loads it as an adapter. Raises InvalidOption if the folder is in use, StorageError if it
+    cannot be written.
     """
-    documents = {"config.json": json.dumps(dict(config), indent=2).encode() + b"\n", **tokenizer}
-    _write_new(folder, "model.safetensors", tensors, documents)
-
-
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write an adapter's weights and config as a folder that peft loads. Raises as `write_folder`."""
-    documents = {"adapter_config.json": json.dumps(dict(config), indent=2).encode() + b"\n"}
-    _write_new(folder, "adapter_model.safetensors", tensors, documents)
-
-
-def _write_new(folder: Path, name: str, tensors: Mapping[str, Tensor], documents: Mapping[str, bytes]) -> None:
     from safetensors import TensorSpec, serialize_file
 
+    documents = {f"{prefix}config.json": json.dumps(dict(config), indent=2).encode() + b"\n", **tokenizer}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidOption(f"{folder}: something lies there already; name a folder that does not exist yet")
+        raise InvalidOption(f"{folder}: exists and is not an empty folder; name one that does not exist yet")
     shared: dict[int, str] = {}
     arrays: dict[str, np.ndarray] = {}
     specs = {}
     for own, tensor in tensors.items():
-        # A tied tensor is the same array under a second name; the config ties it again.
+        # A tied tensor is the same object under another name; the config ties it again.
         if shared.setdefault(id(tensor), own) == own:
             arrays[own] = np.ascontiguousarray(tensor.bits)
             specs[own] = TensorSpec(
@@ -126,7 +122,7 @@ def _write_new(folder: Path, name: str, tensors: Mapping[str, Tensor], documents
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        serialize_file(specs, str(folder / name), metadata={"format": "pt"})
+        serialize_file(specs, str(folder / f"{prefix}model.safetensors"), metadata={"format": "pt"})
         for document, content in documents.items():
             (folder / document).write_bytes(content)
     except OSError as error:

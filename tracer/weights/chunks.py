@@ -1,8 +1,8 @@
 """Rows of bits in Zarr v3 arrays, compressed chunk by chunk.
 
-The metadata and the chunks are those of the Zarr v3 specification (core 3.0, codecs `bytes` and `blosc`) and any Zarr
-library reads them. They are written here without one: it takes 10 ms and its own threads for an array of any size,
-which a small model's training would notice at every step, and its threads are gone when the interpreter ends.
+Metadata and chunks follow the Zarr v3 specification (core 3.0, codecs `bytes` and `blosc`), so any Zarr library reads
+them. They are written without one: a library takes 10 ms and threads per array, which would slow a small model's training
+at every step, and the threads are gone at interpreter exit.
 
 Shapes: R rows (versions) of a segment, E elements of a row, those of all tensors of a dtype, C elements a chunk.
 """
@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numcodecs import Blosc
@@ -21,6 +21,8 @@ from numcodecs import Blosc
 from ...schemas.weights import ITEM_BYTES, StoredTensor
 from ..whole_file import write_whole
 from ..worker import Worker
+
+_T = TypeVar("_T")
 
 DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
@@ -32,28 +34,28 @@ _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def bits_type(dtype: str) -> Any:
-    """The unsigned integers that hold a dtype's bits."""
+    """Return the unsigned integer type of a dtype's size."""
     return BITS[ITEM_BYTES[dtype]]
 
 
 def part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
-    """A tensor's elements."""
+    """Return a tensor's elements."""
     return bits[tensor.dtype][tensor.start : tensor.start + tensor.numel]
 
 
 def chunk_elements(dtype: str, num_elements: int) -> int:
-    """C: elements of a chunk."""
+    """Return C, the elements of a chunk."""
     return max(1, min(num_elements, CHUNK_BYTES // ITEM_BYTES[dtype]))
 
 
 def group_document(attributes: dict[str, Any]) -> bytes:
-    """The metadata of a Zarr group."""
+    """Return the metadata of a Zarr group."""
     document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
     return json.dumps(document, indent=1).encode()
 
 
 def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
-    """The metadata of the [R, E] array of a dtype; a chunk that is not there is all zero bits."""
+    """Return the metadata of a dtype's [R, E] array; a missing chunk is all zeros."""
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -82,30 +84,37 @@ def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
 def write_row(
     folder: Path, dtype: str, row: int, bits_E: np.ndarray, encoders: Sequence[Worker]
 ) -> tuple[list[int], int]:
-    """Write one row on the encoders' threads and return the chunks that hold something, and their bytes on disk."""
+    """Write one row on the encoders' threads; return the nonzero chunks, and their bytes on disk."""
     size = chunk_elements(dtype, len(bits_E))
-    written: dict[int, int] = {}
 
-    def write(index: int) -> None:
+    def write(index: int) -> int:
         part_C = bits_E[index * size : (index + 1) * size]
-        if part_C.any():
-            written[index] = _write_chunk(folder / chunk_key(row, index), part_C, size)
+        return _write_chunk(folder / chunk_key(row, index), part_C, size) if part_C.any() else 0
 
-    for_each_chunk(write, -(-len(bits_E) // size), encoders)
-    return sorted(written), sum(written.values())
+    return written_chunks(map_chunks(write, -(-len(bits_E) // size), encoders))
 
 
-def for_each_chunk(work: Callable[[int], None], num_chunks: int, encoders: Sequence[Worker]) -> None:
-    """Work on every chunk, on the encoders' threads."""
+def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
+    """Return the chunks that have bytes on disk, and all of their bytes."""
+    return [index for index, size in enumerate(num_bytes) if size], sum(num_bytes)
+
+
+def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
+    """Return the result of `work` for every chunk, computed on the encoders' threads."""
     if num_chunks <= 1:
-        work(0)  # waking another thread would cost a small model's training more than the work itself
-        return
+        return [work(0)]  # waking another thread would cost a small model's training more than the work itself
+    found: dict[int, _T] = {}
+
+    def keep(index: int) -> None:
+        found[index] = work(index)
+
     for index in range(num_chunks):
-        encoders[index % len(encoders)].submit(partial(work, index), 0)
+        encoders[index % len(encoders)].submit(partial(keep, index), 0)
     for encoder in encoders:
         encoder.drain()
         if encoder.error is not None:
             raise encoder.error
+    return [found[index] for index in range(num_chunks)]
 
 
 def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
@@ -118,7 +127,7 @@ def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
 
 
 def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None = None) -> np.ndarray:
-    """[C] bits of a chunk of `size` elements, in `out_C` where it is given. Raises ValueError for bytes that are no such chunk."""
+    """Decode a chunk of `size` elements to [C] bits, in `out_C` if given. Raises ValueError."""
     kind = np.dtype(bits_type(dtype))
     if int.from_bytes(encoded[4:8], "little") != size * kind.itemsize:
         raise ValueError(f"it does not hold {size:,} elements of {dtype}")
@@ -126,8 +135,8 @@ def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None
 
 
 def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | None = None) -> np.ndarray:
-    """The numbers of a buffer of blosc, `most` at most, in `out` where it has room for just as many. Raises ValueError for bytes that are none."""
-    # blosc makes room for what the buffer's header says.
+    """Decode a blosc buffer of at most `most` numbers, in `out` if given. Raises ValueError."""
+    # blosc allocates what the buffer's header says.
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
         raise ValueError(f"it does not hold up to {most:,} numbers of {kind.itemsize} bytes")
@@ -140,10 +149,10 @@ def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | No
 
 
 def chunk_key(row: int, index: int) -> str:
-    """Path of a chunk below its array."""
+    """Return the path of a chunk below its array."""
     return f"c/{row}/{index}"
 
 
 def changes_key(row: int, index: int) -> str:
-    """Path of the changes of a chunk below its array."""
+    """Return the path of a chunk's changes below its array."""
     return f"changes/{row}/{index}"

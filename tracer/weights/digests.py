@@ -1,4 +1,4 @@
-"""Digests of tensors: 64 bits that are equal where the tensors' bits are, taken where the tensors lie.
+"""64-bit digests of tensors, computed on their device.
 
 Shapes: N 32-bit lanes of a tensor, C lanes of a chunk.
 """
@@ -14,20 +14,20 @@ _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 20
 _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Bytes of an element -> integers of torch that NumPy has, too."""
+"""Bytes of an element -> integer dtype that both torch and NumPy have."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
-"""An int, or on an accelerator a tensor of one int64 that `resolved` reads with the others."""
+"""An int, or on an accelerator an int64 tensor, which `resolved` reads."""
 
 _coefficients: dict[Any, Any] = {}
 
 
 def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
-    """The digest of a tensor of torch, rounded to a floating `dtype` and moved to a device before, where these are given.
+    """Return the digest of a tensor, first rounded to a floating `dtype` and moved to a device if given.
 
-    On a CPU it is XXH3-64 of the bytes. Elsewhere it is a sum over the bytes as 32-bit lanes, each times an odd number of
-    its place, modulo 2^64: nothing but the sum leaves the device. Only digests of one kind of device compare. A tensor is
-    cast and moved piece by piece. `through` is a dtype that it is rounded to first.
+    On a CPU it is XXH3-64 of the bytes. Elsewhere it is the sum of the bytes as 32-bit lanes, each times an odd number that
+    depends on its position, modulo 2^64: only the sum leaves the device. Digests of different kinds of devices do not compare.
+    A tensor is cast and moved in pieces. `through` is a dtype that it is rounded to first.
     """
     tensor = tensor.detach()
     if device is None or tensor.device.type == device.type:
@@ -42,7 +42,7 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any =
 
 
 def resolved(digests: Sequence[Digest]) -> list[int]:
-    """Digests as whole numbers from 0 to 2^64 - 1; one copy for those of all tensors on an accelerator."""
+    """Return digests as integers from 0 to 2^64 - 1, with one copy from an accelerator for all."""
     import torch
 
     places = [index for index, value in enumerate(digests) if not isinstance(value, int)]
@@ -55,7 +55,7 @@ def resolved(digests: Sequence[Digest]) -> list[int]:
 
 
 def _of_few(tensor: Any, dtype: Any) -> int:
-    """What `_of_bytes` gives of a small tensor in fewer calls: a model of small tensors is made of little else."""
+    """Return what `_of_bytes` returns, in fewer calls, for a small tensor."""
     import torch
 
     cast = tensor.to(dtype).contiguous()
@@ -63,7 +63,7 @@ def _of_few(tensor: Any, dtype: Any) -> int:
 
 
 def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
-    """The digest of a cast that is never there as a whole: a piece stays in the processor's cache."""
+    """Digest a tensor cast in pieces that fit the processor's cache."""
     import torch
 
     found = xxhash.xxh3_64()
@@ -73,7 +73,7 @@ def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
 
 
 def _sum(tensor: Any, dtype: Any, device: Any, through: Any = None) -> Any:
-    """The sum over lanes, wrapping as int64 does."""
+    """Return the sum over lanes, with int64 wraparound."""
     import torch
 
     if device not in _coefficients:
@@ -85,7 +85,7 @@ def _sum(tensor: Any, dtype: Any, device: Any, through: Any = None) -> Any:
         if bytes_.numel() % 4:
             bytes_ = torch.nn.functional.pad(bytes_, (0, -bytes_.numel() % 4))
         elif bytes_.storage_offset() % 4:
-            bytes_ = bytes_.clone()  # lanes begin at multiples of their size
+            bytes_ = bytes_.clone()  # lanes must be aligned
         lanes_C = bytes_.view(torch.int32)
         total = total * _signed(_PRIME) + (lanes_C * coefficients_C[: lanes_C.numel()]).sum()
     return total
@@ -96,7 +96,7 @@ def _cast(piece: Any, dtype: Any, through: Any) -> Any:
 
 
 def _runs(tensor: Any, most: int) -> Iterator[Any]:
-    """A tensor's elements in row-major order, at most `most` at a time."""
+    """Yield a tensor's elements in row-major order, at most `most` at a time."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(most)
     elif tensor[0].numel() > most:
@@ -108,7 +108,7 @@ def _runs(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _pieces(tensor: Any, most: int) -> Iterator[Any]:
-    """The same with `most` elements in every piece but the last; none of an empty tensor."""
+    """Yield the same in pieces of exactly `most` elements, except the last; nothing for an empty tensor."""
     import torch
 
     held: list[Any] = []
@@ -126,7 +126,7 @@ def _pieces(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _odd_numbers(device: Any) -> Any:
-    """[C] int64: splitmix64 of the place, made odd."""
+    """Return [C] int64: splitmix64 of the position, made odd."""
     import torch
 
     z = (torch.arange(_CHUNK_LANES, dtype=torch.int64, device=device) + 1) * _signed(_PRIME)
@@ -136,7 +136,7 @@ def _odd_numbers(device: Any) -> Any:
 
 
 def _shifted(z: Any, places: int) -> Any:
-    """A logical shift to the right."""
+    """Shift right logically."""
     return (z >> places) & ((1 << (64 - places)) - 1)
 
 

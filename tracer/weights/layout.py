@@ -1,4 +1,4 @@
-"""Which tensors a model has, which of them share memory, and which part of each this process holds."""
+"""A model's tensors, those that share memory, and the part of each that this process holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatPart:
-    """This process's part of a parameter that FSDP1 has flattened: a run of its elements in row-major order."""
+    """This process's part of a parameter flattened by FSDP1: a run of its elements in row-major order."""
 
     values: Any
     """1-D tensor."""
@@ -33,7 +33,7 @@ class FlatPart:
         return self.values.dtype
 
     def numel(self) -> int:
-        """Elements of the whole parameter, as a DTensor counts them."""
+        """Return the elements of the whole parameter, as DTensor does."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
@@ -44,17 +44,17 @@ class FlatPart:
 
 
 def model_tensors(model: Any) -> dict[str, Any]:
-    """What a model's state_dict names, as this process holds it: whole tensors, DTensors and FlatParts.
+    """Return the tensors in a model's state_dict as this process holds them: whole tensors, DTensors and FlatParts.
 
-    The state_dict itself is never asked for: its hooks gather under FSDP1 and reshard under FSDP2, and a process that runs
-    them alone leaves the others waiting at the next collective.
+    state_dict() itself is never called: its hooks gather under FSDP1 and reshard under FSDP2, and a single process that runs
+    them leaves the others waiting at the next collective.
     """
     sharded = _sharded(model)
     tensors: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         named: dict[str, Any] = {}
         module._save_to_state_dict(named, "", True)
-        named.pop("_flat_param", None)  # FSDP1's own, in place of the module's
+        named.pop("_flat_param", None)  # FSDP1's flat parameter, which replaces the module's
         prefix = "".join(f"{part}." for part in path.split(".") if part and part not in _WRAPPERS)
         named |= sharded.get(module, {})
         tensors |= {prefix + name: tensor for name, tensor in named.items() if hasattr(tensor, "detach")}
@@ -62,7 +62,7 @@ def model_tensors(model: Any) -> dict[str, Any]:
 
 
 def model_parameters(model: Any) -> list[Any]:
-    """A model's parameters, each once, as this process holds them; see `model_tensors`."""
+    """Return a model's parameters, each once, as this process holds them; see `model_tensors`."""
     import torch
 
     kinds = (torch.nn.Parameter, FlatPart)
@@ -70,12 +70,12 @@ def model_parameters(model: Any) -> list[Any]:
 
 
 def num_elements(parameter: Any) -> int:
-    """Elements of the whole parameter: DeepSpeed ZeRO-3 leaves an empty tensor in its place."""
+    """Return the elements of the whole parameter; DeepSpeed ZeRO-3 replaces it by an empty tensor."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
-    """Module -> name -> this process's shard, of every parameter that FSDP1 or FSDP2 manages; gathered ones, too."""
+    """Return module -> name -> this process's shard, for all parameters under FSDP1 or FSDP2, gathered ones included."""
     found: dict[Any, dict[str, Any]] = {}
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):
@@ -83,7 +83,7 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for shard in (shard for group in groups if group is not None for shard in group.fsdp_params):
                 info = shard._module_info
-                # Until the first forward a module may have been given another shard than FSDP2 knows.
+                # Before the first forward a module may hold another shard than FSDP2 knows.
                 current = info.module._parameters.get(info.param_name)
                 tensor = current if is_sharded(current) else shard.sharded_param
                 for owner, name in zip(
@@ -100,13 +100,13 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
 
 
 def flat_parameter(module: Any) -> Any:
-    """What FSDP1 has flattened a module's parameters into; None for a module that it does not manage."""
+    """Return FSDP1's flat parameter of a module; None for a module that it does not manage."""
     return getattr(vars(module).get("_handle"), "flat_param", None)
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    """The parts of the parameters that FSDP1 has flattened into one."""
-    # Before the first forward the shard is the parameter's own data; later that can be what was gathered.
+    """Yield the parts of the parameters in FSDP1's flat parameter."""
+    # Before the first forward the flat parameter is the shard; later it may be the gathered parameter.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)
     for parameter, shape, own in zip(parameters, flat._shapes, flat._shard_param_infos, strict=True):
@@ -121,7 +121,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Lay a model's tensors out in one array a dtype; tied ones once.
+    """Lay a model's tensors out in one array per dtype, tied ones once.
 
     Raises InvalidRecord for a dtype that cannot be kept.
     """
@@ -153,12 +153,12 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def replicated(tensor: Any) -> Any:
-    """A DTensor's value where every process has the whole of it; None elsewhere: reading one is a collective."""
+    """Return a DTensor's value if every process has the whole of it; else None, since reading it is a collective."""
     return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
 
 
 def local_part(tensor: Any) -> Any:
-    """What this process holds of a tensor."""
+    """Return the part of a tensor that this process holds."""
     if isinstance(tensor, FlatPart):
         return tensor.values
     tensor = tensor.detach()

@@ -1,4 +1,4 @@
-"""Weights of a recorded version, bit for bit, or a refusal that names what is missing.
+"""Reading the weights of a recorded version, bit for bit, or an error that names what is missing.
 
 Shapes: E elements of all tensors of one dtype in one segment.
 """
@@ -26,21 +26,21 @@ from .changes import apply_changes, decode_changes
 from .chunks import DOCUMENT, bits_type, changes_key, chunk_elements, chunk_key, decode_chunk
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
-"""What gives a trace weights."""
+"""How a trace gets weights, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's bits and what they mean."""
+    """A tensor's bits and dtype."""
 
     dtype: str
-    """torch's name of it."""
+    """torch's name."""
     bits: np.ndarray
     """Unsigned integers in the tensor's shape."""
 
 
 class LazyTensor(Tensor):
-    """A tensor whose bits are read whenever they are asked for."""
+    """A tensor whose bits are read on each access."""
 
     __slots__ = ("_read",)
 
@@ -57,12 +57,12 @@ class LazyTensor(Tensor):
 class WeightReader:
     """Reads the versions of a trace's weights.
 
-    It holds the version that it read last: going from one version to the next applies one delta. The first one that is read
-    is not held, nor is one that takes more than half of the machine's memory.
+    The last version is kept in memory, so that going to the next one applies one delta; but not the first one that is read,
+    nor one that takes more than half of the machine's memory.
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    """Bytes of a version that is held beside a model."""
+    """Largest version that is kept in memory, bytes."""
 
     def __init__(
         self,
@@ -72,20 +72,20 @@ class WeightReader:
         needs_checksums: bool = False,
         checkpoints: str | None = None,
     ):
-        """`writers` account for the versions, and say to which attempt at training each belongs.
+        """`writers` account for the versions, and give their attempts at training.
 
-        `checkpoints` is the folder where the trace says that its weights are, to be told where it has none.
+        `checkpoints` is the folder of checkpoints that the trace names, for errors.
         """
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []
-        """What cannot be read or is missing, a sentence each."""
+        """Damaged or missing parts, a sentence each."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """Version and attempt of which a writer's part is damaged or missing -> what is told of it."""
+        """Version and attempt with a damaged or missing part -> sentence."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """Chunks by segment, dtype and number: of the version that was read last, or the last one alone."""
+        """Chunks by segment, dtype and number: all of the last version, or only the last chunk."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
         """Segment -> elements of each dtype."""
@@ -133,20 +133,20 @@ class WeightReader:
 
     @property
     def parts(self) -> dict[int, list[WeightVersion]]:
-        """Version -> what each writer of its newest attempt kept of it, by segment."""
+        """Version -> the records of its newest attempt, one per writer."""
         return {version: self._parts(version, None) for version in self.versions}
 
     @property
     def versions(self) -> list[int]:
-        """The versions that are there, in order."""
+        """The available versions, in order."""
         return sorted(self._by_attempt)
 
     def attempts(self, version: int) -> list[int]:
-        """The attempts at training that kept a version; 0 stands for none."""
+        """Return the attempts at training that kept a version; 0 stands for none."""
         return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
-        """What was kept of a version in an attempt at training, or where that kept none in the newest that did."""
+        """Return the records of a version in an attempt at training, or in the newest one that has it."""
         return self._by_attempt[version][self._chosen(version, attempt)]
 
     def _chosen(self, version: int, attempt: int | None) -> int:
@@ -154,7 +154,7 @@ class WeightReader:
         return attempt if attempt in attempts else max(attempts)
 
     def layout(self, record: WeightVersion) -> WeightLayout:
-        """Which tensors a segment holds. Raises DamagedTrace."""
+        """Return the layout of a segment's tensors. Raises DamagedTrace."""
         if record.segment not in self._layouts:
             relative = f"{WEIGHTS}/{record.segment}/{DOCUMENT}"
             where = self.store.shown(relative)
@@ -166,7 +166,7 @@ class WeightReader:
         return self._layouts[record.segment]
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Every tensor of a version by name, tied ones under each name.
+        """Load every tensor of a version by name, tied ones under each name.
 
         A run that resumed has some versions once for each `attempt`; the newest is given without one. With `is_lazy` a tensor is
         read, and compared with its hash, when its bits are asked for: it is to be used up before another version is loaded. Raises
@@ -195,7 +195,7 @@ class WeightReader:
             ) from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
-        """What is wrong with each writer's part of a version by itself."""
+        """Return the errors of each writer's part of a version."""
         found = []
         for record in self._parts(version, attempt):
             try:
@@ -210,17 +210,19 @@ class WeightReader:
         return found
 
     def _read_row(self, record: WeightVersion) -> None:
-        """Decode what was kept of one version alone: those before it may be lost."""
+        """Decode one version's own chunks; earlier ones may be lost."""
         for dtype, indexes in self._chunks_of(record).items():
             for index in indexes:
                 self._apply(record, dtype, index, self._empty(record, dtype, index))
 
     def _tensors(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
-        """Every tensor, read when its bits are asked for."""
+        """Return every tensor, read lazily."""
         places: dict[str, dict[tuple[int, ...], tuple[WeightVersion, StoredTensor]]] = {}
         tied: dict[str, str] = {}
         segments = {record.segment for record in parts}
-        self._held = {key: held for key, held in self._held.items() if key[0] in segments}  # the others are done with
+        self._held = {
+            key: held for key, held in self._held.items() if key[0] in segments
+        }  # other segments are no longer needed
         for record in parts:
             layout = self.layout(record)
             tied |= layout.tied
@@ -238,7 +240,7 @@ class WeightReader:
         return found | {name: found[kept] for name, kept in tied.items()}
 
     def _assembled(self, parts: list[tuple[WeightVersion, StoredTensor]]) -> np.ndarray:
-        """A tensor's bits, of the parts that writers hold."""
+        """Assemble a tensor's bits from the writers' parts."""
         first = parts[0][1]
         if first.whole_shape is None:
             return self._read(*parts[0]).reshape(first.shape)
@@ -252,7 +254,7 @@ class WeightReader:
         return whole
 
     def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
-        """[N] bits of one tensor of a writer, compared with their hash."""
+        """Read [N] bits of one tensor of a writer, and verify their hash."""
         size = self._chunk_size(record, tensor.dtype)
         found_N = np.zeros(tensor.numel, bits_type(tensor.dtype))
         end = tensor.start + tensor.numel
@@ -266,12 +268,12 @@ class WeightReader:
         for step in self._path(record)[:-1]:
             self._read(step, tensor)  # raises for the first row whose bits are wrong
         raise DamagedTrace(
-            f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version}: {tensor.name} is not what was recorded "
+            f"{self._shown(record)}: version {record.version}: {tensor.name} is not what was recorded "
             "(its hash differs); restore the folder from a copy"
         )
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
-        """[C] bits of one chunk of a version."""
+        """Return [C] bits of one chunk of a version."""
         key, path = (record.segment, dtype, index), self._path(record)
         held = self._held.pop(key, None)
         chunk_C = None if held is None else self._moved(*held, path, dtype, index)
@@ -293,9 +295,9 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """A chunk of another version of its segment moved to this one: changes are taken back as far as their paths differ.
+        """Turn a chunk of another version of the segment into this one by undoing changes up to the common ancestor.
 
-        None where that cannot be done.
+        Return None if that is impossible.
         """
         try:
             held_path = self._path(held)
@@ -307,8 +309,11 @@ class WeightReader:
             for step in path[shared:]:
                 self._apply(step, dtype, index, chunk_C)
         except (DamagedTrace, WeightsMissing):
-            return None  # reading it from its keyframe names what is damaged on its own way
+            return None  # reading from the keyframe reports the damage on that path
         return chunk_C
+
+    def _shown(self, record: WeightVersion) -> str:
+        return self.store.shown(f"{WEIGHTS}/{record.segment}")
 
     def _chunk_size(self, record: WeightVersion, dtype: str) -> int:
         return chunk_elements(dtype, self._elements(record)[dtype])
@@ -323,22 +328,12 @@ class WeightReader:
         return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
-        """The keyframe and the rows that a version is rebuilt from, in order. Raises WeightsMissing for one that is not there."""
+        """Return the keyframe and rows that a version is rebuilt from, in order. Raises WeightsMissing."""
         key = record.segment, record.row
-        if key not in self._paths:
-            self._paths[key] = self._found_path(record)
-        return self._paths[key]
-
-    def _found_path(self, record: WeightVersion) -> list[WeightVersion]:
-        """The keyframe and the rows that a version is rebuilt from, in order. Raises WeightsMissing for one that is not there."""
-        same = (
-            kept
-            for attempts in self._by_attempt.values()
-            for parts in attempts.values()
-            for kept in parts
-            if kept.segment == record.segment
-        )
-        by_row = {kept.row: kept for kept in same}
+        if key in self._paths:
+            return self._paths[key]
+        every = (kept for attempts in self._by_attempt.values() for parts in attempts.values() for kept in parts)
+        by_row = {kept.row: kept for kept in every if kept.segment == record.segment}
         path, parent = [record], record.parent_row
         while parent is not None:
             if parent not in by_row:
@@ -348,42 +343,43 @@ class WeightReader:
                 )
             if parent >= path[-1].row:
                 raise DamagedTrace(
-                    f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {path[-1].version} is said to change row {parent}, "
+                    f"{self._shown(record)}: version {path[-1].version} is said to change row {parent}, "
                     "which does not come before it; restore the folder from a copy"
                 )
             path.append(by_row[parent])
             parent = path[-1].parent_row
-        return path[::-1]
+        self._paths[key] = path[::-1]
+        return self._paths[key]
 
     def _chunks_of(self, record: WeightVersion) -> dict[str, frozenset[int]]:
-        """dtype -> the chunks that were kept of one version. Raises DamagedTrace for chunks that none of its tensors has."""
+        """Return dtype -> chunks stored for one version. Raises DamagedTrace for chunks outside of the tensors."""
         key = record.segment, record.row
         if key not in self._chunk_sets:
             counts = self._elements(record)
             for dtype, chunks in record.chunks.items():
                 if dtype not in counts:
                     raise DamagedTrace(
-                        f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype}, and no array"
+                        f"{self._shown(record)}: version {record.version} has chunks of {dtype}, and no array"
                     )
                 size = chunk_elements(dtype, counts[dtype])
                 if len(set(chunks)) != len(chunks) or not all(
                     0 <= index * size < max(counts[dtype], 1) for index in chunks
                 ):
                     raise DamagedTrace(
-                        f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
+                        f"{self._shown(record)}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
                     )
             self._chunk_sets[key] = {dtype: frozenset(chunks) for dtype, chunks in record.chunks.items()}
         return self._chunk_sets[key]
 
     def _apply(self, record: WeightVersion, dtype: str, index: int, target: np.ndarray, *, undo: bool = False) -> None:
-        """Apply what was kept of one version to a chunk; taken back are changes of elements alone."""
+        """Apply one version's stored chunk; only sparse changes can be undone."""
         if index not in self._chunks_of(record).get(dtype, ()):
             return
         size = self._chunk_size(record, dtype)
         is_changes = record.base_row is not None and not record.is_keyframe
         key = (changes_key if is_changes else chunk_key)(record.row, index)
         relative = f"{WEIGHTS}/{record.segment}/{dtype}/{key}"
-        # A keyframe's whole chunks are the bits themselves, and need no room of their own.
+        # A keyframe's full chunk is decoded in place.
         in_place = record.is_keyframe and len(target) == size
         try:
             encoded = self.store.read_bytes(relative)
@@ -410,7 +406,7 @@ class WeightReader:
 
     @property
     def told_checkpoints(self) -> str:
-        """Where the trace says that its weights are, and how to have them read."""
+        """A sentence on the folder that the trace names for its weights, and how to read it."""
         return (
             f"they lie in checkpoints outside of it, by its own word in {self.checkpoints!r}, which is not read unless you name "
             f"the folder: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for verbs without that option"
@@ -426,18 +422,18 @@ class WeightReader:
 
 
 def _attempt(writer: WriterState | None) -> int:
-    """The attempt at training that a writer belongs to; 0 stands for none."""
+    """Return a writer's attempt at training; 0 stands for none."""
     return 0 if writer is None or writer.attempt is None else writer.attempt
 
 
 def _segment_of(name: str) -> Segment | None:
-    """The segment of a version's file name, `<segment>.<version>.json`; None for another name."""
+    """Return the segment of a version's file name, `<segment>.<version>.json`; None for other names."""
     stem, _, version = name.removesuffix(".json").rpartition(".")
     return Segment.parse(stem) if name.endswith(".json") and version.isdecimal() else None
 
 
 def _layout(content: bytes, expected: str | None) -> WeightLayout:
-    """The layout in a segment's zarr.json. Raises ValueError and its kin for another content than the expected one."""
+    """Parse the layout in a segment's zarr.json. Raises ValueError, KeyError or TypeError for unexpected content."""
     if expected not in (None, whole_hash(content)):
         raise ValueError("its content is not what was written")
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
@@ -448,7 +444,7 @@ def _layout(content: bytes, expected: str | None) -> WeightLayout:
 
 
 def _check_room(layout: WeightLayout) -> None:
-    """Raise ValueError for a layout that no machine like this one can have written."""
+    """Raise ValueError for a layout that is invalid or does not fit into memory."""
     for tensor in layout.tensors:
         sizes = (*tensor.shape, *(tensor.whole_shape or ()), *(tensor.offsets or ()), tensor.start)
         if any(size < 0 for size in sizes) or tensor.dtype not in ITEM_BYTES:

@@ -1,4 +1,4 @@
-"""Where a trace's weights are: in the trace, or in checkpoints that its run saved."""
+"""Finding a trace's weights: in the trace, or in checkpoints that its run saved."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .checkpoints import CheckpointReader
 from .reader import WeightReader
 
 FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
-"""Environment variable that says for every verb what --weights-from says for those that have it."""
+"""Environment variable with the value of --weights-from, for every verb."""
 
 
 def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:
-    """What gives the weights of a trace's policy versions: `.versions`, `.load(version)`.
+    """Return a reader of a trace's policy versions: `.versions`, `.load(version)`.
 
-    Checkpoints lie outside of the trace, and are read from `weights_from` or where TIM_TRACE_WEIGHTS_FROM says: the user's own
-    word. The folder that the trace itself names is not read, since a trace can be of a stranger; it is told.
+    Checkpoints outside of the trace are read only from a folder that the user names: `weights_from` or TIM_TRACE_WEIGHTS_FROM.
+    The folder that the trace itself names is reported but not read, since the trace may come from a stranger.
     """
     manifest = store.manifest()
     writers, damaged = store.writers()

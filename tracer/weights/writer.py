@@ -1,4 +1,4 @@
-"""Keeping the weights of each policy version while training goes on.
+"""Writing the weights of each policy version during training.
 
 Shapes: E elements of all tensors of one dtype.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.checksums import whole_hash
+from ...schemas.checksums import SealedFile, sealed, whole_hash
 from ...schemas.clock import now
 from ...schemas.layout import WEIGHTS, Segment
 from ...schemas.weights import ITEM_BYTES, WeightLayout, WeightVersion, chain_hash
@@ -28,29 +28,29 @@ from .chunks import (
     array_document,
     changes_key,
     chunk_elements,
-    for_each_chunk,
     group_document,
+    map_chunks,
     part,
     write_row,
+    written_chunks,
 )
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions of a segment in which many elements change; more of them while all its deltas have fewer bytes than the keyframe."""
+"""Versions per segment if many elements change; more while the deltas together are smaller than the keyframe."""
 MOST_A_KEYFRAME = 256
-"""Versions of a segment at most."""
+"""Most versions per segment."""
 
 FEW = 1 / 8
-"""Share of the elements that an update may change for its changes to be kept one by one."""
+"""Largest share of changed elements for which sparse changes are stored."""
 STRIDE = 4
-"""Row r of a segment is kept as changes of row r - STRIDE ** n, the largest power that divides r: any is a few steps away."""
+"""Row r of a segment is stored as changes to row r - STRIDE ** n, the largest power that divides r, so paths stay short."""
 MOST_ON_THE_WAY = 0.36
-"""Share of the elements that the rows from a keyframe to a version may change together: applying these takes about as long as
-reading the keyframe."""
+"""Largest sum of changed shares on the path from a keyframe to a version: applying them takes as long as reading the keyframe."""
 
 PINNED_BYTES = 512 << 20
-"""Bytes of a version up to which its copies are in pinned memory, so that the caller need not wait for them. Locked memory is taken from
-everyone on the machine, and torch rounds it up to a power of two."""
+"""Largest version copied to pinned memory, so that the caller need not wait. Pinned memory is unavailable to all other processes, and
+torch rounds it up to a power of two."""
 
 ENCODERS = 2
 """Threads that compress."""
@@ -62,42 +62,42 @@ ChunkChanges = dict[str, list[Changes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How a version goes into a segment that is there."""
+    """How a version is added to the current segment."""
 
     base_row: int | None = None
     changes: ChunkChanges | None = None
-    """Of the base row; None for the bits XOR those of the row before."""
+    """Changes to the base row; None for the bits XOR those of the previous row."""
 
 
 class WeightWriter:
-    """Copies weights to the host and writes them from a thread of its own.
+    """Copies weights to the host and writes them on its own thread.
 
-    It holds two copies of the weights in host memory: the version that is being written and the one before. A caller
-    who comes with the next version before the last is written waits, and the wait is counted.
+    It holds two copies of the weights in host memory: the version being written and the previous one. A caller with the
+    next version waits until the last one is written, and the wait is counted.
     """
 
     def __init__(
         self,
         folder: Path,
         writer: str,
-        account: Callable[[str, bytes], None],
+        account: Callable[[dict[str, SealedFile]], None],
         *,
         versions_a_keyframe: int = VERSIONS_A_KEYFRAME,
         most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
     ):
-        """`account` is called with the path in the trace and the content of each document that was written."""
+        """`account` is called with each document that was written, by its path in the trace."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
         self._stored = self._of_deltas = 0
-        """Bytes that the keyframe of the segment took, and its deltas."""
+        """Bytes of the segment's keyframe, and of its deltas."""
         self._is_few = True
-        """Whether every row of the segment but the keyframe has few changes."""
+        """Whether all rows of the segment after the keyframe are sparse."""
         self._recent: list[list[ChunkChanges]] = []
-        """Changes of the last rows: of single ones, then of STRIDE together, and so on, each list since the next longer one."""
+        """Changes of the last rows by level: single rows, sums of STRIDE rows, and so on, each since the last of the next level."""
         self._on_the_way: list[int] = []
-        """[rows] elements that are changed on the way from the keyframe to each row of the segment."""
+        """[rows] changed elements on the path from the keyframe to each row of the segment."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -111,12 +111,12 @@ class WeightWriter:
 
     @property
     def error(self) -> BaseException | None:
-        """Why nothing is written any more, or None."""
+        """Why writing stopped, or None."""
         return self._worker.error
 
     @property
     def signs(self) -> list[Any]:
-        """What differs as long as its threads get on: a version of a large model may take minutes."""
+        """Changes as long as its threads make progress: a version of a large model may take minutes."""
         return [worker.signs for worker in (self._worker, *self._encoders)]
 
     @property
@@ -142,7 +142,7 @@ class WeightWriter:
         self._worker.submit(partial(self._write, version, layout, bits), 1, ready=wait)
 
     def _layout_of(self, tensors: Mapping[str, Any]) -> WeightLayout:
-        """The tensors' layout, made anew only when they are others than the last time."""
+        """Return the tensors' layout, cached while the tensors are the same objects."""
         known = tuple((name, id(tensor)) for name, tensor in tensors.items())
         if self._layout is None or known != self._known:
             self._known = known
@@ -159,13 +159,13 @@ class WeightWriter:
             worker.close(signs=signs)
 
     def abandon(self) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting for its threads."""
         for worker in (self._worker, *self._encoders):
             worker.abandon()
 
     def _write(self, version: int, layout: WeightLayout, bits: Bits) -> None:
         last, known = self._last, self._written
-        # The copy before last becomes the delta, and then room for the next copy.
+        # The previous copy becomes the delta, and then the buffer for the next copy.
         delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
         num_changed = {t.name: int(np.count_nonzero(part(delta, t))) for t in layout.tensors} if delta else None
         plan = None
@@ -209,7 +209,7 @@ class WeightWriter:
         self._stored, self._of_deltas = (self._stored, self._of_deltas + num_bytes) if follows else (num_bytes, 0)
 
     def _plan(self, row: int, delta: Bits, bits: Bits, *, is_few: bool) -> _Plan | None:
-        """How a version goes into the segment as this row of it; None where it has no room there."""
+        """Return how a version becomes this row of the segment; None if it needs a new segment."""
         if not self._is_few or (not is_few and row == 1):
             self._is_few, self._recent = False, []
             has_room = row < self.rows or (self._of_deltas < self._stored and row < self.most_rows)
@@ -234,34 +234,24 @@ class WeightWriter:
 
     def _by_chunk(self, delta_E: np.ndarray, bits_E: np.ndarray, dtype: str) -> list[Changes]:
         size = chunk_elements(dtype, len(bits_E))
-        found: dict[int, Changes] = {}
 
-        def find(index: int) -> None:
+        def find(index: int) -> Changes:
             within = slice(index * size, (index + 1) * size)
-            found[index] = changes_of(delta_E[within], bits_E[within])
+            return changes_of(delta_E[within], bits_E[within])
 
-        for_each_chunk(find, -(-len(bits_E) // size), self._encoders)
-        return [found[index] for index in sorted(found)]
+        return map_chunks(find, -(-len(bits_E) // size), self._encoders)
 
     def _together(self, several: list[list[Changes]]) -> list[Changes]:
-        found: dict[int, Changes] = {}
-
-        def add(index: int) -> None:
-            found[index] = added([one[index] for one in several])
-
-        for_each_chunk(add, len(several[0]), self._encoders)
-        return [found[index] for index in sorted(found)]
+        return map_chunks(lambda index: added([one[index] for one in several]), len(several[0]), self._encoders)
 
     def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
         """Write a row's changes, and return the chunks that have some, and their bytes on disk."""
-        written: dict[int, int] = {}
 
-        def write(index: int) -> None:
-            if len(of_chunks[index][0]):
-                written[index] = write_changes(folder / changes_key(row, index), of_chunks[index])
+        def write(index: int) -> int:
+            changes = of_chunks[index]
+            return write_changes(folder / changes_key(row, index), changes) if len(changes[0]) else 0
 
-        for_each_chunk(write, len(of_chunks), self._encoders)
-        return sorted(written), sum(written.values())
+        return written_chunks(map_chunks(write, len(of_chunks), self._encoders))
 
     def _begin_segment(self, layout: WeightLayout) -> None:
         self._is_few, self._recent, self._on_the_way = True, [[]], [0]
@@ -275,11 +265,11 @@ class WeightWriter:
 
     def _write_document(self, name: str, content: bytes) -> None:
         write_part(self._trace, f"{WEIGHTS}/{name}", content)
-        self._account(f"{WEIGHTS}/{name}", content)
+        self._account({f"{WEIGHTS}/{name}": sealed(content)})
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy every tensor's bits to the host, into spare room where there is some; returns also what waits for it."""
+    """Copy every tensor's bits to the host, into spare buffers if any; also return a function that waits for the copy."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
