@@ -193,7 +193,7 @@ class _FrameworkOption(click.Option):
             [f"--{flag}/--no-{flag}" if is_switch and is_on else f"--{flag}"],
             is_flag=is_switch,
             default=False if is_switch and not is_on else None,
-            type=click.Choice(declared.choices) if declared.choices else types or declared.type,
+            type=types or declared.type,
             metavar=declared.metavar,
         )
 

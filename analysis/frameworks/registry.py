@@ -1,8 +1,9 @@
 """The frameworks: each is a module of this package, with a file of SQL of the same name beside it.
 
-The module has the framework's class as FRAMEWORK, whose fields are its options, on the command line too, and may have `register(connection)`, which
-makes functions known that the macros call. The SQL has its macros: the names of all begin with the module's, and
-`<module>_runs(a, b, ...)` and `<module>_steps(a, b, ...)` are its numbers. Nothing else in this project names a framework.
+The module has the framework's class as FRAMEWORK, whose fields are its options, on the command line too, and may have
+`register(connection)`, which makes functions known that the macros call. The SQL has its macros: the names of all begin with
+the module's, and `<module>_runs(a, b, {parameters})` and `<module>_steps(a, b, {parameters})` are its numbers. The command
+line, the pages' reference and the macros' parameters follow from these two files.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from ...schemas.arguments import check_arguments
 from ...schemas.errors import InvalidOption, option
+from .framework import literal
 
 if TYPE_CHECKING:
     from ..trace.connection import Connection
     from .framework import Framework
+
+
+_SQL_TYPES = {bool: "BOOLEAN", int: "BIGINT", float: "DOUBLE", str: "VARCHAR"}
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
@@ -69,7 +74,7 @@ def check_name(name: str) -> None:
 
 def options_of(name: str) -> tuple[str, ...]:
     """Names of a framework's options."""
-    return tuple(field.name for field in fields(FRAMEWORKS[name]))  # type: ignore[arg-type]
+    return tuple(field.name for field in fields(FRAMEWORKS[name]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +88,6 @@ class DeclaredOption:
     default: Any
     help: str
     metavar: str | None
-    choices: tuple[str, ...]
 
 
 def declared_options() -> list[DeclaredOption]:
@@ -93,13 +97,12 @@ def declared_options() -> list[DeclaredOption]:
 
 def _declared(name: str) -> Iterator[DeclaredOption]:
     hints = get_type_hints(FRAMEWORKS[name])
-    for field in fields(FRAMEWORKS[name]):  # type: ignore[arg-type]
+    for field in fields(FRAMEWORKS[name]):
         kinds = [kind for kind in get_args(hints[field.name]) if kind is not NoneType]
         optional = NoneType in get_args(hints[field.name])
         yield DeclaredOption(
             framework=name, name=field.name, type=kinds[0] if optional else hints[field.name], default=field.default,
             help=field.metadata.get("help", ""), metavar=field.metadata.get("metavar"),
-            choices=field.metadata.get("choices", ()),
         )  # fmt: skip
 
 
@@ -108,12 +111,26 @@ def define_macros(name: str, connection: Connection) -> None:
     module = _module(name)
     if hasattr(module, "register"):
         module.register(connection)
-    connection.execute(macros(name))
+    connection.execute(_with_options(name))
+
+
+def _with_options(name: str) -> str:
+    """A framework's SQL, with its options in place of {parameters} of a macro and of {options} of a call."""
+    every = list(_declared(name))
+    filled = {
+        "parameters": ", ".join(f"{one.name} := {literal(one.default)}" for one in every),
+        "options": ", ".join(f"{one.name}::{_SQL_TYPES.get(one.type, 'DOUBLE[]')}" for one in every),
+        "columns": FRAMEWORKS[name].columns,
+    }
+    sql = macros(name)
+    for placeholder, text in filled.items():
+        sql = sql.replace(f"{{{placeholder}}}", text)
+    return sql
 
 
 @cache
 def macros(name: str) -> str:
-    """A framework's SQL."""
+    """A framework's SQL, as its file has it: {parameters}, {options} and {columns} are not filled in."""
     return _files()[name].read_text(encoding="utf-8")
 
 
