@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,9 +45,12 @@ class Framework:
     def check(self) -> None:
         """Raise InvalidOption for options that do not go together."""
 
-    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        """A row per run or step; by is `run` or `step`, pass a of the pair the trainer, b the rollout."""
-        rows = database.ask(call(self.name.replace("-", "_"), pair, by, **options_of(self)))
+    def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
+        """A row per run or step; by is `run` or `step`, pass a of the pair the trainer, b the rollout.
+
+        `only` names the numbers to compute, of those of the macro `<name>_<by>s`, where not all are asked for.
+        """
+        rows = database.ask(call(self.name.replace("-", "_"), pair, by, only, **options_of(self)))
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
 
     def is_unlogged(self, column: str) -> bool:
@@ -97,10 +100,11 @@ def option_field(
     return field(default=default, metadata=metadata)
 
 
-def call(macro: str, pair: Pair, by: str, **options: Any) -> str:
-    """A query of one of the macros `<macro>_steps` and `<macro>_runs`."""
+def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: Any) -> str:
+    """A query of one of the macros `<macro>_steps` and `<macro>_runs`, for all of its columns or some."""
+    columns = ", ".join(f'"{name}"' for name in only) or "*"
     arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
-    return f"SELECT * FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
+    return f"SELECT {columns} FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
 
 
 def options_of(framework: Framework) -> dict[str, Any]:

@@ -110,8 +110,8 @@ def define_macros(name: str, connection: Connection) -> None:
     """Make a framework's macros and functions known to a connection, once."""
     module = _module(name)
     if hasattr(module, "register"):
-        module.register(connection)
-    connection.execute(_with_options(name))
+        module.register(connection.raw)
+    connection.raw.execute(_with_options(name))
 
 
 def _with_options(name: str) -> str:

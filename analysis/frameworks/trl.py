@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -81,7 +81,7 @@ class Trl(Framework):
                 if getattr(self, name) is not None:
                     raise InvalidOption("TRL's RLOO trainer has none; it belongs to trainer grpo", option=name)
 
-    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
+    def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         if by == "run" and self.logging_steps is not None:
             raise InvalidOption(
                 f"a row of a whole run is no log of TRL's; use {option('by', 'step')}", option="logging_steps"
@@ -90,7 +90,7 @@ class Trl(Framework):
         if pair[1] != ROLLOUT and pair[1] not in num_scored(database):
             raise NothingToCompare(why_nothing(database, pair))
         # No zero-argument super in a dataclass with slots, which is made a second time.
-        return Framework.numbers(self, database, pair, by)
+        return Framework.numbers(self, database, pair, by, only)
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
         bounds = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -59,9 +59,11 @@ class Verl(Framework):
             )
         _check_rejections(self.rollout_rs, self.rollout_rs_threshold)
 
-    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
+    def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         keys = ("run", "step")
-        rows = database.ask(call("verl", pair, by))
+        rows = database.ask(call("verl", pair, by, only))
+        if only:
+            return rows
         if self.rollout_is is not None and len(rows):
             given: dict[str, str | None] = {
                 "rollout_is": self.rollout_is,

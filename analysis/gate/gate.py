@@ -12,9 +12,6 @@ from ...schemas.errors import InvalidOption
 from ...schemas.results import Table
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import write_whole
-from ..check.check import check
-from ..check.result import CheckResult
-from ..check.text import evidence_text
 from ..report.targets import explained, local
 from ..rows import table, to_text
 from ..statistics.intervals import Interval, NoInterval, ends
@@ -122,7 +119,7 @@ def gate(
     verdicts = [
         _judged(conditions[text], measured[text], missing)
         if text in conditions
-        else _checked(check(trace, pair=pair, partial=partial, progress=progress))
+        else _checked(trace, pair, partial, progress)
         for text in fail_on
     ]
     gated = Gated(verdicts=tuple(verdicts))
@@ -157,7 +154,11 @@ def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
     return len({condition.holds(end) for end in interval}) == 1
 
 
-def _checked(checked: CheckResult) -> Verdict:
+def _checked(trace: str | os.PathLike[str], pair: str, partial: bool, progress: Progress) -> Verdict:
+    from ..check.check import check  # no other condition needs its detectors
+    from ..check.text import evidence_text
+
+    checked = check(trace, pair=pair, partial=partial, progress=progress)
     faults = [finding for finding in checked.findings if finding.fails]
     told = "; ".join(f"{finding.title}: {evidence_text(finding)}" for finding in faults or checked.findings)
     return Verdict(

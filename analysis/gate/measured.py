@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -112,8 +114,12 @@ class Run:
                 raise NothingToCompare(why_nothing(database, self._names))
             asked = _Asked(conditions, numbers)
             sequences, unit_N = self._scored(database)
-            parts = rows.without_parts(sequences)
-            without = self._without(parts, lambda: framework.numbers(database, self._names, "run"), sequences)
+            asked_for = tuple(asked.values)
+            without = self._without(
+                rows.without_parts(sequences),
+                lambda: framework.numbers(database, self._names, "run", asked_for),
+                sequences,
+            )
         return asked.answered(self._jackknifed(asked.values, without, unit_N))
 
     def _of_captured(self, database: Database, values: dict[str, float]) -> list[Measured]:
@@ -125,24 +131,25 @@ class Run:
                 database.leave_out(sequences.filter(pc.equal(sequences.column("part"), part)))
                 yield
 
-        def numbers() -> Rows:
-            try:
-                return stats(database, pair=self._pair)
-            except NothingToCompare:  # what is left is masked as a whole
-                return Rows((), [])
+        return self._jackknifed(
+            values, self._without(parts(), lambda: stats(database, pair=self._pair), sequences), unit_N
+        )
 
-        return self._jackknifed(values, self._without(parts(), numbers, sequences), unit_N)
-
-    def _without(self, parts: Iterator[None], numbers: Callable[[], Rows], sequences: pa.Table) -> list[Rows]:
-        """What the numbers are without each part."""
+    def _without(self, parts: Iterator[None], numbers: Callable[[], Rows], sequences: pa.Table) -> list[dict[str, Any]]:
+        """The numbers without each part; none where what is left is masked as a whole."""
+        without = []
         with self._progress("resampling", _num_parts(sequences)) as advance:
-            without = []
             for _ in parts:
-                without.append(numbers())
+                row: dict[str, Any] = {}
+                with suppress(NothingToCompare):
+                    row = next(iter(numbers().dicts()), {})
+                without.append(row)
                 advance(1)
         return without
 
-    def _jackknifed(self, values: dict[str, float], without: list[Rows], unit_N: np.ndarray) -> list[Measured]:
+    def _jackknifed(
+        self, values: dict[str, float], without: list[dict[str, Any]], unit_N: np.ndarray
+    ) -> list[Measured]:
         num_groups = numbered(unit_N)[1]
         told = f"jackknife over {len(without)} parts of {num_groups:,} groups{_of_tails(min(TAILS.values()))}"
         found = []
@@ -241,7 +248,7 @@ class _Asked:
         (row,) = rows.dicts()
         names = [name for name, value in row.items() if not isinstance(value, str)]
         self._metrics = {condition.text: metric_named(condition, names) for condition in conditions}
-        self.values = {metric: _number_of(rows, metric) for metric in self._metrics.values()}
+        self.values = {metric: _number_of(row, metric) for metric in self._metrics.values()}
         for metric in self.values:
             if row[metric] is None:
                 raise NothingToCompare(
@@ -254,12 +261,10 @@ class _Asked:
         return {text: of_metric[metric] for text, metric in self._metrics.items()}
 
 
-def _number_of(rows: Rows, metric: str) -> float:
-    """A number of a run; NaN where it has none, or where there is no row."""
-    for row in rows.dicts():
-        if row[metric] is not None:
-            return float(row[metric])
-    return math.nan
+def _number_of(row: dict[str, Any], metric: str) -> float:
+    """A number of a run; NaN if it has none."""
+    value = row.get(metric)
+    return math.nan if value is None else float(value)
 
 
 def _of_tails(level: float) -> str:
