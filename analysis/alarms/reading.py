@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..dynamics.quantities import Series
+from ..dynamics.series import read_series
 from ..statistics.estimators import Array
+from ..trace.database import Database
+from ..trace.source import Pair
 from . import rule
-from .figures import NOT_FINITE, Figure, figure
+from .figures import NOT_FINITE, Figure, figure, read_token_figures
 from .published import ALARMS, Alarm
 from .repeats import Repeats
 
@@ -153,3 +156,11 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
                 source=one.source, of_mismatch=False,
             )  # fmt: skip
             yield _reading(alarm, steps, np.isin(steps, one.not_finite))
+
+
+def read_alarms(database: Database, pair: Pair) -> AlarmReadings:
+    """Judge every alarm over the steps of the one run that is open, as `watch` does once it has read them all."""
+    run = database.sources[0].run
+    repeats = Repeats()
+    repeats.keep(database, run, ())
+    return judge_alarms(read_series(database, pair=pair), repeats, read_token_figures(database, pair, run))

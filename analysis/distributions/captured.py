@@ -21,8 +21,8 @@ from ...tracer.dense_group import DenseGroup, open_dense
 from ..trace.source import Source
 from .bounds import compare_partly
 from .divergence import Full, compare_full
+from .function import MEASURES
 from .head_logits import Heads
-from .measures import MEASURES
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20

@@ -5,69 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from ...schemas.errors import InvalidOption
-from ...schemas.results import Table
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import write_whole
 from ..report.targets import explained, local
-from ..rows import table, to_text
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..trace.database import Database
 from .condition import CHECK, Condition, parse_condition
-from .junit import junit_xml
 from .measured import Measured, Run
-from .summary import summary_markdown
+from .reporters import junit_xml, summary_markdown
+from .result import CANNOT_TELL, FAILED, PASSED, Gated, Verdict
 from .sums import COUNTS
-
-FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What became of one condition."""
-
-    condition: str
-    """As it was given."""
-    metric: str
-    """Its full name; `check` for the validity of the comparison."""
-    value: float
-    """Of the run; of `check` the number of faults found."""
-    low: float | None
-    """Ends of the interval over groups; None where there is none: `how` says why."""
-    high: float | None
-    bound: float | None
-    verdict: str
-    """`failed`, `passed`, or `cannot tell` where the interval lies on both sides of the bound, or there is none to tell by."""
-    fails: bool
-    """Whether the value violates the condition, or leaves out tokens and so proves nothing: this decides the exit code."""
-    how: str
-    """How the interval was found; of `check` what was found."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gated(Table):
-    """What became of every condition, in their order."""
-
-    _text = "tim_trace.analysis.gate.gate:gated_text"
-
-    verdicts: tuple[Verdict, ...]
-
-    @property
-    def fails(self) -> bool:
-        """Whether a value violates its condition."""
-        return any(verdict.fails for verdict in self.verdicts)
-
-    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        rows = table(self.verdicts)
-        return rows.columns, rows.rows
-
-
-def gated_text(gated: Gated, width: int | None = None) -> str:
-    """Write what became of every condition for reading, a row each."""
-    return to_text(table(gated.verdicts), width)
 
 
 def gate(
