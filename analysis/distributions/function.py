@@ -8,6 +8,7 @@ from typing import Any
 import duckdb
 
 from ...schemas.errors import TimTraceError
+from ..sql.types import struct_sql
 from ..trace.source import Source
 
 _DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
@@ -66,12 +67,11 @@ class ComparedDistributions:
                 group_b, start_b, contract_b, version_b, attempt_b,
             )  # fmt: skip
 
-        fields = ", ".join(f"{name} {type}" for name, type in MEASURES.items())
         connection.create_function(
             COMPARE,
             compare,
             ["VARCHAR", "BIGINT", *_PLACE, *_PLACE],
-            f"STRUCT({fields})[]",
+            f"{struct_sql(MEASURES)}[]",
             type="arrow",
             null_handling="special",
         )
