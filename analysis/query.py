@@ -21,7 +21,7 @@ _READING = {
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
-"""What is wrong with the question, whatever the files hold."""
+"""Errors in the query itself, whatever the files contain."""
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
@@ -52,9 +52,7 @@ class Session:
         try:
             query.encode()
         except UnicodeEncodeError as error:
-            raise InvalidQuery(
-                f"sql: the query is no UTF-8 from character {error.start + 1} on; write it in UTF-8"
-            ) from None
+            raise InvalidQuery(f"sql: the query is not UTF-8 from character {error.start + 1} on") from None
         self._database.macros.define_named(words_of(query))
         try:
             statements = connection.extract_statements(query)
@@ -86,9 +84,7 @@ def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
             return
     elif kind in _READING:
         return
-    raise InvalidQuery(
-        f"sql: {kind.name} is more than reading, which is all that a query may do; allow it with {option('unsafe')}"
-    )
+    raise InvalidQuery(f"sql: {kind.name} does more than read; allow it with {option('unsafe')}")
 
 
 def _confine(database: Database) -> None:
@@ -102,5 +98,5 @@ def _confine(database: Database) -> None:
 
 def _explained(message: str) -> str:
     if "file system operations are disabled" in message or "extensions is disabled" in message:
-        return f"sql: {message.splitlines()[0]}; a query reads the trace and nothing else, allow more with {option('unsafe')}"
+        return f"sql: {message.splitlines()[0]}; a query can only read the trace; allow more with {option('unsafe')}"
     return f"sql: {message.strip()}"

@@ -69,15 +69,16 @@ class NemoRl(Framework):
             )
         if lower is not None and upper is not None and lower > upper:
             raise InvalidOption(
-                f"got {lower:g}; it is at most the ratio, {upper:g}", option="truncated_importance_sampling_ratio_min"
+                f"got {lower:g}; it must be at most the ratio, {upper:g}",
+                option="truncated_importance_sampling_ratio_min",
             )
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
-            raise InvalidOption("seq-mask-tis masks token ratios: leave sequence_level_importance_ratios away")
+            raise InvalidOption("seq-mask-tis masks token ratios: drop sequence_level_importance_ratios")
         mixes_micro_batches = self.sequence_level_importance_ratios and self.train_micro_batch_size > 1
         if self.seq_logprob_error_threshold is not None and mixes_micro_batches:
             raise InvalidOption(
                 "with it the mean of sequences' ratios depends on which sequences shared a "
-                "micro-batch, which no trace tells; leave train_micro_batch_size away",
+                "micro-batch, which is not recorded; drop train_micro_batch_size",
                 option="seq_logprob_error_threshold",
             )
 

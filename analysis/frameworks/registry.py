@@ -3,7 +3,8 @@
 The module has the framework's class as FRAMEWORK, whose fields are its options, on the command line too, and may have
 `register(connection)`, which makes functions known that the macros call. The SQL has its macros: the names of all begin with
 the module's, and `<module>_runs(a, b, {parameters})` and `<module>_steps(a, b, {parameters})` are its numbers. The command
-line, the pages' reference and the macros' parameters follow from these two files.
+line and the macros' parameters follow from these two files. Tables of published levels, corrections and figures
+(alarms/published.py, correction.py, diagnosis/figures.py) cite frameworks as their sources; no other code depends on one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SQL_TYPES = {bool: "BOOLEAN", int: "BIGINT", float: "DOUBLE", str: "VARCHAR"}
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
-    """Name of a framework -> its class, which is imported when it is asked for."""
+    """Name of a framework -> its class, imported on first use."""
 
     def __getitem__(self, name: str) -> type[Framework]:
         found: type[Framework] = _module(name).FRAMEWORK
@@ -63,11 +64,11 @@ def refuse_options(options: dict[str, Any]) -> None:
     """Raise InvalidOption for options of a framework where none is chosen."""
     for key, value in options.items():
         if value is not None and value is not False:
-            raise InvalidOption(f"without a framework there is none; {_whose(key)}", option=key)
+            raise InvalidOption(f"needs a framework; {_whose(key)}", option=key)
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidOption for a framework that there is not."""
+    """Raise InvalidOption for an unknown framework."""
     if name not in FRAMEWORKS:
         raise InvalidOption(f"got {name!r}; use {', '.join(FRAMEWORKS)}", option="like")
 
@@ -150,4 +151,4 @@ def _whose(name: str) -> str:
     owners = [framework for framework in FRAMEWORKS if name in options_of(framework)]
     if not owners:
         return "no framework has it"
-    return f"it belongs to {' and '.join(owners)}: leave it away, or ask {option('like', owners[0])}"
+    return f"it belongs to {' and '.join(owners)}: drop it, or use {option('like', owners[0])}"

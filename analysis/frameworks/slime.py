@@ -22,7 +22,7 @@ _OF_MIS = (
     "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize", "use_rs", "rs_level",
     "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold",
 )  # fmt: skip
-"""Options that nothing asks for without use_tis."""
+"""Options without effect unless use_tis is given."""
 
 _OF_MODES = {
     "truncate": {"mis_tis_truncate_fraction"},
@@ -78,7 +78,8 @@ class Slime(Framework):
     def check(self) -> None:
         if not 0 <= self.tis_clip_low <= self.tis_clip:
             raise InvalidOption(
-                f"got {self.tis_clip_low:g}; it lies between 0 and tis_clip, {self.tis_clip:g}", option="tis_clip_low"
+                f"got {self.tis_clip_low:g}; it must be between 0 and tis_clip, {self.tis_clip:g}",
+                option="tis_clip_low",
             )
         self._check_bounds()
         for field in fields(self):
@@ -86,7 +87,7 @@ class Slime(Framework):
                 raise InvalidOption(f"{field.name} needs use_tis")
         if self.use_tis and self.tis_batch_normalize and self.tis_level == "geometric":
             raise InvalidOption(
-                f"slime has none of tis_level geometric; turn it off, with {option('tis_batch_normalize', False)}",
+                f"slime does not normalize with tis_level geometric; turn it off with {option('tis_batch_normalize', False)}",
                 option="tis_batch_normalize",
             )
 
@@ -96,11 +97,11 @@ class Slime(Framework):
             raise InvalidOption(f"got {self.tis_upper_bound:g}; give a number above 0", option="tis_upper_bound")
         tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
         if self.tis_mode != "truncate" and not tis_lower < self.tis_upper_bound:
-            raise InvalidOption(f"got {tis_lower:g}; it lies below tis_upper_bound", option="tis_lower_bound")
+            raise InvalidOption(f"got {tis_lower:g}; it must be below tis_upper_bound", option="tis_lower_bound")
         lower = tis_lower if self.rs_lower_bound is None else self.rs_lower_bound
         upper = self.tis_upper_bound if self.rs_upper_bound is None else self.rs_upper_bound
         if self.use_tis and self.use_rs and not lower < upper:
-            raise InvalidOption(f"got {lower:g}; it lies below rs_upper_bound, {upper:g}", option="rs_lower_bound")
+            raise InvalidOption(f"got {lower:g}; it must be below rs_upper_bound, {upper:g}", option="rs_lower_bound")
 
     def is_unlogged(self, column: str) -> bool:
         if not self.use_tis:

@@ -72,7 +72,7 @@ class Trl(Framework):
         lower, upper = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if lower is not None and lower >= upper:
             raise InvalidOption(
-                f"got {lower:g}; it lies below clip_max, {upper:g}", option="vllm_importance_sampling_clip_min"
+                f"got {lower:g}; it must be below clip_max, {upper:g}", option="vllm_importance_sampling_clip_min"
             )
         if self.logging_first_step and self.logging_steps is None:
             raise InvalidOption("logging_first_step needs logging_steps")
@@ -83,9 +83,7 @@ class Trl(Framework):
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         if by == "run" and self.logging_steps is not None:
-            raise InvalidOption(
-                f"a row of a whole run is no log of TRL's; use {option('by', 'step')}", option="logging_steps"
-            )
+            raise InvalidOption(f"TRL logs no row for a whole run; use {option('by', 'step')}", option="logging_steps")
         # TRL clips without an engine, too; another pass that was asked for and is not there is a mistake.
         if pair[1] != ROLLOUT and pair[1] not in num_scored(database):
             raise NothingToCompare(why_nothing(database, pair))

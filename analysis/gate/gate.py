@@ -1,4 +1,4 @@
-"""Whether a run passes conditions on its numbers."""
+"""Check conditions on the numbers of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gate(
     which fails when the check of the comparison finds a fault.
 
     Every number has an interval over groups, which are the sequences of a step that share a `group_id`, or one that has
-    none. What follows from sums of sequences has a bootstrap-t; largest values a bootstrap that ends at the value itself;
+    none. Numbers computed from sums of sequences have a bootstrap-t; largest values a bootstrap that ends at the value itself;
     quantiles of |d| are inverted from the bootstrap-t of the share of tokens above them (Woodruff 1952); all else, the
     frameworks' numbers among it, has a jackknife over 20 parts of whole groups; counts have none. Of fewer than 8 groups
     there is no interval. Resampling has a fixed seed. How often they hold is measured: docs/evidence/intervals.md.
@@ -46,10 +46,10 @@ def gate(
     both values that fail and values that do not, or where there should be an interval and is none. NaN and infinities fail,
     and so does a number that leaves out a token with one, or that most tokens have no logprobs for; counts do not.
 
-    `junit` names a file of JUnit XML to write, one test case a condition; what lies there is replaced. `summary` names a file
-    to which a table in Markdown is added, as those are kept that CI pages show ($GITHUB_STEP_SUMMARY).
+    `junit` names a file of JUnit XML to write, one test case per condition; an existing file is replaced. `summary` names a file
+    to which a table in Markdown is appended, such as $GITHUB_STEP_SUMMARY.
 
-    Raises InvalidOption for a condition that cannot be read or a metric that is not there, NothingToCompare when the
+    Raises InvalidOption for a condition that cannot be read or an unknown metric, NothingToCompare when the
     passes share no token or the trace has no value of a metric, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
     trace cannot be read or is missing, unless `partial` asks for an answer from the rest.
     """
@@ -97,7 +97,7 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """Whether all of an interval fails, or nothing of it; where every group gives the same value, that decides."""
+    """Whether the whole interval fails or none of it does; a value that every group shares decides alone."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1

@@ -1,4 +1,4 @@
-"""Numbers of a run, and their intervals over groups of sequences."""
+"""Numbers of a run, with their intervals over groups of sequences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""What a number cannot leave, nor its interval."""
+"""Range of a number and of its interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,13 @@ class Measured:
     """Its full name."""
     value: float
     interval: Interval | NoInterval | None
-    """None of a count, which is what it is."""
+    """None for a count."""
     how: str
     """How the interval was found, or why there is none."""
 
 
 class Run:
-    """One run and what is asked of it."""
+    """A run whose numbers are asked for."""
 
     def __init__(self, trace: str | os.PathLike[str], pair: str, confidence: float, progress: Progress):
         self._trace, self._pair, self._names = trace, pair, parse_pair(pair)
@@ -81,7 +81,7 @@ class Run:
         return found
 
     def left_out(self) -> str:
-        """What the numbers leave out; empty where nothing."""
+        """Say what the numbers leave out; empty if nothing."""
         return left_out(Database(self._trace), self._names)
 
     def _own(self, conditions: list[Condition]) -> dict[str, Measured]:
@@ -251,9 +251,7 @@ class _Asked:
         self.values = {metric: _number_of(row, metric) for metric in self._metrics.values()}
         for metric in self.values:
             if row[metric] is None:
-                raise NothingToCompare(
-                    f"{metric}: the trace has no value of it, so that nothing can be said of a bound on it"
-                )
+                raise NothingToCompare(f"{metric}: the trace has no value for it, so a bound on it proves nothing")
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
         """Condition -> its metric."""

@@ -14,12 +14,12 @@ _COLUMNS = ("condition", "verdict", "value", "interval", "how")
 
 
 def gated_text(gated: Gated, width: int | None = None) -> str:
-    """Write what became of every condition for reading, a row each."""
+    """Write the outcome of every condition as a table, one row each."""
     return to_text(table(gated.verdicts), width)
 
 
 def junit_xml(gated: Gated, trace: str) -> bytes:
-    """One test case a condition: a failure where its value violates it."""
+    """Write one test case per condition: a failure if the value violates it."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     counts = {"tests": str(len(gated.verdicts)), "failures": str(failures), "errors": "0", "skipped": "0"}
     suites = ElementTree.Element("testsuites", {"name": SUITE} | counts)
@@ -43,7 +43,7 @@ def _sentence(verdict: Verdict) -> str:
 
 
 def summary_markdown(gated: Gated, trace: str) -> str:
-    """A heading that says whether the run passes, and a row a condition."""
+    """Write a heading that says whether the run passes, and one row per condition."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     count = len(gated.verdicts)
     title = f"{failures} of {count} conditions failed" if failures else f"{count} of {count} conditions passed"
@@ -59,5 +59,5 @@ def _row(verdict: Verdict) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown shows as it is, in one cell of a table."""
+    """Escape text for a table cell in Markdown."""
     return re.sub(r"[\\`*_{}\[\]<>()#+!|~&]", lambda found: f"&#{ord(found[0])};", " ".join(printable(text).split()))

@@ -1,4 +1,4 @@
-"""What became of a gate's conditions."""
+"""The outcome of a gate's conditions."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of one condition."""
+    """The outcome of one condition."""
 
     condition: str
     """As it was given."""
     metric: str
     """Its full name; `check` for the validity of the comparison."""
     value: float
-    """Of the run; of `check` the number of faults found."""
+    """Value for the run; for `check` the number of faults found."""
     low: float | None
-    """Ends of the interval over groups; None where there is none: `how` says why."""
+    """Ends of the interval over groups; None without one: `how` says why."""
     high: float | None
     bound: float | None
     verdict: str
-    """`failed`, `passed`, or `cannot tell` where the interval lies on both sides of the bound, or there is none to tell by."""
+    """`failed`, `passed`, or `cannot tell` if the interval contains the bound or there should be an interval and is none."""
     fails: bool
     """Whether the value violates the condition, or leaves out tokens and so proves nothing: this decides the exit code."""
     how: str
-    """How the interval was found; of `check` what was found."""
+    """How the interval was computed; for `check` the faults found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gated(Table):
-    """What became of every condition, in their order."""
+    """The outcome of every condition, in order."""
 
     _text = "tim_trace.analysis.gate.reporters:gated_text"
 

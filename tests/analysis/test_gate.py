@@ -100,7 +100,7 @@ def test_a_metric_is_found_by_the_end_of_its_name():
     names = ["rollout_corr/k3_kl", "rollout_corr/kl", "training/kl", "training/diff_max"]
     assert metric_named(parse_condition("verl.k3_kl>1"), names) == "rollout_corr/k3_kl"
     assert metric_named(parse_condition("verl.training/kl>1"), names) == "training/kl"
-    with pytest.raises(InvalidOption, match="may mean rollout_corr/kl or training/kl; write the whole name"):
+    with pytest.raises(InvalidOption, match="is ambiguous: rollout_corr/kl or training/kl; write the whole name"):
         metric_named(parse_condition("verl.kl>1"), names)
     with pytest.raises(InvalidOption, match=r"verl has no number 'k3'; did you mean k3_kl"):
         metric_named(parse_condition("verl.k3>1"), names)
@@ -385,7 +385,7 @@ def test_a_gate_does_not_pass_where_its_number_leaves_a_token_out(tmp_path, side
         ("cannot tell", True), ("cannot tell", True), ("failed", True), ("passed", False),
     ]  # fmt: skip
     for each in found[:3]:
-        assert each.how.startswith(f"of 48 tokens that count {what}: the number leaves them out; ")
+        assert each.how.startswith(f"of 48 tokens that count {what}: they are left out; ")
     assert tim_trace("gate", tmp_path / "run", "--fail-on", "tim.k3>1e-3").code == 1
 
 

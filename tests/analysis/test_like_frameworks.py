@@ -551,8 +551,8 @@ def test_which_numbers_need_the_pass_inside_the_loss_is_said(tmp_path, framework
     record(tmp_path / "run", [batch(9, 0.1)], passes=("rollout", "train"))
     (row,) = stats(tmp_path / "run", like=framework).dicts()
     told = likeness(tmp_path / "run", like=framework)[1]
-    assert told.startswith(f"run: has no pass 'current', without which {names}")
-    null = told.removeprefix("run: has no pass 'current', without which ").removesuffix(" are NULL").split(", ")
+    assert told.startswith(f"run: no pass 'current' recorded, so {names}")
+    null = told.removeprefix("run: no pass 'current' recorded, so ").removesuffix(" are NULL").split(", ")
     assert {name for name, value in row.items() if value is None} == set(null)
 
 
@@ -561,7 +561,7 @@ def test_without_the_trainer_s_entropies_their_ratio_to_the_mismatch_is_not_know
     (row,) = stats(tmp_path / "run", like="prime-rl").dicts()
     assert {row["kl_ent_ratio/mean"], row["entropy/all/mean"], row["entropy/all/max"]} == {None}
     assert likeness(tmp_path / "run", like="prime-rl")[2] == (
-        "run: has no entropy of pass 'train', without which entropy/all, kl_ent_ratio are NULL"
+        "run: no entropy of pass 'train' recorded, so entropy/all, kl_ent_ratio are NULL"
     )
 
 
@@ -660,12 +660,12 @@ def test_the_macros_give_the_same(steps):
         (
             "slime",
             {"rollout_is": "token"},
-            "rollout_is: slime has no such option; it belongs to verl: leave it away, or",
+            "rollout_is: slime has no such option; it belongs to verl: drop it, or",
         ),
         ("verl", {"tis_clip": 3.0}, "tis_clip: verl has no such option; it belongs to slime"),
         ("openrlhf", {"ipo_threshold": 0.1}, "ipo_threshold: openrlhf has no such option"),
         ("verl", {"typo": 1}, "typo: verl has no such option; no framework has it"),
-        (None, {"tis_clip": 3.0}, "tis_clip: without a framework there is none; it belongs to slime"),
+        (None, {"tis_clip": 3.0}, "tis_clip: needs a framework; it belongs to slime"),
         ("slime", {"tis_clip_low": 3.0}, "tis_clip_low: got 3; it lies between 0 and tis_clip, 2"),
         ("nemo-rl", {"reference_policy_kl_type": "k4"}, "got 'k4'; nemo-rl has k1, k2, k3"),
         ("nemo-rl", {"truncated_importance_sampling_type": "tis"}, "needs truncated_importance_sampling_ratio above 0"),

@@ -341,7 +341,7 @@ def test_without_rollout_logprobs_the_off_policy_mask_is_of_the_trainer_s(loss, 
     agree(row, loss(given, off_policy_mask_threshold=0.05))
     assert row["sampling/sampling_logp_difference/mean"] is None
     (told,) = likeness(tmp_path / "run", like="trl")[1:]
-    assert told == "run: has no pass 'rollout', without which sampling/* is NULL"
+    assert told == "run: no pass 'rollout' recorded, so sampling/* is NULL"
     with pytest.raises(NothingToCompare, match="has no logprobs of pass 'other'"):
         stats(tmp_path / "run", like="trl", pair="train:other")
 
@@ -351,7 +351,7 @@ def test_what_the_loss_clips_is_not_known_without_its_pass_or_without_advantages
     record(tmp_path / "run", [given], passes=("rollout", "train"))
     (row,) = stats(tmp_path / "run", like="trl", off_policy_mask_threshold=0.1).dicts()
     assert {row[name] for name in row if "clip_ratio" in name or "mask" in name} == {None}
-    assert "has no pass 'current', without which clip_ratio/* is NULL" in likeness(tmp_path / "run", like="trl")[1]
+    assert "no pass 'current' recorded, so clip_ratio/* is NULL" in likeness(tmp_path / "run", like="trl")[1]
     with Recorder(tmp_path / "bare") as recorder:
         added = recorder.add_sequences(step=1, prompt_ids=[[1]] * 2, response_ids=[[2, 3]] * 2, advantage=[1.0, None])
         for name, logprob in {"rollout": -1.0, "train": -1.0, "current": -3.0}.items():
