@@ -150,7 +150,7 @@ def test_the_parts_of_a_verdict(loss, given, expected):
 def test_the_sides_of_a_bias(positive, negative, words):
     given = figures(relative_positive=positive, relative_negative=negative)
     signs = next(part for part in verdict(Loss(), given, None, STEPS, 9) if part.code == "signs")
-    assert sentence(signs) == f"On the whole {words}."
+    assert sentence(signs) == f"Overall, {words}."
 
 
 def test_where_a_bias_lies():
@@ -162,7 +162,7 @@ def test_where_a_bias_lies():
             parts["clip_decisions"]
             == f"The mismatch flips the clip decision of 10 % of the {terms}; 20 % are clipped in total."
         )
-    assert parts["worst_update"] == "The update with the largest bias is step 2 (-0.3, 75 % of all updates' together)."
+    assert parts["worst_update"] == "The largest bias is at step 2 (-0.3, 75 % of the total)."
     assert (
         "left out the bias is -30 % instead of +1 %, and without cancelling 40 % instead of 20 %" in parts["correction"]
     )
