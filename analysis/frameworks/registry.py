@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from .framework import Framework
 
 
-_SQL_TYPES = {bool: "BOOLEAN", int: "BIGINT", float: "DOUBLE", str: "VARCHAR"}
+_CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
+"""Type of an option -> its cast in a call of a macro. DuckDB refuses aggregates beside a whole number or boolean that is cast."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
@@ -120,7 +121,7 @@ def _with_options(name: str) -> str:
     every = list(_declared(name))
     filled = {
         "parameters": ", ".join(f"{one.name} := {literal(one.default)}" for one in every),
-        "options": ", ".join(f"{one.name}::{_SQL_TYPES.get(one.type, 'DOUBLE[]')}" for one in every),
+        "options": ", ".join(f"{one.name}{_CASTS.get(one.type, '::DOUBLE[]')}" for one in every),
         "columns": FRAMEWORKS[name].columns,
     }
     sql = macros(name)

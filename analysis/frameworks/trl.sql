@@ -218,7 +218,7 @@ CREATE OR REPLACE MACRO trl_groups(
 CREATE OR REPLACE MACRO trl_numbers(a, b, by_step, mode, clip_max, clip_min, trainer, loss_type, level, epsilon, epsilon_high, delta,
                                     threshold, logging_steps, logging_first_step) AS TABLE
     SELECT * FROM trl_groups(a, b, by_step, mode, clip_max, clip_min, trl_is_rloo(trainer), loss_type, level, epsilon,
-                             coalesce(epsilon_high, epsilon), delta, threshold, CASE WHEN by_step THEN logging_steps END,
+                             coalesce(epsilon_high, epsilon), delta, threshold, CASE WHEN by_step THEN logging_steps::BIGINT END,
                              by_step AND logging_first_step);
 
 CREATE OR REPLACE MACRO trl_steps(a, b, {parameters}) AS TABLE

@@ -1,12 +1,13 @@
 """Conditions on a run: what they mean, their intervals, and the exit code."""
 
 import math
+import sys
 from xml.etree import ElementTree
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders import make_trace, tim_trace
+from builders import make_trace, run, tim_trace
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS, framework_of
 from tim_trace.analysis.frameworks.sequence_rows import read_once
@@ -276,6 +277,25 @@ def test_a_framework_s_numbers_are_read_once(noisy):
         assert framework.numbers(database, ("train", "rollout"), "run") == once
     database.connection.execute("ALTER VIEW hidden RENAME TO scores")
     assert stats(database, like="trl") == once
+
+
+@pytest.mark.parametrize("framework", list(FRAMEWORKS))
+def test_one_number_of_a_framework_is_the_same_alone(noisy, framework):
+    database, pair = Database(noisy), ("train", "rollout")
+    chosen = framework_of(framework, {})
+    with read_once(database, chosen, pair):
+        (whole,) = chosen.numbers(database, pair, "run").dicts()
+        for name in [name for name in whole if name != "run"][::4]:
+            assert chosen.numbers(database, pair, "run", (name,)).dicts() == [{name: whole[name]}], name
+
+
+def test_a_condition_on_a_number_imports_no_detector(noisy):
+    program = (
+        "import sys; from tim_trace.analysis import gate; gate(sys.argv[1], fail_on=['verl.k3_kl>1e9']); "
+        "assert 'tim_trace.analysis.check.check' not in sys.modules"
+    )
+    done = run(sys.executable, "-c", program, noisy)
+    assert done.code == 0, done.stderr
 
 
 @pytest.mark.slow
