@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...schemas.errors import InvalidOption
 from ..trace.quoting import quoted_pair
@@ -65,7 +65,7 @@ class Verl(Framework):
         if only:
             return rows
         if self.rollout_is is not None and len(rows):
-            given: dict[str, str | None] = {
+            given: dict[str, Any] = {
                 "rollout_is": self.rollout_is,
                 "rollout_is_threshold": self.rollout_is_threshold,
             }
