@@ -408,15 +408,15 @@ def test_options_that_trl_would_not_take_are_refused(tmp_path):
     make_trace(tmp_path / "run")
     with pytest.raises(InvalidOption, match="got 'token'; trl has token_truncate, token_mask"):
         stats(tmp_path / "run", like="trl", vllm_importance_sampling_mode="token")
-    with pytest.raises(InvalidOption, match=r"vllm_importance_sampling_clip_min: got 4; it lies below clip_max, 3"):
+    with pytest.raises(InvalidOption, match=r"vllm_importance_sampling_clip_min: got 4; it must be below clip_max, 3"):
         stats(tmp_path / "run", like="trl", vllm_importance_sampling_clip_min=4.0)
     with pytest.raises(InvalidOption, match="loss_type: got 'ppo'; trl has grpo, dr_grpo"):
         stats(tmp_path / "run", like="trl", loss_type="ppo")
-    with pytest.raises(InvalidOption, match="epsilon: got -1; give a number from 0 on"):
+    with pytest.raises(InvalidOption, match="epsilon: got -1; give 0 or more"):
         stats(tmp_path / "run", like="trl", epsilon=-1.0)
-    with pytest.raises(InvalidOption, match="logging_steps: got 0; give 1 or more steps"):
+    with pytest.raises(InvalidOption, match="logging_steps: got 0; give 1 or more"):
         stats(tmp_path / "run", by="step", like="trl", logging_steps=0)
-    with pytest.raises(InvalidOption, match="logging_steps: a row of a whole run is no log of TRL's; use by='step'"):
+    with pytest.raises(InvalidOption, match="logging_steps: TRL logs no row for a whole run; use by='step'"):
         stats(tmp_path / "run", like="trl", logging_steps=2)
     with pytest.raises(InvalidOption, match="logging_first_step needs logging_steps"):
         stats(tmp_path / "run", by="step", like="trl", logging_first_step=True)
