@@ -425,9 +425,9 @@ def test_an_error_names_keywords_in_python_and_flags_on_the_command_line(trace, 
     with pytest.raises(InvalidOption, match="use by='run' or by='step'"):
         tim_trace.stats(trace, like="verl", by="sequence")
     assert "use --by run or --by step" in told("stats", trace, "--like", "verl", "--by", "sequence")
-    with pytest.raises(InvalidOption, match="ask like='slime'"):
+    with pytest.raises(InvalidOption, match="use like='slime'"):
         tim_trace.stats(trace, tis_clip=3.0)
-    assert "ask --like slime" in told("stats", trace, "--tis-clip", 3)
+    assert "use --like slime" in told("stats", trace, "--tis-clip", 3)
     with pytest.raises(TimTraceError, match="replace it with force=True"):
         tim_trace.Recorder(trace)
     damaged = without_scores(trace, tmp_path)
