@@ -201,7 +201,7 @@ class _FrameworkOption(click.Option):
             [f"--{flag}/--no-{flag}" if is_switch and is_on else f"--{flag}"],
             is_flag=is_switch,
             default=False if is_switch and not is_on else None,
-            type=click.Choice(declared.choices) if declared.choices else types or declared.type,
+            type=types or declared.type,
             metavar=declared.metavar,
         )
 
@@ -648,7 +648,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_ray
 @_prints()
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
-    """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
+    """Compare two passes: how far their log-probabilities differ, in one row per run, step or sequence."""
     from .analysis import stats as compare
     from .analysis.stats import approximate, likeness
     from .analysis.trace.database import Database

@@ -78,23 +78,13 @@ def published(
         Correction(name="token-is", rule="w = rho_t", bound_on="", kept="all", level="token"),
         Correction(name="sequence-is", rule="w = rho_seq", bound_on="", kept="all", level="sequence"),
         _token_tis("token-tis", token, ratio),
-        Correction(
-            name="token-mis", rule=f"w = rho_t where rho_t <= {token:g}, else 0", bound_on=ratio,
-            kept=f"rho_t <= {token:g}", level="token", high=token,
-        ),
+        _masked("token-mis", "rho_t", f"rho_t <= {token:g}", ratio, level="token", high=token),
         _sequence_tis("sequence-tis", sequence, ratio),
-        Correction(
-            name="sequence-mis", rule=f"w = rho_seq where rho_seq <= {sequence:g}, else 0", bound_on=ratio,
-            kept=f"rho_seq <= {sequence:g}", level="sequence", high=sequence,
-        ),
+        _masked("sequence-mis", "rho_seq", f"rho_seq <= {sequence:g}", ratio, level="sequence", high=sequence),
         _icepop("icepop", low, high, ratio),
-        Correction(
-            name="geometric", rule=f"w = 1 where {geometric[0]:g} <= rho_geo <= {geometric[1]:g}, else 0", bound_on=ratio,
-            kept=f"{geometric[0]:g} <= rho_geo <= {geometric[1]:g}", **_mean_bounds(*geometric),
-        ),
-        Correction(
-            name="nemo-rl/seq-mask-tis", rule="w = rho_t where 0.999 <= rho_geo <= 1.002, else 0", bound_on=ratio,
-            kept="0.999 <= rho_geo <= 1.002", level="token", **_mean_bounds(0.999, 1.002),
+        _masked("geometric", "1", _between("rho_geo", *geometric), ratio, **_mean_bounds(*geometric)),
+        _masked(
+            "nemo-rl/seq-mask-tis", "rho_t", _between("rho_geo", 0.999, 1.002), ratio, level="token", **_mean_bounds(0.999, 1.002)
         ),
         Correction(
             name="veto", rule=f"w = 1, 0 for a sequence with a rho_t < {veto:g}", bound_on=ratio,
@@ -181,11 +171,17 @@ def _sequence_tis(name: str, threshold: float, ratio: str) -> Correction:
     )  # fmt: skip
 
 
+def _masked(name: str, weight: str, kept: str, ratio: str, **bounds: Any) -> Correction:
+    """A weight that is 0 unless the bounds that `kept` writes hold."""
+    return Correction(name=name, rule=f"w = {weight} where {kept}, else 0", bound_on=ratio, kept=kept, **bounds)
+
+
 def _icepop(name: str, low: float, high: float, ratio: str) -> Correction:
-    return Correction(
-        name=name, rule=f"w = rho_t where {low:g} <= rho_t <= {high:g}, else 0", bound_on=ratio,
-        kept=f"{low:g} <= rho_t <= {high:g}", level="token", low=low, high=high,
-    )  # fmt: skip
+    return _masked(name, "rho_t", _between("rho_t", low, high), ratio, level="token", low=low, high=high)
+
+
+def _between(value: str, low: float, high: float) -> str:
+    return f"{low:g} <= {value} <= {high:g}"
 
 
 def _mean_bounds(low: float, high: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from .sql.types import struct_fields, struct_sql
 from .statistics.estimators import Array
 from .trace.pair_sums import expm1_minus
 from .trace.ragged import Tokens, blocks, tokens_of
@@ -29,8 +30,7 @@ TYPES = {
     "sum_c": "DOUBLE", "sum_k3": "DOUBLE", "max_k2": "DOUBLE", "min_ratio": "DOUBLE",
 }  # fmt: skip
 """Columns of a group, with their types in SQL; corrections.sql says what each is."""
-_ARROW = {"INTEGER": pa.int32(), "BIGINT": pa.int64(), "DOUBLE": pa.float64()}
-_FIELDS = [pa.field(name, _ARROW[kind]) for name, kind in TYPES.items()]
+_FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
 """Nats that an exponent is clamped to, as verl does: exp(20) is 4.9e8."""
@@ -43,12 +43,11 @@ Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 
 def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
     """Give a connection `correction_zones_of(a, b, mask, advantage, advantages)`: a list of groups for each sequence."""
-    fields = ", ".join(f"{name} {kind}" for name, kind in TYPES.items())
     with suppress(duckdb.InvalidInputException):  # there is none yet
         connection.remove_function(FUNCTION)
     connection.create_function(
         FUNCTION, partial(_of_lists, bounds), ["FLOAT[]", "FLOAT[]", "BOOLEAN[]", "DOUBLE", "FLOAT[]"],
-        f"STRUCT({fields})[]", type="arrow", null_handling="special",
+        f"{struct_sql(TYPES)}[]", type="arrow", null_handling="special",
     )  # fmt: skip
 
 

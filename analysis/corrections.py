@@ -1,4 +1,4 @@
-"""What corrections would have done to a recorded run."""
+"""Apply corrections to a recorded run, as counterfactuals."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _bounds(option: str, text: str) -> tuple[float, float]:
 
 @contextmanager
 def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], progress: Progress) -> Iterator[None]:
-    """Read every token of a pair once, here or on a cluster; the macros of corrections are about what was read meanwhile."""
+    """Read every token of a pair once, here or on a cluster; meanwhile the macros of corrections read what was read."""
     connection = database.connection
     bounds = token_bounds(rules)
     chunks = [chunk for source in database.sources for chunk in run_chunks(database, source.run)]
@@ -163,20 +163,20 @@ def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[
 
 
 def _warn_of_advantages(database: Database) -> None:
-    """Say which columns are NULL, or of a part of the sequences, for want of advantages."""
+    """Warn which columns are NULL or partial because advantages are missing."""
     query = "SELECT count(*), count(*) FILTER (advantage IS NULL AND advantages IS NULL) FROM sequences"
     (counts,) = database.connection.execute(query).fetchall()
     num_sequences, lacking = counts
     if lacking == num_sequences:
         warnings.warn(
-            "the trace has no advantages: what is cut of positive and negative ones cannot be answered and is NULL; record "
+            "no advantages recorded: columns by the sign of the advantage are NULL; record "
             "them with Recorder.add_sequences(advantage=...) or import them",
             TimTraceWarning,
             stacklevel=3,
         )
     elif lacking:
         warnings.warn(
-            f"{lacking:,} of {num_sequences:,} sequences have no advantage: columns by its sign leave them out",
+            f"{lacking:,} of {num_sequences:,} sequences have no advantage and are left out of columns by its sign",
             TimTraceWarning,
             stacklevel=3,
         )

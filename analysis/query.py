@@ -25,7 +25,7 @@ _READING = {
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
-"""Errors of the query itself, whatever the files hold."""
+"""Errors in the query itself, whatever the files contain."""
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
@@ -88,9 +88,7 @@ def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
             return
     elif kind in _READING:
         return
-    raise InvalidQuery(
-        f"sql: {kind.name} does more than read, and queries are read-only; allow it with {option('unsafe')}"
-    )
+    raise InvalidQuery(f"sql: {kind.name} does more than read; allow it with {option('unsafe')}")
 
 
 def _confine(database: Database) -> None:
@@ -104,7 +102,7 @@ def _confine(database: Database) -> None:
 
 def _explained(message: str) -> str:
     if "file system operations are disabled" in message or "extensions is disabled" in message:
-        return f"sql: {message.splitlines()[0]}; queries can read only the trace; allow more with {option('unsafe')}"
+        return f"sql: {message.splitlines()[0]}; a query can only read the trace; allow more with {option('unsafe')}"
     return f"sql: {message.strip()}"
 
 

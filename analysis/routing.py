@@ -5,7 +5,7 @@ Shapes: N tokens of a sequence, L layers with a router, S experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import duckdb
@@ -15,6 +15,7 @@ import pyarrow as pa
 from ..schemas.errors import InvalidQuery
 from ..tracer.routing import NOT_ROUTED, Routing, read_routing
 from ..tracer.store import Store
+from .sql.types import struct_fields, struct_sql
 from .trace.source import Source
 
 FUNCTIONS = ("routing_sums_of", "routing_counts_of")
@@ -22,24 +23,12 @@ FUNCTIONS = ("routing_sums_of", "routing_counts_of")
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
 """run, group and first row in pass a, group and first row in pass b, tokens."""
-_SUMS = pa.list_(
-    pa.struct(
-        [
-            ("num_tokens", pa.int64()),
-            ("num_same_experts", pa.int64()),
-            ("num_same_order", pa.int64()),
-            ("sum_overlap", pa.float64()),
-            ("num_weights", pa.int64()),
-            ("sum_abs_dweight", pa.float64()),
-        ]
-    )
-)
-_SUMS_SQL = (
-    "STRUCT(num_tokens BIGINT, num_same_experts BIGINT, num_same_order BIGINT, sum_overlap DOUBLE, num_weights BIGINT, "
-    "sum_abs_dweight DOUBLE)[]"
-)
-_COUNTS = pa.list_(pa.struct([("num_layers", pa.int64()), ("num_layers_differing", pa.int64())]))
-_COUNTS_SQL = "STRUCT(num_layers BIGINT, num_layers_differing BIGINT)[]"
+_SUMS = {
+    "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
+    "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
+}  # fmt: skip
+_COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
+"""Fields of what the functions give, with their types in SQL."""
 
 
 class Agreement(NamedTuple):
@@ -115,16 +104,17 @@ def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -
     """
     stores = {source.run: source.store for source in sources}
 
-    def sums(run: Any, group_a: Any, start_a: Any, group_b: Any, start_b: Any, num_tokens: Any) -> pa.Array:
-        found = _compared(stores, run, (group_a, start_a), (group_b, start_b), num_tokens)
-        return pa.array([by_layer(row) for row in found], _SUMS)
+    def define(name: str, types: dict[str, str], rows_of: Callable[[Agreement], list[dict[str, Any]]]) -> None:
+        kind = pa.list_(pa.struct(struct_fields(types)))
 
-    def counts(run: Any, group_a: Any, start_a: Any, group_b: Any, start_b: Any, num_tokens: Any) -> pa.Array:
-        found = _compared(stores, run, (group_a, start_a), (group_b, start_b), num_tokens)
-        return pa.array([by_token(row) for row in found], _COUNTS)
+        def function(run: Any, group_a: Any, start_a: Any, group_b: Any, start_b: Any, num_tokens: Any) -> pa.Array:
+            found = _compared(stores, run, (group_a, start_a), (group_b, start_b), num_tokens)
+            return pa.array([rows_of(row) for row in found], kind)
 
-    for name, function, gives in zip(FUNCTIONS, (sums, counts), (_SUMS_SQL, _COUNTS_SQL), strict=True):
-        connection.create_function(name, function, _ARGUMENTS, gives, type="arrow")
+        connection.create_function(name, function, _ARGUMENTS, f"{struct_sql(types)}[]", type="arrow")
+
+    define(FUNCTIONS[0], _SUMS, by_layer)
+    define(FUNCTIONS[1], _COUNTS, by_token)
 
 
 def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: Any) -> list[Agreement]:

@@ -24,9 +24,9 @@ from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
 LIKE = ("run", "step")
-"""What a row of a framework's numbers can stand for."""
+"""Rows of a framework's numbers."""
 _FEW = 8
-"""Traces whose sums are computed together and kept at the end, however large they are."""
+"""Number of traces whose sums are computed together, however large they are."""
 _TOGETHER = 64
 """Traces whose sums are computed in one database, where more lack them."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
@@ -44,10 +44,10 @@ def stats(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Rows:
-    """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence.
+    """Compare two passes: how far their log-probabilities differ, in one row per run, step or sequence.
 
-    Where both have router choices, `routing_agreement` is the share of these that are of the same experts, and `by`
-    layer compares them: a row a layer, the columns of the SQL macro `pair_routing_layers`.
+    If both have router choices, `routing_agreement` is the share with the same experts, and `by` layer compares them: one
+    row per layer, with the columns of the SQL macro `pair_routing_layers`.
 
     `pair` is a:b, and d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite
     value in both; NaN and infinities are counted. The columns are those of the SQL macros `pair_runs`, `pair_steps` and
@@ -62,7 +62,7 @@ def stats(
     actors, which send back sums.
 
     With `like` the numbers are those of a framework, under its own names and by its own definitions: `verl`, `trl`, `slime`,
-    `nemo-rl`, `prime-rl` or `openrlhf`, a row a step, or a run taken as one batch. `options` are then the framework's own,
+    `nemo-rl`, `prime-rl` or `openrlhf`, one row per step, or the run as one batch. `options` are then the framework's own,
     under its own names: the fields of `analysis.frameworks`' dataclasses. Pass a of the pair is the trainer, b the engine.
 
     Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -73,9 +73,9 @@ def stats(
     database = opened(traces, steps, ray)
     if like is not None:
         if exact:
-            raise InvalidOption("has no effect on a framework's numbers, which need no quantiles", option="exact")
+            raise InvalidOption("has no effect on a framework's numbers, which include no quantiles", option="exact")
         if database.ray is not None:
-            raise InvalidOption("has no effect on a framework's numbers, which one process makes", option="ray")
+            raise InvalidOption("has no effect on a framework's numbers, which one process computes", option="ray")
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
@@ -140,7 +140,7 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
     """A framework's own numbers."""
     if by not in LIKE:
         raise InvalidOption(
-            f"like {framework.name}: has no numbers by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
+            f"like {framework.name}: no numbers by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
         )
     with read_once(database, framework, names):
         rows = framework.numbers(database, names, by)
@@ -150,13 +150,13 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
 
 
 def approximate(rows: Rows) -> list[str]:
-    """What to know of the rows that `stats` gave where their quantiles are not exact: a sentence, or none."""
+    """Say how far quantiles in the rows of `stats` may be off, if they are not exact."""
     error = max((row.get("quantile_error") or 0.0 for row in rows.dicts()), default=0.0)
     if not error:
         return []
     return [
         f"p50_abs_d, p95_abs_d and p99_abs_d are within {error:.1%} of the exact ones; {option('exact')} reads the tokens once "
-        "more for these"
+        "more for exact ones"
     ]
 
 
@@ -168,7 +168,7 @@ def likeness(
     like: str | None = None,
     **options: Any,
 ) -> list[str]:
-    """Whose numbers those of `stats` are, and what to know of them in these traces, a sentence each; none without `like`.
+    """Name the framework whose numbers `stats` gives, with notes for these traces; empty without `like`.
 
     `options` are those of `stats`.
     """

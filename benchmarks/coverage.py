@@ -37,9 +37,8 @@ from tim_trace.analysis.objective.figures import FIGURES, chosen_figures, totals
 from tim_trace.analysis.objective.objective import estimates
 from tim_trace.analysis.objective.pass_roles import ADVANTAGE, DRIFT, MISMATCH
 from tim_trace.analysis.objective.sequence_sums import COLUMNS, sequence_sums
-from tim_trace.analysis.objective.shares import LossRows
-from tim_trace.analysis.objective.shares import shares as loss_shares
-from tim_trace.analysis.objective.sums import SequenceSums
+from tim_trace.analysis.objective.sums import LossRows, SequenceSums
+from tim_trace.analysis.objective.sums import shares as loss_shares
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife, parts_of
 from tim_trace.analysis.trace.pair_sums import FiniteTokens, pair_sums

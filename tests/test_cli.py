@@ -448,7 +448,7 @@ def test_options_of_a_framework_are_turned_off_and_given_in_pairs(trace):
     done = tim_trace("stats", trace, "--like", "slime", "--use-tis", "--no-use-rs", "--json")
     assert {"mis_tis_truncate_fraction", "mis_batch_norm_factor"} <= set(done.json()[0])
     assert "mis_rs_mask_fraction_low" not in done.json()[0]
-    assert "run: has no pass 'current', without which ppo_kl, ois are NULL" in done.stderr
+    assert "run: no pass 'current' recorded, so ppo_kl, ois are NULL" in done.stderr
     done = tim_trace("stats", trace, "--like", "openrlhf", "--eps-clip-low-high", "0.1", "0.3", "--json")
     assert set(done.json()[0]) == {"run", "vllm_kl", "ppo_kl", "ppo_clip_ratio"}
 

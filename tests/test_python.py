@@ -325,31 +325,21 @@ TOY = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tim_trace.analysis.frameworks.framework import call, option_field, options_of
-from tim_trace.analysis.frameworks.framework import rows_of
+from tim_trace.analysis.frameworks.framework import Framework, option_field
 from tim_trace.analysis.trace.quoting import quoted_pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Toy:
-    scale: float = option_field(1.0, "Multiplies the toy (1).", metavar="S")
+class Toy(Framework):
+    scale: float = option_field(1.0, "Multiplies the toy (1).", metavar="S", at_least=0)
     delta: float | None = option_field(None, "As TRL's, of the toy.", metavar="C")
 
     name: ClassVar[str] = "my-toy"
     version: ClassVar[str] = "0.1"
     source: ClassVar[str] = "toy.py"
 
-    def numbers(self, database, pair, by):
-        return database.ask(call("my_toy", pair, by, scale=options_of(self)["scale"]))
-
-    def sequence_rows(self, database, pair):
-        return rows_of(database, [f"my_toy_rows({quoted_pair(pair)})"])
-
-    def token_medians(self, pair):
-        return None
-
-    def notes(self, database, pair):
-        return []
+    def row_calls(self, pair):
+        return [f"my_toy_rows({quoted_pair(pair)})"]
 
 
 FRAMEWORK = Toy
@@ -357,9 +347,9 @@ FRAMEWORK = Toy
 TOY_SQL = """
 CREATE OR REPLACE MACRO my_toy_rows(a, b) AS TABLE
     SELECT run, step, seq_id, max_abs_d AS most FROM pair_sequences(a, b);
-CREATE OR REPLACE MACRO my_toy_runs(a, b, scale := 1.0) AS TABLE
+CREATE OR REPLACE MACRO my_toy_runs(a, b, {parameters}) AS TABLE
     SELECT run, scale * max(most) AS toy FROM my_toy_rows(a, b) GROUP BY run;
-CREATE OR REPLACE MACRO my_toy_steps(a, b, scale := 1.0) AS TABLE
+CREATE OR REPLACE MACRO my_toy_steps(a, b, {parameters}) AS TABLE
     SELECT run, step, scale * max(most) AS toy FROM my_toy_rows(a, b) GROUP BY run, step;
 """
 
@@ -377,6 +367,8 @@ def test_a_framework_is_one_module_and_one_file_of_sql(trace, tmp_path, monkeypa
         assert tim_trace.sql(trace, "SELECT toy FROM my_toy_steps('train', 'rollout')").arrow().num_rows == 3
         with pytest.raises(InvalidOption, match="scale: verl has no such option; it belongs to my-toy"):
             tim_trace.stats(trace, like="verl", scale=2.0)
+        with pytest.raises(InvalidOption, match="scale: got -1; give 0 or more"):
+            tim_trace.stats(trace, like="my-toy", scale=-1.0)
     finally:
         registry._files.cache_clear()
 
@@ -433,9 +425,9 @@ def test_an_error_names_keywords_in_python_and_flags_on_the_command_line(trace, 
     with pytest.raises(InvalidOption, match="use by='run' or by='step'"):
         tim_trace.stats(trace, like="verl", by="sequence")
     assert "use --by run or --by step" in told("stats", trace, "--like", "verl", "--by", "sequence")
-    with pytest.raises(InvalidOption, match="ask like='slime'"):
+    with pytest.raises(InvalidOption, match="use like='slime'"):
         tim_trace.stats(trace, tis_clip=3.0)
-    assert "ask --like slime" in told("stats", trace, "--tis-clip", 3)
+    assert "use --like slime" in told("stats", trace, "--tis-clip", 3)
     with pytest.raises(TimTraceError, match="replace it with force=True"):
         tim_trace.Recorder(trace)
     damaged = without_scores(trace, tmp_path)

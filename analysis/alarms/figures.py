@@ -1,4 +1,4 @@
-"""The figures that alarms are of, by step.
+"""The values that alert rules are evaluated on, by step.
 
 Shapes: n steps, those that have a value; T tokens of a batch, N sequences.
 """
@@ -22,7 +22,7 @@ Figure = tuple[np.ndarray, Array]
 """Steps, ascending, and the values at them."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
-"""Metrics that no series has: they are read from the tokens."""
+"""Metrics without a series, computed from the tokens."""
 NOT_FINITE = "num_not_finite"
 """Figure: tokens of a step that count and have a NaN or an infinite logprob under either pass."""
 _LARGEST = 700.0
@@ -62,7 +62,7 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
 
 
 def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:
-    """A metric at the steps that know it; None where nothing gives it.
+    """Return a metric at the steps that have it; None if the trace has none.
 
     With w = exp(d): mean w = 1 + mean_d + k3, ess = (mean w)^2 / mean w^2, and chi2_token = mean w^2 - 1.
     """

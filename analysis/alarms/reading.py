@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..facts.read_series import read_series
 from ..facts.series import Series
 from ..statistics.estimators import Array
+from ..trace.database import Database
+from ..trace.source import Pair
 from . import rule
-from .figures import NOT_FINITE, Figure, figure
+from .figures import NOT_FINITE, Figure, figure, read_token_figures
 from .published import ALARMS, Alarm
 from .repeats import Repeats
 
@@ -25,42 +28,42 @@ _MEASURED = "docs/evidence/alerts.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmReading:
-    """An alarm over the steps of a run."""
+    """An alert rule evaluated over the steps of a run."""
 
     alarm: Alarm
     own: float | None
-    """The run's figure at `worst_step`; None where the alarm is of no figure."""
+    """The run's value at `worst_step`; None for a rule without one."""
     is_raised: bool
-    """Whether it sounds at any step."""
+    """Whether it fires at any step."""
     worst_step: int | None
-    """The step that the figure is of: the furthest beyond the level, or the nearest to it; None where there is no figure."""
+    """The step of that value: the furthest beyond the level, or the nearest to it; None without a value."""
     first_step: int | None = None
-    """The first step at which it sounds; None where it is silent, and so are the three below."""
+    """The first step at which it fires; None if it never does, as for the three below."""
     first_value: float | None = None
     last_step: int | None = None
-    """The last step at which it sounds."""
+    """The last step at which it fires."""
     num_steps: int = 0
-    """Steps at which it sounds."""
+    """Number of steps at which it fires."""
     still: bool = False
-    """Whether it sounds at the last step that can tell."""
+    """Whether it fires at the last step that has a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmReadings:
-    """Every alarm over a run."""
+    """Every alert rule evaluated over a run."""
 
     judged: tuple[AlarmReading, ...] = ()
     not_judged: tuple[str, ...] = ()
-    """Published alarms whose figure the trace does not have."""
+    """Published rules whose value the trace does not have."""
 
     @property
     def raised(self) -> tuple[AlarmReading, ...]:
-        """Those that sound, the earliest first."""
+        """Rules that fire, the earliest first."""
         return tuple(sorted((each for each in self.judged if each.is_raised), key=lambda each: each.first_step or 0))
 
 
 def judge_alarms(series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure]) -> AlarmReadings:
-    """Hold every alarm against every step: published levels, this project's own signs, and what is no number."""
+    """Evaluate every rule at every step: published levels, tim-trace's own rules, and values that are not finite."""
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)
@@ -73,14 +76,14 @@ def judge_alarms(series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapp
 
 
 def judge_level(alarm: Alarm, steps: np.ndarray, values: Array) -> AlarmReading:
-    """Hold [n] values against the level of an alarm."""
+    """Evaluate a published level on [n] values."""
     assert alarm.level is not None
     size = np.abs(values) if alarm.of_size else values
     return _reading(alarm, steps, size > alarm.level if alarm.above else size < alarm.level, values)
 
 
-def _reading(alarm: Alarm, steps: np.ndarray, sounds: np.ndarray, values: Array | None = None) -> AlarmReading:
-    at = np.flatnonzero(sounds)
+def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array | None = None) -> AlarmReading:
+    at = np.flatnonzero(fires)
     own = worst_step = first_value = None
     if values is not None:
         among = at if len(at) else np.arange(len(values))
@@ -93,7 +96,7 @@ def _reading(alarm: Alarm, steps: np.ndarray, sounds: np.ndarray, values: Array 
         first_value = float(values[at[0]])
     return AlarmReading(
         alarm=alarm, own=own, is_raised=True, worst_step=worst_step, first_step=int(steps[at[0]]), first_value=first_value,
-        last_step=int(steps[at[-1]]), num_steps=len(at), still=bool(sounds[-1]),
+        last_step=int(steps[at[-1]]), num_steps=len(at), still=bool(fires[-1]),
     )  # fmt: skip
 
 
@@ -106,10 +109,10 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
         (rule.norm_jumps, "grad_norm", "the gradient norm over its median of the 20 steps before",
          f"> {rule.NORM:g} for {rule.TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip
-    for sounds, metric, definition, condition, summary, of_mismatch in signs:
+    for fires, metric, definition, condition, summary, of_mismatch in signs:
         if (known := figure(metric, series, {})) is not None:
             with np.errstate(invalid="ignore"):
-                flags = sounds(known[1])
+                flags = fires(known[1])
             alarm = Alarm(
                 who=OWN, metric=metric, definition=definition, level=None, rule=condition, summary=summary,
                 source=_MEASURED, of_mismatch=of_mismatch,
@@ -126,7 +129,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
-    """Tokens that no figure of the mismatch holds, where there are any."""
+    """Tokens that the mismatch leaves out, if any."""
     if NOT_FINITE in of_tokens and (of_tokens[NOT_FINITE][1] > 0).any():
         steps, counts = of_tokens[NOT_FINITE]
         alarm = Alarm(
@@ -138,13 +141,13 @@ def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
-    """Rewards, gradient norms and losses that are no numbers."""
-    told = (
+    """Rewards, gradient norms and losses that are not finite."""
+    series_of_run = (
         ("reward", "most rewards of a step", "nothing can be learned from this step"),
         ("grad_norm", "the logged grad_norm", "the update of this step was not a number"),
         ("loss", "the logged loss", "the update of this step was not a number"),
     )
-    for name, definition, summary in told:
+    for name, definition, summary in series_of_run:
         if name in series:
             one = series[name]
             steps = np.union1d(one.steps[one.known], one.not_finite)
@@ -153,3 +156,11 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
                 source=one.source, of_mismatch=False,
             )  # fmt: skip
             yield _reading(alarm, steps, np.isin(steps, one.not_finite))
+
+
+def read_alarms(database: Database, pair: Pair) -> AlarmReadings:
+    """Evaluate every rule over the steps of the one open run, as `watch` does once it has read them all."""
+    run = database.sources[0].run
+    repeats = Repeats()
+    repeats.keep(database, run, ())
+    return judge_alarms(read_series(database, pair=pair), repeats, read_token_figures(database, pair, run))

@@ -1,4 +1,4 @@
-"""Responses that came again, and the share of them that earned another reward."""
+"""Repeated responses, and the share of them that earned another reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This project's own alarm: four signs, each from what was known by then. docs/evidence/alerts.md says how often it was right.
+"""tim-trace's own four alert rules, each from what was known at the step. docs/evidence/alerts.md says how often they were right.
 
 Shapes: n values, one a step that has one.
 """
@@ -22,17 +22,17 @@ TIMES = 3
 
 
 def gap_bends(mean_abs_d: Array) -> Array:
-    """[n] bool: a gap that can bend a run, for three steps."""
+    """[n] bool: a mismatch that can bias a run, for three steps."""
     return sustained(mean_abs_d > GAP, TIMES)
 
 
 def rewards_contradict(unequal: Array) -> Array:
-    """[n] bool: a twentieth of the responses that came again earned another reward; `repeats.unequal_rewards`."""
+    """[n] bool: a twentieth of the repeated responses earned another reward; `repeats.unequal_rewards`."""
     return np.asarray(unequal > UNEQUAL)
 
 
 def rate_jumps(learning_rate: Array) -> Array:
-    """[n] bool: the learning rate is three times what it ever was, by medians of five steps before each."""
+    """[n] bool: the learning rate is three times its highest level so far, by medians of five steps before each."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +12,13 @@ from functools import partial
 import numpy as np
 
 from ...schemas.loss import TOKEN, Loss, read_loss
+from ..statistics.estimators import Array
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.ragged import Tokens, blocks
 from ..trace.source import Pair
 from ..trace.threads import mapped
-from .chosen import choose
-from .counts import Counts, counts_of, empty_counts, entropy_bins
+from .counts import Counts, Shapes, counts_of, empty_counts, entropy_bins
 from .edges import (
     ENTROPIES_PER_NAT,
     NUM_DIFFERENCES,
@@ -29,14 +30,14 @@ from .edges import (
     rounded_up,
 )  # fmt: skip
 from .part import Part, part_of
-from .quantile import high_quantile
 from .queries import queries
-from .shapes import Shapes
-from .tokens import ChosenTokens, read_chosen_tokens
+from .tokens import ChosenTokens, choose, read_chosen_tokens
 
 _REACH = 0.999
 """Share of tokens that an axis of nats holds between its ends."""
 _ENVELOPE = 0.99
+_STRIDE = 64
+"""Every how many values one is taken to guess where the quantile is."""
 _MAX_LOG = 700.0
 """ln of a ratio that float64 still holds; a loss whose bound is 0 makes infinite ones."""
 
@@ -164,3 +165,21 @@ def _counted(pool: ThreadPoolExecutor, parts: list[Part], edges: Edges, num_step
     for found, steps in mapped(pool, partial(counts_of, edges=edges), parts):
         counts.add(found, steps)
     return counts
+
+
+def high_quantile(parts: Sequence[Array], share: float) -> float | None:
+    """The smallest of the values that this share of them does not exceed, as DuckDB's quantile_disc; None of no values.
+
+    Only values above a guess are sorted: the guess is the same quantile of a few of them, a little lower.
+    """
+    num = sum(len(part) for part in parts)
+    if not num:
+        return None
+    above = num - max(1, num - math.floor(num - share * num))
+    few = np.sort(np.concatenate([part[::_STRIDE] for part in parts]))
+    guess = few[max(0, int(len(few) * (1 - 2 * (1 - share))) - 8)]
+    kept = np.concatenate([part[part >= guess] for part in parts])
+    if len(kept) <= above:
+        kept = np.concatenate(parts)
+    place = len(kept) - 1 - above
+    return float(np.partition(kept, place)[place])

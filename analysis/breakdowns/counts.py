@@ -1,4 +1,4 @@
-"""Counts and sums of the compared tokens in the bins of every axis, by step.
+"""The shape of a mismatch over every axis: counts and sums of the compared tokens in bins, by step.
 
 Shapes: S steps; X, Y bins of probability and of d; B bins of a profile, with 4 sums Q; R bins of ratios.
 """
@@ -21,11 +21,51 @@ from .edges import (
     per_unit,
 )  # fmt: skip
 from .part import Part
-from .profile import NUM_SUMS, profile_of
-from .shapes import AFTER, BEFORE, NEGATIVE, POSITIVE, Shapes
+
+BEFORE, AFTER = "before", "after"
+"""Ratio that the samples call for, and the one that the loss uses after its clip."""
+POSITIVE, NEGATIVE = "positive", "negative"
+"""Sign of the advantage."""
+
+NUM_SUMS = 4
+"""Sums that a profile is made of: tokens, |d|, d squared, d."""
 
 _CELLS = NUM_DIFFERENCES * NUM_PROBABILITIES
 _STAGES, _SIGNS = (BEFORE, AFTER), (POSITIVE, NEGATIVE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What the tokens of each of B bins have, d in nats; NaN where a bin has no token."""
+
+    num: np.ndarray
+    """[B] int64, tokens."""
+    mean_abs_d: Array
+    """[B] mean of |d|, nats."""
+    rms_d: Array
+    """[B] root of the mean of d squared, nats."""
+    mean_d: Array
+    """[B] mean of d, nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """Counts and profiles over some tokens; the edges of their bins are those of the Breakdowns."""
+
+    density: np.ndarray
+    """[Y, X] int64 tokens by d (Y) and by the probability that pass b gave the token (X); the first and the last bin of d
+    hold what lies outside too."""
+    position: Profile
+    """Over the token's place in the response, from 0."""
+    length: Profile
+    """Over the length of the response, in tokens."""
+    entropy: Profile | None
+    """Over the entropy that pass b recorded, else pass a, else the pass current; tokens whose entropy is not finite are in no
+    bin. None where none recorded any."""
+    ratios: dict[tuple[str, str], np.ndarray] | None
+    """("before" or "after", "positive" or "negative") -> [R] int64: terms of the loss by the logarithm of their ratio, for
+    advantages of that sign; the first and the last bin hold what lies outside too. "before" is current / b, "after" is what
+    the loss uses; see part.terms_of. Without "after" where the loss is not known; None where there are no advantages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,3 +184,13 @@ def _named(ratios: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
     return {
         (stage, sign): ratios[i, j] for i, stage in enumerate(_STAGES[: len(ratios)]) for j, sign in enumerate(_SIGNS)
     }
+
+
+def profile_of(sums_BQ: Array) -> Profile:
+    """From [B, 4] sums over the tokens of each bin: how many, |d|, d squared, d."""
+    num_B = sums_BQ[:, 0]
+    with np.errstate(invalid="ignore"):
+        mean_BQ = sums_BQ[:, 1:] / np.where(num_B > 0, num_B, np.nan)[:, None]
+    return Profile(
+        num=num_B.astype(np.int64), mean_abs_d=mean_BQ[:, 0], rms_d=np.sqrt(mean_BQ[:, 1]), mean_d=mean_BQ[:, 2]
+    )

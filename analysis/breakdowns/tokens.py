@@ -1,7 +1,8 @@
-"""The tokens of the chosen sequences, in an order that does not depend on that of the rows."""
+"""The steps and sequences of a run that are read, and their tokens in an order that does not depend on that of the rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,10 +10,90 @@ import numpy as np
 from ...schemas.loss import CURRENT
 from ..trace.columns import passes_with, sequence_columns
 from ..trace.database import Database
+from ..trace.quoting import quoted
 from ..trace.ragged import Tokens
+from ..trace.sampling import notable_first, tokens_by_step
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
-from .chosen import KEY, Chosen
+
+KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
+"""A number of a sequence that says nothing of it, and is the same everywhere; `rows` is empty, or a table with a dot."""
+
+_STEPS = """
+SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
+GROUP BY step HAVING count(DISTINCT "pass") = {num} ORDER BY step
+"""
+
+_SEQUENCES = """
+SELECT {key} AS key, s.num_response_tokens
+FROM sequences AS s
+SEMI JOIN {a} AS a ON a.step = s.step AND a.seq_id = s.seq_id
+SEMI JOIN {b} AS b ON b.step = s.step AND b.seq_id = s.seq_id
+WHERE s.run = $run AND s.step IN ({steps})
+ORDER BY key
+"""
+
+_SCORED = (
+    '(SELECT step, seq_id FROM scores WHERE run = $run AND step IN ({steps}) AND iteration = 0 AND "pass" = {name})'
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What is read of a run."""
+
+    run: str
+    steps: tuple[int, ...]
+    largest_key: int | None
+    """Sequences are read whose key is not above it; None: all of them."""
+    num_recorded_tokens: int
+    """Response tokens of the run."""
+    how: str
+    """The choice, in words that begin in the middle of a sentence."""
+
+
+def choose(
+    database: Database, pair: Pair, run: str, *, notable: Sequence[int], max_steps: int, max_tokens: int
+) -> Chosen:
+    """Choose steps that both passes scored, and so many of their sequences that no more tokens than that are read."""
+    tokens = tokens_by_step(database, run)
+    query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
+    known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
+    steps, how = _steps(known, notable, max_steps)
+    largest = None
+    if sum(tokens.get(step, 0) for step in steps) > max_tokens:
+        largest, more = _sequences(database, pair, run, steps, max_tokens)
+        how += more
+    return Chosen(run=run, steps=steps, largest_key=largest, num_recorded_tokens=sum(tokens.values()), how=how)
+
+
+def _steps(known: list[int], notable: Sequence[int], max_steps: int) -> tuple[tuple[int, ...], str]:
+    if len(known) <= max_steps:
+        return tuple(known), f"all {len(known):,} steps that both passes scored" if len(
+            known
+        ) != 1 else "the one step that both passes scored"
+    named, spread = notable_first(known, notable, max_steps)
+    parts = [f"{len(named):,} notable ones"] * bool(named) + [f"{len(spread):,} evenly spread"] * bool(spread)
+    how = f"{len(named) + len(spread):,} of the {len(known):,} steps that both passes scored, {' and '.join(parts)}"
+    return tuple(sorted([*named, *spread])), how
+
+
+def _sequences(
+    database: Database, pair: Pair, run: str, steps: tuple[int, ...], max_tokens: int
+) -> tuple[int | None, str]:
+    """The largest key up to which the sequences of all these steps have no more tokens than that; one at least."""
+    names = ", ".join(str(step) for step in steps)
+    a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
+    query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)
+    rows = database.connection.sql(query, params={"run": run}).to_arrow_table()
+    total = np.cumsum(rows["num_response_tokens"].to_numpy().astype(np.int64))
+    num = max(int(np.searchsorted(total, max_tokens, "right")), 1)
+    if num >= len(total):
+        return None, ""
+    return rows["key"][num - 1].as_py(), (
+        f"; of their {len(total):,} sequences the {num:,} with the lowest hash of step and seq_id, so that no more than "
+        f"{max_tokens:,} tokens are read"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from ...schemas.modules import has_experts
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
-from ..alarms.read import read_alarms
+from ..alarms.reading import read_alarms
 from ..attribution.attribute import explain
 from ..attribution.attribution import Attribution
 from ..attribution.thresholds import ABRUPT

@@ -18,19 +18,19 @@ import pyarrow as pa
 from ...schemas.errors import DamagedTrace, TimTraceError
 from ...tracer.dense import HIDDEN, LOGITS, LOGPROBS, TAIL, TOKEN_IDS
 from ...tracer.dense_group import DenseGroup, open_dense
+from ..sql.types import ARROW
 from ..trace.source import Source
 from .bounds import compare_partly
 from .divergence import Full, compare_full
+from .function import MEASURES
 from .head_logits import Heads
-from .measures import MEASURES
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
 """One side's logits of a chunk in float64; comparing takes about fifteen times as much."""
 OPEN_GROUPS = 8
 
-_ARROW = {"DOUBLE": pa.float64(), "BIGINT": pa.int64(), "BOOLEAN": pa.bool_()}
-TYPES = {name: _ARROW[type] for name, type in MEASURES.items()}
+TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):

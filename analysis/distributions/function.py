@@ -8,8 +8,26 @@ from typing import Any
 import duckdb
 
 from ...schemas.errors import TimTraceError
+from ..sql.types import struct_sql
 from ..trace.source import Source
-from .measures import MEASURES
+
+_DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
+_BOUNDED = (*_DIVERGENCES, "entropy_a", "entropy_b")
+
+MEASURES: dict[str, str] = {
+    **dict.fromkeys((*_DIVERGENCES, "max_abs_dlogit"), "DOUBLE"),
+    "argmax_flip": "BOOLEAN",
+    "num_unsupported_ab": "BIGINT",
+    "num_unsupported_ba": "BIGINT",
+    "entropy_a": "DOUBLE",
+    "entropy_b": "DOUBLE",
+    "vocab_a": "BIGINT",
+    "vocab_b": "BIGINT",
+    "mass_beyond_a": "DOUBLE",
+    "mass_beyond_b": "DOUBLE",
+    **{f"{name}_{end}": "DOUBLE" for name in _BOUNDED for end in ("low", "high")},
+}
+"""Column of a compared token -> its SQL type."""
 
 COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
@@ -49,12 +67,11 @@ class ComparedDistributions:
                 group_b, start_b, contract_b, version_b, attempt_b,
             )  # fmt: skip
 
-        fields = ", ".join(f"{name} {type}" for name, type in MEASURES.items())
         connection.create_function(
             COMPARE,
             compare,
             ["VARCHAR", "BIGINT", *_PLACE, *_PLACE],
-            f"STRUCT({fields})[]",
+            f"{struct_sql(MEASURES)}[]",
             type="arrow",
             null_handling="special",
         )

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption
 from ...schemas.passes import CURRENT
 from ..trace.quoting import quoted_pair
-from .framework import call, check_choice, literals, option_field, options_of, rows_of
+from .framework import Framework, literals, option_field
 from .notes import masked_out, null_without
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from ..rows import Rows
     from ..trace.database import Database
     from ..trace.source import Pair
 
@@ -23,28 +20,30 @@ TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NemoRl:
+class NemoRl(Framework):
     """The options of NeMo-RL's clipped policy-gradient loss that decide these numbers."""
 
-    reference_policy_kl_type: str = option_field("k3", "Estimator of the two KL errors (k3).", metavar="k1|k2|k3")
+    reference_policy_kl_type: str = option_field(
+        "k3", "Estimator of the two KL errors (k3).", choices=("k1", "k2", "k3")
+    )
     """Estimator of gen_kl_error and policy_kl_error."""
     sequence_level_importance_ratios: bool = option_field(False, "Ratios of sequences.")
     """Ratios of sequences instead of tokens."""
-    truncated_importance_sampling_type: str | None = option_field(
-        None, "Truncation.", metavar="tis|icepop|seq-mask-tis"
-    )
+    truncated_importance_sampling_type: str | None = option_field(None, "Truncation.", choices=TRUNCATIONS)
     """What becomes of ratios outside of the bounds; None: nothing."""
     truncated_importance_sampling_ratio: float | None = option_field(None, "Its upper bound.", metavar="C")
     """Upper bound."""
     truncated_importance_sampling_ratio_min: float | None = option_field(None, "Its lower bound.", metavar="C")
     """Lower bound; None: 0, which `tis` alone allows."""
-    train_micro_batch_size: int = option_field(1, "Multiplies the mean of sequences' ratios (1).", metavar="N")
+    train_micro_batch_size: int = option_field(
+        1, "Multiplies the mean of sequences' ratios (1).", metavar="N", at_least=1
+    )
     """Sequences of a micro-batch; NeMo-RL's mean of sequences' ratios is that many times too large."""
-    seq_logprob_error_threshold: float | None = option_field(None, "Mask sequences above it.", metavar="C")
+    seq_logprob_error_threshold: float | None = option_field(None, "Mask sequences above it.", metavar="C", at_least=0)
     """Mask sequences whose mean of exp(|d|) is above it; None: none."""
-    ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E")
+    ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E", at_least=0)
     """The policy's ratio is clamped to 1 less this, at least."""
-    ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E")
+    ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E", at_least=0)
     """The policy's ratio is clamped to 1 plus this, at most."""
     disable_ppo_ratio: bool = option_field(False, "Logprobs in place of ratios.")
     """REINFORCE: what stands for the ratio is the logprob inside the loss."""
@@ -53,12 +52,8 @@ class NemoRl:
     version: ClassVar[str] = "0.7.0"
     source: ClassVar[str] = "nemo_rl/algorithms/loss/loss_functions.py, nemo_rl/algorithms/grpo.py"
 
-    def __post_init__(self) -> None:
-        check_choice("nemo-rl", "reference_policy_kl_type", self.reference_policy_kl_type, ("k1", "k2", "k3"))
-        if self.train_micro_batch_size < 1:
-            raise InvalidOption(f"got {self.train_micro_batch_size}; it is 1 or more", option="train_micro_batch_size")
+    def check(self) -> None:
         kind = self.truncated_importance_sampling_type
-        check_choice("nemo-rl", "truncated_importance_sampling_type", kind, TRUNCATIONS)
         lower, upper = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
         if kind is None and (lower is not None or upper is not None):
             raise InvalidOption(
@@ -74,44 +69,33 @@ class NemoRl:
             )
         if lower is not None and upper is not None and lower > upper:
             raise InvalidOption(
-                f"got {lower:g}; it is at most the ratio, {upper:g}", option="truncated_importance_sampling_ratio_min"
+                f"got {lower:g}; it must be at most the ratio, {upper:g}",
+                option="truncated_importance_sampling_ratio_min",
             )
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
-            raise InvalidOption("seq-mask-tis masks token ratios: leave sequence_level_importance_ratios away")
-        if self.seq_logprob_error_threshold is not None and self._mixes_micro_batches:
+            raise InvalidOption("seq-mask-tis masks token ratios: drop sequence_level_importance_ratios")
+        mixes_micro_batches = self.sequence_level_importance_ratios and self.train_micro_batch_size > 1
+        if self.seq_logprob_error_threshold is not None and mixes_micro_batches:
             raise InvalidOption(
                 "with it the mean of sequences' ratios depends on which sequences shared a "
-                "micro-batch, which no trace tells; leave train_micro_batch_size away",
+                "micro-batch, which is not recorded; drop train_micro_batch_size",
                 option="seq_logprob_error_threshold",
             )
-        for name in ("seq_logprob_error_threshold", "ratio_clip_min", "ratio_clip_max"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise InvalidOption(f"got {value:g}; give a number from 0 on", option=name)
 
-    @property
-    def _mixes_micro_batches(self) -> bool:
-        return self.sequence_level_importance_ratios and self.train_micro_batch_size > 1
+    def is_unlogged(self, column: str) -> bool:
+        return column == "is_oob_ratio" and self.truncated_importance_sampling_type is None
 
-    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        rows = database.ask(call("nemo_rl", pair, by, **options_of(self)))
-        return rows if self.truncated_importance_sampling_type else rows.without({"is_oob_ratio"})
-
-    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+    def row_calls(self, pair: Pair) -> Iterable[str]:
         asked, kind = quoted_pair(pair), self.truncated_importance_sampling_type
         of_sequences, threshold = self.sequence_level_importance_ratios, self.seq_logprob_error_threshold
         lower, upper = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
         rows = (self.reference_policy_kl_type, of_sequences, kind, upper, lower, threshold)
         ratios = (of_sequences, self.ratio_clip_min, self.ratio_clip_max, self.disable_ppo_ratio, threshold)
-        calls = (
+        return (
             f"nemo_rl_rows({asked}, {literals(rows)})",
             f"nemo_rl_entropies({asked}, {literals((threshold,))})",
             f"nemo_rl_ratios({asked}, {literals(ratios)})",
         )
-        return rows_of(database, calls)
-
-    def token_medians(self, pair: Pair) -> None:
-        return None
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         ratios = ("probs_ratio", "probs_ratio_clamped")

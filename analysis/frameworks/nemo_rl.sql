@@ -173,27 +173,8 @@ CREATE OR REPLACE MACRO nemo_rl_groups(
     WHERE num_tokens > 0
     ORDER BY found.run, found.step;
 
-CREATE OR REPLACE MACRO nemo_rl_steps(
-    a, b, reference_policy_kl_type := 'k3', sequence_level_importance_ratios := false,
-    truncated_importance_sampling_type := NULL, truncated_importance_sampling_ratio := NULL,
-    truncated_importance_sampling_ratio_min := NULL, train_micro_batch_size := 1, seq_logprob_error_threshold := NULL,
-    ratio_clip_min := 0.2, ratio_clip_max := 0.2, disable_ppo_ratio := false
-) AS TABLE
-    SELECT * FROM nemo_rl_groups(a, b, true, reference_policy_kl_type, sequence_level_importance_ratios,
-                                 truncated_importance_sampling_type::VARCHAR, truncated_importance_sampling_ratio::DOUBLE,
-                                 truncated_importance_sampling_ratio_min::DOUBLE, train_micro_batch_size,
-                                 seq_logprob_error_threshold::DOUBLE, ratio_clip_min::DOUBLE, ratio_clip_max::DOUBLE,
-                                 disable_ppo_ratio);
+CREATE OR REPLACE MACRO nemo_rl_steps(a, b, {parameters}) AS TABLE
+    SELECT * FROM nemo_rl_groups(a, b, true, {options});
 
-CREATE OR REPLACE MACRO nemo_rl_runs(
-    a, b, reference_policy_kl_type := 'k3', sequence_level_importance_ratios := false,
-    truncated_importance_sampling_type := NULL, truncated_importance_sampling_ratio := NULL,
-    truncated_importance_sampling_ratio_min := NULL, train_micro_batch_size := 1, seq_logprob_error_threshold := NULL,
-    ratio_clip_min := 0.2, ratio_clip_max := 0.2, disable_ppo_ratio := false
-) AS TABLE
-    SELECT * EXCLUDE (step)
-    FROM nemo_rl_groups(a, b, false, reference_policy_kl_type, sequence_level_importance_ratios,
-                        truncated_importance_sampling_type::VARCHAR, truncated_importance_sampling_ratio::DOUBLE,
-                        truncated_importance_sampling_ratio_min::DOUBLE, train_micro_batch_size,
-                        seq_logprob_error_threshold::DOUBLE, ratio_clip_min::DOUBLE, ratio_clip_max::DOUBLE,
-                        disable_ppo_ratio);
+CREATE OR REPLACE MACRO nemo_rl_runs(a, b, {parameters}) AS TABLE
+    SELECT * EXCLUDE (step) FROM nemo_rl_groups(a, b, false, {options});

@@ -1,4 +1,4 @@
-"""What frameworks' numbers of a trace need to be read with."""
+"""Notes on a framework's numbers for a trace."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ ORDER BY run, dtype
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
 ) -> list[str]:
-    """Say that these numbers are NULL where a run lacks a pass, or a column of it; nothing where every run has it."""
+    """Say that these numbers are NULL where a run lacks a pass, or a column of it; empty if every run has it."""
     query = _SCORED.format(scored=quoted(scored), column=column)
     known = {run for (run,) in database.connection.execute(query).fetchall()}
     lacking = [source.run for source in database.sources if source.run not in known]
     if not lacking or not names:
         return []
     verb = "is" if len(names) == 1 else "are"
-    return [f"{', '.join(lacking)}: has no {what} {scored!r}, without which {', '.join(names)} {verb} NULL"]
+    return [f"{', '.join(lacking)}: no {what} {scored!r} recorded, so {', '.join(names)} {verb} NULL"]
 
 
 def masked_out(
@@ -52,7 +52,7 @@ def masked_out(
     framework: str,
     *,
     rejects: bool = False,
-    effect: str = "what it logged of these steps can be NaN",
+    effect: str = "what it logged at these steps can be NaN",
 ) -> list[str]:
     """Say what a framework that multiplies by the mask makes of NaN and infinities on tokens that do not count.
 
@@ -70,22 +70,22 @@ def masked_out(
     which = "tokens that do not count or may be rejected" if rejects else "tokens that do not count"
     return [
         f"{num_logprobs:,} logprobs at {num_steps:,} steps are NaN or infinite on {which}: {framework} multiplies by a "
-        f"mask of 0, which gives NaN, so that {effect}; here such tokens are left out"
+        f"mask of 0, which gives NaN, so {effect}; these numbers leave such tokens out"
     ]
 
 
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
-    """Say where a framework averaged half-precision logprobs in their own dtype, as far as the contract tells."""
+    """Say where a framework averaged half-precision logprobs in their own dtype, as far as the contract says."""
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
     return [
-        f"{run}: {framework} held the logprobs of {scored} in {dtype} and averaged them so: what it logged has about 3 digits; "
+        f"{run}: {framework} averages the logprobs of {scored} in {dtype}: what it logged has about 3 digits; "
         "these are float64 sums of the same logprobs"
         for run, dtype in found
     ]
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Say which options a run was trained with, where the trace says that they differ from those of the numbers."""
+    """Say which options a run was trained with, if the recorded ones differ from those of the numbers."""
     told = []
     for source in database.sources:
         trained = read_hyperparameters(database, source.run)
@@ -96,7 +96,7 @@ def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
         }
         if other:
             told.append(
-                f"{source.run}: was trained with other options than these numbers'; for what it logged itself: "
+                f"{source.run}: was trained with other options; for the numbers that it logged: "
                 f"{options({'by': 'step'} | other)}"
             )
     return told

@@ -66,13 +66,8 @@ CREATE OR REPLACE MACRO openrlhf_groups(
     ) AS clips ON clips.run = found.run AND clips.step IS NOT DISTINCT FROM found.step
     ORDER BY found.run, found.step;
 
-CREATE OR REPLACE MACRO openrlhf_steps(
-    a, b, policy_loss_type := 'ppo', eps_clip_low_high := [0.2, 0.2], is_correction_enable := false
-) AS TABLE
-    SELECT * FROM openrlhf_groups(a, b, true, policy_loss_type, eps_clip_low_high::DOUBLE[], is_correction_enable);
+CREATE OR REPLACE MACRO openrlhf_steps(a, b, {parameters}) AS TABLE
+    SELECT * FROM openrlhf_groups(a, b, true, {options});
 
-CREATE OR REPLACE MACRO openrlhf_runs(
-    a, b, policy_loss_type := 'ppo', eps_clip_low_high := [0.2, 0.2], is_correction_enable := false
-) AS TABLE
-    SELECT * EXCLUDE (step)
-    FROM openrlhf_groups(a, b, false, policy_loss_type, eps_clip_low_high::DOUBLE[], is_correction_enable);
+CREATE OR REPLACE MACRO openrlhf_runs(a, b, {parameters}) AS TABLE
+    SELECT * EXCLUDE (step) FROM openrlhf_groups(a, b, false, {options});

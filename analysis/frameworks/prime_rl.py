@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ...schemas.errors import InvalidOption, option
+from ...schemas.errors import option
 from ..trace.quoting import quoted_pair
-from .framework import TokenMedians, call, literals, option_field, options_of, rows_of
+from .framework import Framework, TokenMedians, literals, option_field, options_of
 from .notes import null_without
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from ..rows import Rows
     from ..trace.database import Database
     from ..trace.source import Pair
 
+_OF_SIGNS = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
+"""Numbers by the sign of the advantage, which the loss ipo does not have."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrimeRl:
+class PrimeRl(Framework):
     """The options of prime-rl's losses that decide which tokens are masked."""
 
-    dppo_mask_low: float = option_field(0.2, "Largest fall of a probability (0.2).", metavar="P")
+    dppo_mask_low: float = option_field(0.2, "Largest fall of a probability (0.2).", metavar="P", at_least=0)
     """Largest fall of a token's probability where its advantage is not positive."""
-    dppo_mask_high: float = option_field(0.2, "Largest rise of a probability (0.2).", metavar="P")
+    dppo_mask_high: float = option_field(0.2, "Largest rise of a probability (0.2).", metavar="P", at_least=0)
     """Largest rise where its advantage is positive."""
-    ipo_threshold: float | None = option_field(None, "The loss ipo, and its bound.", metavar="P")
+    ipo_threshold: float | None = option_field(None, "The loss ipo, and its bound.", metavar="P", at_least=0)
     """Of the loss `ipo`: largest change of a probability either way; None: the default loss."""
 
     name: ClassVar[str] = "prime-rl"
     version: ClassVar[str] = "0.8.0"
     source: ClassVar[str] = "src/prime_rl/trainer/rl/loss.py, src/prime_rl/trainer/rl/train.py"
+    columns: ClassVar[str] = ", ".join(
+        f'{name}.{statistic} AS "{name}/{statistic}"'
+        for name in ("masked_mismatch_kl", "unmasked_mismatch_kl", "is_masked", *_OF_SIGNS)
+        for statistic in ("mean", "median", "std", "min", "max")
+    )
 
-    def __post_init__(self) -> None:
-        for name, value in options_of(self).items():
-            if value is not None and value < 0:
-                raise InvalidOption(f"got {value:g}; give a difference of probabilities from 0 on", option=name)
+    def is_unlogged(self, column: str) -> bool:
+        return self.ipo_threshold is not None and column.startswith(_OF_SIGNS)
 
-    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        rows = database.ask(call("prime_rl", pair, by, **options_of(self)))
-        of_signs = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
-        if self.ipo_threshold is None:
-            return rows
-        return rows.without({name for name in rows.columns if name.startswith(of_signs)})
-
-    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
-        return rows_of(database, (f"prime_rl_rows({self._arguments(pair)})",))
+    def row_calls(self, pair: Pair) -> Iterable[str]:
+        return (f"prime_rl_rows({self._arguments(pair)})",)
 
     def token_medians(self, pair: Pair) -> TokenMedians | None:
         arguments = self._arguments(pair)
@@ -57,7 +53,7 @@ class PrimeRl:
         )  # fmt: skip
 
     def _arguments(self, pair: Pair) -> str:
-        return f"{quoted_pair(pair)}, {literals((self.dppo_mask_low, self.dppo_mask_high, self.ipo_threshold))}"
+        return f"{quoted_pair(pair)}, {literals(options_of(self).values())}"
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [

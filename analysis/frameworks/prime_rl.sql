@@ -93,41 +93,7 @@ CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_
            kl.std AS "mismatch_kl/all/std",
            kl.min AS "mismatch_kl/all/min",
            kl.max AS "mismatch_kl/all/max",
-           masked_mismatch_kl.mean AS "masked_mismatch_kl/mean",
-           masked_mismatch_kl.median AS "masked_mismatch_kl/median",
-           masked_mismatch_kl.std AS "masked_mismatch_kl/std",
-           masked_mismatch_kl.min AS "masked_mismatch_kl/min",
-           masked_mismatch_kl.max AS "masked_mismatch_kl/max",
-           unmasked_mismatch_kl.mean AS "unmasked_mismatch_kl/mean",
-           unmasked_mismatch_kl.median AS "unmasked_mismatch_kl/median",
-           unmasked_mismatch_kl.std AS "unmasked_mismatch_kl/std",
-           unmasked_mismatch_kl.min AS "unmasked_mismatch_kl/min",
-           unmasked_mismatch_kl.max AS "unmasked_mismatch_kl/max",
-           is_masked.mean AS "is_masked/mean",
-           is_masked.median AS "is_masked/median",
-           is_masked.std AS "is_masked/std",
-           is_masked.min AS "is_masked/min",
-           is_masked.max AS "is_masked/max",
-           is_masked_low.mean AS "is_masked_low/mean",
-           is_masked_low.median AS "is_masked_low/median",
-           is_masked_low.std AS "is_masked_low/std",
-           is_masked_low.min AS "is_masked_low/min",
-           is_masked_low.max AS "is_masked_low/max",
-           is_masked_high.mean AS "is_masked_high/mean",
-           is_masked_high.median AS "is_masked_high/median",
-           is_masked_high.std AS "is_masked_high/std",
-           is_masked_high.min AS "is_masked_high/min",
-           is_masked_high.max AS "is_masked_high/max",
-           masked_advantage_positive.mean AS "masked_advantage_positive/mean",
-           masked_advantage_positive.median AS "masked_advantage_positive/median",
-           masked_advantage_positive.std AS "masked_advantage_positive/std",
-           masked_advantage_positive.min AS "masked_advantage_positive/min",
-           masked_advantage_positive.max AS "masked_advantage_positive/max",
-           masked_advantage_negative.mean AS "masked_advantage_negative/mean",
-           masked_advantage_negative.median AS "masked_advantage_negative/median",
-           masked_advantage_negative.std AS "masked_advantage_negative/std",
-           masked_advantage_negative.min AS "masked_advantage_negative/min",
-           masked_advantage_negative.max AS "masked_advantage_negative/max",
+           {columns},
            entropy.mean AS "entropy/all/mean",
            CASE WHEN entropy IS NOT NULL THEN median_entropy END AS "entropy/all/median",
            entropy.std AS "entropy/all/std",
@@ -164,13 +130,8 @@ CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_
       ON medians.run = found.run AND medians.step IS NOT DISTINCT FROM found.step
     ORDER BY found.run, found.step;
 
-CREATE OR REPLACE MACRO prime_rl_steps(
-    a, b, dppo_mask_low := 0.2, dppo_mask_high := 0.2, ipo_threshold := NULL
-) AS TABLE
-    SELECT * FROM prime_rl_groups(a, b, true, dppo_mask_low::DOUBLE, dppo_mask_high::DOUBLE, ipo_threshold::DOUBLE);
+CREATE OR REPLACE MACRO prime_rl_steps(a, b, {parameters}) AS TABLE
+    SELECT * FROM prime_rl_groups(a, b, true, {options});
 
-CREATE OR REPLACE MACRO prime_rl_runs(
-    a, b, dppo_mask_low := 0.2, dppo_mask_high := 0.2, ipo_threshold := NULL
-) AS TABLE
-    SELECT * EXCLUDE (step)
-    FROM prime_rl_groups(a, b, false, dppo_mask_low::DOUBLE, dppo_mask_high::DOUBLE, ipo_threshold::DOUBLE);
+CREATE OR REPLACE MACRO prime_rl_runs(a, b, {parameters}) AS TABLE
+    SELECT * EXCLUDE (step) FROM prime_rl_groups(a, b, false, {options});

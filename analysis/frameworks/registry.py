@@ -1,8 +1,10 @@
 """The frameworks: each is a module of this package, with a file of SQL of the same name beside it.
 
-The module has the framework's class as FRAMEWORK, whose fields are its options, on the command line too, and may have `register(connection)`, which
-makes functions known that the macros call. The SQL has its macros: the names of all begin with the module's, and
-`<module>_runs(a, b, ...)` and `<module>_steps(a, b, ...)` are its numbers. Nothing else in this project names a framework.
+The module has the framework's class as FRAMEWORK, whose fields are its options, on the command line too, and may have
+`register(connection)`, which makes functions known that the macros call. The SQL has its macros: the names of all begin with
+the module's, and `<module>_runs(a, b, {parameters})` and `<module>_steps(a, b, {parameters})` are its numbers. The command
+line and the macros' parameters follow from these two files. Tables of published levels, corrections and figures
+(alarms/published.py, correction.py, diagnosis/figures.py) cite frameworks as their sources; no other code depends on one.
 """
 
 from __future__ import annotations
@@ -18,14 +20,19 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from ...schemas.arguments import check_arguments
 from ...schemas.errors import InvalidOption, option
+from .framework import literal
 
 if TYPE_CHECKING:
     from ..trace.connection import Connection
     from .framework import Framework
 
 
+_CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
+"""Type of an option -> its cast in a call of a macro. DuckDB refuses aggregates beside a whole number or boolean that is cast."""
+
+
 class _Frameworks(Mapping[str, "type[Framework]"]):
-    """Name of a framework -> its class, which is imported when it is asked for."""
+    """Name of a framework -> its class, imported on first use."""
 
     def __getitem__(self, name: str) -> type[Framework]:
         found: type[Framework] = _module(name).FRAMEWORK
@@ -58,18 +65,18 @@ def refuse_options(options: dict[str, Any]) -> None:
     """Raise InvalidOption for options of a framework where none is chosen."""
     for key, value in options.items():
         if value is not None and value is not False:
-            raise InvalidOption(f"without a framework there is none; {_whose(key)}", option=key)
+            raise InvalidOption(f"needs a framework; {_whose(key)}", option=key)
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidOption for a framework that there is not."""
+    """Raise InvalidOption for an unknown framework."""
     if name not in FRAMEWORKS:
         raise InvalidOption(f"got {name!r}; use {', '.join(FRAMEWORKS)}", option="like")
 
 
 def options_of(name: str) -> tuple[str, ...]:
     """Names of a framework's options."""
-    return tuple(field.name for field in fields(FRAMEWORKS[name]))  # type: ignore[arg-type]
+    return tuple(field.name for field in fields(FRAMEWORKS[name]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +90,6 @@ class DeclaredOption:
     default: Any
     help: str
     metavar: str | None
-    choices: tuple[str, ...]
 
 
 def declared_options() -> list[DeclaredOption]:
@@ -93,13 +99,12 @@ def declared_options() -> list[DeclaredOption]:
 
 def _declared(name: str) -> Iterator[DeclaredOption]:
     hints = get_type_hints(FRAMEWORKS[name])
-    for field in fields(FRAMEWORKS[name]):  # type: ignore[arg-type]
+    for field in fields(FRAMEWORKS[name]):
         kinds = [kind for kind in get_args(hints[field.name]) if kind is not NoneType]
         optional = NoneType in get_args(hints[field.name])
         yield DeclaredOption(
             framework=name, name=field.name, type=kinds[0] if optional else hints[field.name], default=field.default,
             help=field.metadata.get("help", ""), metavar=field.metadata.get("metavar"),
-            choices=field.metadata.get("choices", ()),
         )  # fmt: skip
 
 
@@ -107,13 +112,27 @@ def define_macros(name: str, connection: Connection) -> None:
     """Make a framework's macros and functions known to a connection, once."""
     module = _module(name)
     if hasattr(module, "register"):
-        module.register(connection)
-    connection.execute(macros(name))
+        module.register(connection.raw)
+    connection.raw.execute(_with_options(name))
+
+
+def _with_options(name: str) -> str:
+    """A framework's SQL, with its options in place of {parameters} of a macro and of {options} of a call."""
+    every = list(_declared(name))
+    filled = {
+        "parameters": ", ".join(f"{one.name} := {literal(one.default)}" for one in every),
+        "options": ", ".join(f"{one.name}{_CASTS.get(one.type, '::DOUBLE[]')}" for one in every),
+        "columns": FRAMEWORKS[name].columns,
+    }
+    sql = macros(name)
+    for placeholder, text in filled.items():
+        sql = sql.replace(f"{{{placeholder}}}", text)
+    return sql
 
 
 @cache
 def macros(name: str) -> str:
-    """A framework's SQL."""
+    """A framework's SQL, as its file has it: {parameters}, {options} and {columns} are not filled in."""
     return _files()[name].read_text(encoding="utf-8")
 
 
@@ -133,4 +152,4 @@ def _whose(name: str) -> str:
     owners = [framework for framework in FRAMEWORKS if name in options_of(framework)]
     if not owners:
         return "no framework has it"
-    return f"it belongs to {' and '.join(owners)}: leave it away, or ask {option('like', owners[0])}"
+    return f"it belongs to {' and '.join(owners)}: drop it, or use {option('like', owners[0])}"

@@ -41,7 +41,7 @@ class SequenceRows:
         self._stand_in(macro, f"SELECT * FROM temp.kept_{macro}")
 
     def without_parts(self, parts: pa.Table) -> Iterator[None]:
-        """Leave sequences out, a part after the other: `parts` has the keys of sequences, and the number of their `part`.
+        """Leave sequences out, one part after the other: `parts` has the keys of sequences, and the number of their `part`.
 
         Tokens are read once more where the numbers have medians over them.
         """

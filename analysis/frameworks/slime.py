@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption, option
 from ...schemas.passes import CURRENT
 from ..trace.quoting import quoted_pair
-from .framework import call, check_choice, literals, option_field, options_of, rows_of
+from .framework import Framework, literals, option_field
 from .notes import masked_out, null_without
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from ..rows import Rows
     from ..trace.database import Database
     from ..trace.source import Pair
 
 LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "clip", "mask")
 
 _OF_MIS = (
     "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize", "use_rs", "rs_level",
     "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold",
 )  # fmt: skip
-"""Options that nothing asks for without use_tis."""
+"""Options without effect unless use_tis is given."""
 
 _OF_MODES = {
     "truncate": {"mis_tis_truncate_fraction"},
@@ -37,7 +33,7 @@ _OF_MODES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slime:
+class Slime(Framework):
     """The options of slime's truncated importance sampling, and of its means; then those of its example's mis.py.
 
     The defaults of the latter are those of the mis.yaml beside it.
@@ -51,11 +47,9 @@ class Slime:
     """Means over tokens instead of over each sequence's mean."""
     use_tis: bool = option_field(False, "Weights and rejections of its example's mis.py.")
     """Weights and rejections of mis.py; without, its measures of the mismatch alone, as with get_mismatch_metrics."""
-    tis_level: str = option_field("token", "What a weight is of (token; mis.py).", metavar="token|sequence|geometric")
+    tis_level: str = option_field("token", "What a weight is of (token; mis.py).", choices=LEVELS)
     """Weights of each `token`, of each `sequence`, or the `geometric` mean of a sequence's."""
-    tis_mode: str = option_field(
-        "truncate", "What bounds do to weights (truncate; mis.py).", metavar="truncate|clip|mask"
-    )
+    tis_mode: str = option_field("truncate", "What bounds do to weights (truncate; mis.py).", choices=tuple(_OF_MODES))
     """Weights are cut to the upper bound (`truncate`) or to both (`clip`), or tokens outside of both are rejected (`mask`)."""
     tis_lower_bound: float | None = option_field(None, "1 / upper, if not given (mis.py).", metavar="C")
     """None: 1 / tis_upper_bound."""
@@ -64,13 +58,15 @@ class Slime:
     """Divide the weights by their mean."""
     use_rs: bool = option_field(True, "Reject by weights (on; mis.py).")
     """Reject tokens whose weight lies outside of the bounds below."""
-    rs_level: str = option_field("token", "What these are of (token; mis.py).", metavar="token|sequence|geometric")
+    rs_level: str = option_field("token", "What these are of (token; mis.py).", choices=LEVELS)
     """As tis_level."""
     rs_lower_bound: float | None = option_field(None, "That of weights, if not given (mis.py).", metavar="C")
     """None: that of the weights."""
     rs_upper_bound: float | None = option_field(None, "That of weights, if not given (mis.py).", metavar="C")
     """None: that of the weights."""
-    rs_veto_threshold: float = option_field(1e-4, "No token's ratio lies below (1e-4; 0: none; mis.py).", metavar="C")
+    rs_veto_threshold: float = option_field(
+        1e-4, "No token's ratio lies below (1e-4; 0: none; mis.py).", metavar="C", at_least=0
+    )
     """Reject sequences with a token whose ratio lies below it; 0 for none."""
 
     name: ClassVar[str] = "slime"
@@ -79,21 +75,19 @@ class Slime:
         "slime/backends/megatron_utils/loss.py, cp_utils.py, examples/train_infer_mismatch_helper/mis.py"
     )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not 0 <= self.tis_clip_low <= self.tis_clip:
             raise InvalidOption(
-                f"got {self.tis_clip_low:g}; it lies between 0 and tis_clip, {self.tis_clip:g}", option="tis_clip_low"
+                f"got {self.tis_clip_low:g}; it must be between 0 and tis_clip, {self.tis_clip:g}",
+                option="tis_clip_low",
             )
-        check_choice("slime", "tis_level", self.tis_level, LEVELS)
-        check_choice("slime", "tis_mode", self.tis_mode, MODES)
-        check_choice("slime", "rs_level", self.rs_level, LEVELS)
         self._check_bounds()
         for field in fields(self):
             if not self.use_tis and field.name in _OF_MIS and getattr(self, field.name) != field.default:
                 raise InvalidOption(f"{field.name} needs use_tis")
         if self.use_tis and self.tis_batch_normalize and self.tis_level == "geometric":
             raise InvalidOption(
-                f"slime has none of tis_level geometric; turn it off, with {option('tis_batch_normalize', False)}",
+                f"slime does not normalize with tis_level geometric; turn it off with {option('tis_batch_normalize', False)}",
                 option="tis_batch_normalize",
             )
 
@@ -103,50 +97,33 @@ class Slime:
             raise InvalidOption(f"got {self.tis_upper_bound:g}; give a number above 0", option="tis_upper_bound")
         tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
         if self.tis_mode != "truncate" and not tis_lower < self.tis_upper_bound:
-            raise InvalidOption(f"got {tis_lower:g}; it lies below tis_upper_bound", option="tis_lower_bound")
+            raise InvalidOption(f"got {tis_lower:g}; it must be below tis_upper_bound", option="tis_lower_bound")
         lower = tis_lower if self.rs_lower_bound is None else self.rs_lower_bound
         upper = self.tis_upper_bound if self.rs_upper_bound is None else self.rs_upper_bound
         if self.use_tis and self.use_rs and not lower < upper:
-            raise InvalidOption(f"got {lower:g}; it lies below rs_upper_bound, {upper:g}", option="rs_lower_bound")
-        if self.rs_veto_threshold < 0:
-            raise InvalidOption(
-                f"got {self.rs_veto_threshold:g}; give a ratio, or 0 for none", option="rs_veto_threshold"
-            )
+            raise InvalidOption(f"got {lower:g}; it must be below rs_upper_bound, {upper:g}", option="rs_lower_bound")
 
-    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        rows = database.ask(call("slime", pair, by, **options_of(self)))
-        return rows.without(self._unlogged(rows.columns))
+    def is_unlogged(self, column: str) -> bool:
+        if not self.use_tis:
+            return column.startswith(("mis_tis_", "mis_rs_", "mis_is_", "mis_batch_"))
+        if column.startswith("mis_rs_"):
+            return not self.use_rs
+        if column == "mis_batch_norm_factor":
+            return not self.tis_batch_normalize
+        return any(column in names for mode, names in _OF_MODES.items() if mode != self.tis_mode)
 
-    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+    def row_calls(self, pair: Pair) -> Iterable[str]:
         options = literals(getattr(self, name) for name in ("use_tis", *_OF_MIS))
         asked, options = quoted_pair(pair), f"slime_options({options})"
         clips = literals((self.tis_clip, self.tis_clip_low))
-        calls = (f"slime_rows({asked}, {clips}, {options})", f"slime_updates({asked}, {options})")
-        return rows_of(database, calls)
-
-    def token_medians(self, pair: Pair) -> None:
-        return None
+        return f"slime_rows({asked}, {clips}, {options})", f"slime_updates({asked}, {options})"
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
+        rejects = self.use_tis and (self.use_rs or self.tis_mode == "mask")
         return [
             *null_without(database, ("ppo_kl", "ois"), CURRENT),
-            *masked_out(database, (*pair, CURRENT), "slime", rejects=self._rejects),
+            *masked_out(database, (*pair, CURRENT), "slime", rejects=rejects),
         ]
-
-    @property
-    def _rejects(self) -> bool:
-        return self.use_tis and (self.use_rs or self.tis_mode == "mask")
-
-    def _unlogged(self, columns: Sequence[str]) -> set[str]:
-        """Which of the columns slime does not log with these options."""
-        if not self.use_tis:
-            return {name for name in columns if name.startswith(("mis_tis_", "mis_rs_", "mis_is_", "mis_batch_"))}
-        names = {name for mode, of_mode in _OF_MODES.items() for name in of_mode if mode != self.tis_mode}
-        if not self.use_rs:
-            names |= {name for name in columns if name.startswith("mis_rs_")}
-        if not self.tis_batch_normalize:
-            names.add("mis_batch_norm_factor")
-        return names
 
 
 FRAMEWORK = Slime

@@ -199,26 +199,14 @@ CREATE OR REPLACE MACRO slime_options(
     'veto': coalesce(rs_veto_threshold::DOUBLE, 0.0)
 };
 
-CREATE OR REPLACE MACRO slime_steps(
-    a, b, tis_clip := 2.0, tis_clip_low := 0.0, calculate_per_token_loss := false, use_tis := false,
-    tis_level := 'token', tis_mode := 'truncate', tis_lower_bound := NULL, tis_upper_bound := 2.0,
-    tis_batch_normalize := true, use_rs := true, rs_level := 'token', rs_lower_bound := NULL, rs_upper_bound := NULL,
-    rs_veto_threshold := 1e-4
-) AS TABLE
-    SELECT * FROM slime_groups(
-        a, b, true, tis_clip::DOUBLE, tis_clip_low::DOUBLE, calculate_per_token_loss,
-        slime_options(use_tis, tis_level, tis_mode, tis_lower_bound, tis_upper_bound, tis_batch_normalize, use_rs, rs_level,
-                      rs_lower_bound, rs_upper_bound, rs_veto_threshold)
-    );
+CREATE OR REPLACE MACRO slime_numbers(a, b, by_step, tis_clip, tis_clip_low, per_token, use_tis, tis_level, tis_mode, tis_lower, tis_upper,
+                                      normalize, use_rs, rs_level, rs_lower, rs_upper, veto) AS TABLE
+    SELECT * FROM slime_groups(a, b, by_step, tis_clip, tis_clip_low, per_token,
+                               slime_options(use_tis, tis_level, tis_mode, tis_lower, tis_upper, normalize, use_rs, rs_level,
+                                             rs_lower, rs_upper, veto));
 
-CREATE OR REPLACE MACRO slime_runs(
-    a, b, tis_clip := 2.0, tis_clip_low := 0.0, calculate_per_token_loss := false, use_tis := false,
-    tis_level := 'token', tis_mode := 'truncate', tis_lower_bound := NULL, tis_upper_bound := 2.0,
-    tis_batch_normalize := true, use_rs := true, rs_level := 'token', rs_lower_bound := NULL, rs_upper_bound := NULL,
-    rs_veto_threshold := 1e-4
-) AS TABLE
-    SELECT * EXCLUDE (step) FROM slime_groups(
-        a, b, false, tis_clip::DOUBLE, tis_clip_low::DOUBLE, calculate_per_token_loss,
-        slime_options(use_tis, tis_level, tis_mode, tis_lower_bound, tis_upper_bound, tis_batch_normalize, use_rs, rs_level,
-                      rs_lower_bound, rs_upper_bound, rs_veto_threshold)
-    );
+CREATE OR REPLACE MACRO slime_steps(a, b, {parameters}) AS TABLE
+    SELECT * FROM slime_numbers(a, b, true, {options});
+
+CREATE OR REPLACE MACRO slime_runs(a, b, {parameters}) AS TABLE
+    SELECT * EXCLUDE (step) FROM slime_numbers(a, b, false, {options});

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,52 +10,56 @@ from ...schemas.errors import InvalidOption, NothingToCompare, option
 from ...schemas.passes import CURRENT, ROLLOUT
 from ..trace.pairs import num_scored, why_nothing
 from ..trace.quoting import quoted, quoted_pair
-from .framework import call, check_choice, literals, option_field, options_of, rows_of
+from .framework import Framework, literals, option_field, options_of
 from .notes import masked_out, null_without, set_otherwise
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from ..rows import Rows
     from ..trace.database import Database
     from ..trace.source import Pair
 
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CLIPPING = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
 """Values of loss_type that clip on both sides."""
-LOSS_TYPES = (*CLIPPING, "cispo", "sapo", "vespo")
 
 _SAMPLING, _CLIPS, _CISPO, _MASK = "sampling/", "clip_ratio/", "cispo_clip_ratio", "off_policy_mask_ratio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trl:
+class Trl(Framework):
     """The options of TRL's importance-sampling correction, loss and logs."""
 
     vllm_importance_sampling_mode: str = option_field(
         "sequence_mask",
         "One of token_truncate, token_mask, sequence_truncate, sequence_mask (the default).",
         metavar="MODE",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
     """Ratios of tokens or of sequences; those outside of the bounds are cut to them, or become 0."""
     vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound (3.0).", metavar="C")
     """Upper bound of a ratio; infinity for none."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound.", metavar="C")
     """Lower bound of a ratio; None: none."""
-    trainer: str = option_field("grpo", "Whose loss clips (grpo).", metavar="grpo|rloo")
+    trainer: str = option_field("grpo", "Whose loss clips (grpo).", choices=("grpo", "rloo"))
     """`grpo` or `rloo`: whose loss clips."""
-    loss_type: str = option_field("dapo", "As TRL names it: dapo (the default), cispo and its others.", metavar="TYPE")
-    importance_sampling_level: str = option_field("token", "Ratios of the loss (token).", metavar="token|sequence")
+    loss_type: str = option_field(
+        "dapo", "As TRL names it: dapo (the default), cispo and its others.", metavar="TYPE",
+        choices=(*CLIPPING, "cispo", "sapo", "vespo"),
+    )  # fmt: skip
+    importance_sampling_level: str = option_field("token", "Ratios of the loss (token).", choices=("token", "sequence"))
     """Ratios of each `token`, or the geometric mean of a `sequence`'s."""
-    epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E")
+    epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E", at_least=0)
     """Ratios below 1 less this are clipped."""
-    epsilon_high: float | None = option_field(None, "And above 1 + E, of cispo above E (epsilon).", metavar="E")
+    epsilon_high: float | None = option_field(
+        None, "And above 1 + E, of cispo above E (epsilon).", metavar="E", at_least=0
+    )
     """Ratios above 1 plus this are clipped, of cispo above this; None: epsilon."""
-    delta: float | None = option_field(None, "Largest ratio of the loss.", metavar="C")
+    delta: float | None = option_field(None, "Largest ratio of the loss.", metavar="C", at_least=0)
     """Largest ratio, whatever the advantage; None: none."""
     off_policy_mask_threshold: float | None = option_field(None, "Drop sequences that lie further off.", metavar="D")
     """Drop sequences with a negative advantage whose mean of rollout less current is above it; None: none."""
-    logging_steps: int | None = option_field(None, "Rows as TRL logs them, means over N steps.", metavar="N")
+    logging_steps: int | None = option_field(
+        None, "Rows as TRL logs them, means over N steps.", metavar="N", at_least=1
+    )
     """Rows stand for what TRL logs: means over that many steps; None: for each step's sequences as one batch."""
     logging_first_step: bool = option_field(False, "The first step has a log of its own.")
     """The first step has a log of its own."""
@@ -64,22 +68,12 @@ class Trl:
     version: ClassVar[str] = "1.16.0"
     source: ClassVar[str] = "trl/trainer/grpo_trainer.py, rloo_trainer.py"
 
-    def __post_init__(self) -> None:
-        check_choice("trl", "vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, MODES)
+    def check(self) -> None:
         lower, upper = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if lower is not None and lower >= upper:
             raise InvalidOption(
-                f"got {lower:g}; it lies below clip_max, {upper:g}", option="vllm_importance_sampling_clip_min"
+                f"got {lower:g}; it must be below clip_max, {upper:g}", option="vllm_importance_sampling_clip_min"
             )
-        check_choice("trl", "trainer", self.trainer, ("grpo", "rloo"))
-        check_choice("trl", "loss_type", self.loss_type, LOSS_TYPES)
-        check_choice("trl", "importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
-        for name in ("epsilon", "epsilon_high", "delta"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise InvalidOption(f"got {value:g}; give a number from 0 on", option=name)
-        if self.logging_steps is not None and self.logging_steps < 1:
-            raise InvalidOption(f"got {self.logging_steps}; give 1 or more steps", option="logging_steps")
         if self.logging_first_step and self.logging_steps is None:
             raise InvalidOption("logging_first_step needs logging_steps")
         if self.trainer == "rloo":
@@ -87,21 +81,16 @@ class Trl:
                 if getattr(self, name) is not None:
                     raise InvalidOption("TRL's RLOO trainer has none; it belongs to trainer grpo", option=name)
 
-    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        options = options_of(self)
-        if by == "run":
-            if self.logging_steps is not None:
-                raise InvalidOption(
-                    f"a row of a whole run is no log of TRL's; use {option('by', 'step')}", option="logging_steps"
-                )
-            options = {name: value for name, value in options.items() if not name.startswith("logging_")}
+    def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
+        if by == "run" and self.logging_steps is not None:
+            raise InvalidOption(f"TRL logs no row for a whole run; use {option('by', 'step')}", option="logging_steps")
         # TRL clips without an engine, too; another pass that was asked for and is not there is a mistake.
         if pair[1] != ROLLOUT and pair[1] not in num_scored(database):
             raise NothingToCompare(why_nothing(database, pair))
-        rows = database.ask(call("trl", pair, by, **options))
-        return rows.without({name for name in rows.columns if self._is_unlogged(name)})
+        # No zero-argument super in a dataclass with slots, which is made a second time.
+        return Framework.numbers(self, database, pair, by, only)
 
-    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+    def row_calls(self, pair: Pair) -> Iterable[str]:
         bounds = (
             self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max,
             self.vllm_importance_sampling_clip_min,
@@ -111,15 +100,11 @@ class Trl:
             self.trainer == "rloo", self.importance_sampling_level, self.epsilon, high, self.delta,
             self.off_policy_mask_threshold,
         )  # fmt: skip
-        calls = (
+        return (
             f"trl_rows({quoted_pair(pair)}, {literals(bounds)})",
             f"trl_updates({quoted(pair[0])})",
             f"trl_clips({quoted_pair(pair)}, {literals(clips)})",
         )
-        return rows_of(database, calls)
-
-    def token_medians(self, pair: Pair) -> None:
-        return None
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         told = []
@@ -137,8 +122,7 @@ class Trl:
     def _clips(self) -> bool:
         return self.trainer == "rloo" or self.loss_type in CLIPPING
 
-    def _is_unlogged(self, column: str) -> bool:
-        """Whether TRL logs no such number with these options."""
+    def is_unlogged(self, column: str) -> bool:
         if column.startswith(_SAMPLING):
             return self.trainer == "rloo"
         if column.startswith(_CLIPS):

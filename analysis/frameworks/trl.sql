@@ -214,27 +214,15 @@ CREATE OR REPLACE MACRO trl_groups(
     ) USING (run)
     ORDER BY run, step;
 
-CREATE OR REPLACE MACRO trl_steps(
-    a, b, vllm_importance_sampling_mode := 'sequence_mask', vllm_importance_sampling_clip_max := 3.0,
-    vllm_importance_sampling_clip_min := NULL, trainer := 'grpo', loss_type := 'dapo',
-    importance_sampling_level := 'token', epsilon := 0.2, epsilon_high := NULL, delta := NULL,
-    off_policy_mask_threshold := NULL, logging_steps := NULL, logging_first_step := false
-) AS TABLE
-    SELECT * FROM trl_groups(
-        a, b, true, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max::DOUBLE,
-        vllm_importance_sampling_clip_min::DOUBLE, trl_is_rloo(trainer), loss_type, importance_sampling_level, epsilon::DOUBLE,
-        coalesce(epsilon_high, epsilon)::DOUBLE, delta::DOUBLE, off_policy_mask_threshold::DOUBLE, logging_steps::BIGINT,
-        logging_first_step
-    );
+-- trl_numbers(...): the same from TRL's own options; a run is one batch, whatever its logs are over.
+CREATE OR REPLACE MACRO trl_numbers(a, b, by_step, mode, clip_max, clip_min, trainer, loss_type, level, epsilon, epsilon_high, delta,
+                                    threshold, logging_steps, logging_first_step) AS TABLE
+    SELECT * FROM trl_groups(a, b, by_step, mode, clip_max, clip_min, trl_is_rloo(trainer), loss_type, level, epsilon,
+                             coalesce(epsilon_high, epsilon), delta, threshold, CASE WHEN by_step THEN logging_steps::BIGINT END,
+                             by_step AND logging_first_step);
 
-CREATE OR REPLACE MACRO trl_runs(
-    a, b, vllm_importance_sampling_mode := 'sequence_mask', vllm_importance_sampling_clip_max := 3.0,
-    vllm_importance_sampling_clip_min := NULL, trainer := 'grpo', loss_type := 'dapo',
-    importance_sampling_level := 'token', epsilon := 0.2, epsilon_high := NULL, delta := NULL,
-    off_policy_mask_threshold := NULL
-) AS TABLE
-    SELECT * EXCLUDE (step) FROM trl_groups(
-        a, b, false, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max::DOUBLE,
-        vllm_importance_sampling_clip_min::DOUBLE, trl_is_rloo(trainer), loss_type, importance_sampling_level, epsilon::DOUBLE,
-        coalesce(epsilon_high, epsilon)::DOUBLE, delta::DOUBLE, off_policy_mask_threshold::DOUBLE, NULL::BIGINT, false
-    );
+CREATE OR REPLACE MACRO trl_steps(a, b, {parameters}) AS TABLE
+    SELECT * FROM trl_numbers(a, b, true, {options});
+
+CREATE OR REPLACE MACRO trl_runs(a, b, {parameters}) AS TABLE
+    SELECT * EXCLUDE (step) FROM trl_numbers(a, b, false, {options});

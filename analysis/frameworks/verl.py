@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...schemas.errors import InvalidOption
 from ..trace.quoting import quoted_pair
-from .framework import call, check_choice, literal, option_field
+from .framework import Framework, call, literal, option_field
 from .notes import in_half
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _PREFIX = "rollout_corr/rollout_rs_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verl:
+class Verl(Framework):
     """The options of verl's rollout correction."""
 
     rollout_is: str | None = option_field(None, "Importance-sampling weights.", choices=("token", "sequence"))
@@ -51,8 +51,7 @@ class Verl:
     version: ClassVar[str] = "0.9.0"
     source: ClassVar[str] = "verl/trainer/ppo/rollout_corr_helper.py, verl/utils/debug/metrics.py"
 
-    def __post_init__(self) -> None:
-        check_choice("verl", "rollout_is", self.rollout_is, ("token", "sequence"))
+    def check(self) -> None:
         _check_bounds("rollout_is_threshold", self.rollout_is_threshold)
         if self.rollout_is is None and (self.rollout_is_batch_normalize or self.rollout_is_threshold != "2.0"):
             raise InvalidOption(
@@ -60,11 +59,13 @@ class Verl:
             )
         _check_rejections(self.rollout_rs, self.rollout_rs_threshold)
 
-    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
+    def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         keys = ("run", "step")
-        rows = database.ask(call("verl", pair, by))
+        rows = database.ask(call("verl", pair, by, only))
+        if only:
+            return rows
         if self.rollout_is is not None and len(rows):
-            given: dict[str, str | None] = {
+            given: dict[str, Any] = {
                 "rollout_is": self.rollout_is,
                 "rollout_is_threshold": self.rollout_is_threshold,
             }
@@ -87,9 +88,6 @@ class Verl:
         # The function that DuckDB calls gives them here beside the reading, which it does not wait for.
         batches = database.connection.mapped_batches(f"SELECT * FROM verl_rows({quoted_pair(pair)})", summed)
         yield "verl_summed", pa.Table.from_batches(list(batches))
-
-    def token_medians(self, pair: Pair) -> None:
-        return None
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         told = in_half(database, pair[0], "verl")
@@ -136,7 +134,8 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
         return
     chosen = list(dict.fromkeys(part.strip() for part in options.split(",")))
     for option in chosen:
-        check_choice("verl", "rollout_rs", option, REJECTIONS)
+        if option not in REJECTIONS:
+            raise InvalidOption(f"got {option!r}; verl has {', '.join(REJECTIONS)}", option="rollout_rs")
     if thresholds is None:
         raise InvalidOption("rollout_rs needs rollout_rs_threshold: one bound for all options, or one each")
     bounds = [part.strip() for part in thresholds.split(",")]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ..sql.types import struct_sql
 from ..statistics.moments import centred, co_moment
 from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
 from ..trace.ragged import blocks, tokens_of
@@ -26,7 +27,7 @@ _SUMS = (
 )  # fmt: skip
 """Sums, the largest, and means with sums of squares around them; pass a of OF_PROBABILITIES is the trainer, b the rollout."""
 
-STRUCT = f"STRUCT(num_tokens BIGINT, {', '.join(f'{name} DOUBLE' for name in _SUMS)})"
+STRUCT = struct_sql({"num_tokens": "BIGINT"} | dict.fromkeys(_SUMS, "DOUBLE"))
 
 
 def summed(rows: pa.RecordBatch) -> pa.RecordBatch:

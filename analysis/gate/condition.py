@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ...schemas.errors import InvalidOption
 
 OWN = "tim"
-"""Stands for this tool's own statistics, where a framework's name may stand too."""
+"""Source of tim-trace's own statistics, beside the frameworks."""
 
 CHECK = "check"
 """The condition that the comparison is not valid."""
@@ -27,7 +27,7 @@ _FORM = re.compile(r"\s*(?P<source>[a-z][a-z0-9-]*)\.(?P<metric>[^\s<>=]+)\s*(?P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """What a number must be for the gate to fail."""
+    """A bound on a number; the gate fails when it is violated."""
 
     text: str
     """As it was given."""
@@ -40,7 +40,7 @@ class Condition:
     bound: float
 
     def holds(self, value: float) -> bool:
-        """Whether the gate fails for a value. NaN and infinities fail every gate: nothing is known of them."""
+        """Whether the gate fails for a value. NaN and infinities fail every gate: they prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
 
@@ -67,7 +67,9 @@ def metric_named(condition: Condition, names: list[str]) -> str:
     if len(ends) == 1:
         return ends[0]
     if ends:
-        raise InvalidOption(f"{condition.text!r} may mean {' or '.join(ends)}; write the whole name", option="fail_on")
+        raise InvalidOption(
+            f"{condition.text!r} is ambiguous: {' or '.join(ends)}; write the whole name", option="fail_on"
+        )
     raise InvalidOption(
         f"{condition.source} has no number {condition.metric!r}; {_near(condition.metric, names)}", option="fail_on"
     )

@@ -1,76 +1,22 @@
-"""Whether a run passes conditions on its numbers."""
+"""Check conditions on the numbers of a run."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from ...schemas.errors import InvalidOption
-from ...schemas.results import Table
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import write_whole
-from ..check.check import check
-from ..check.result import CheckResult
-from ..check.text import evidence_text
 from ..report.targets import explained, local
-from ..rows import table, to_text
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..trace.database import Database
 from .condition import CHECK, Condition, parse_condition
-from .junit import junit_xml
 from .measured import Measured, Run
-from .summary import summary_markdown
+from .reporters import junit_xml, summary_markdown
+from .result import CANNOT_TELL, FAILED, PASSED, Gated, Verdict
 from .sums import COUNTS
-
-FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What became of one condition."""
-
-    condition: str
-    """As it was given."""
-    metric: str
-    """Its full name; `check` for the validity of the comparison."""
-    value: float
-    """Of the run; of `check` the number of faults found."""
-    low: float | None
-    """Ends of the interval over groups; None where there is none: `how` says why."""
-    high: float | None
-    bound: float | None
-    verdict: str
-    """`failed`, `passed`, or `cannot tell` where the interval lies on both sides of the bound, or there is none to tell by."""
-    fails: bool
-    """Whether the value violates the condition, or leaves out tokens and so proves nothing: this decides the exit code."""
-    how: str
-    """How the interval was found; of `check` what was found."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gated(Table):
-    """What became of every condition, in their order."""
-
-    _text = "tim_trace.analysis.gate.gate:gated_text"
-
-    verdicts: tuple[Verdict, ...]
-
-    @property
-    def fails(self) -> bool:
-        """Whether a value violates its condition."""
-        return any(verdict.fails for verdict in self.verdicts)
-
-    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        rows = table(self.verdicts)
-        return rows.columns, rows.rows
-
-
-def gated_text(gated: Gated, width: int | None = None) -> str:
-    """Write what became of every condition for reading, a row each."""
-    return to_text(table(gated.verdicts), width)
 
 
 def gate(
@@ -91,7 +37,7 @@ def gate(
     which fails when the check of the comparison finds a fault.
 
     Every number has an interval over groups, which are the sequences of a step that share a `group_id`, or one that has
-    none. What follows from sums of sequences has a bootstrap-t; largest values a bootstrap that ends at the value itself;
+    none. Numbers computed from sums of sequences have a bootstrap-t; largest values a bootstrap that ends at the value itself;
     quantiles of |d| are inverted from the bootstrap-t of the share of tokens above them (Woodruff 1952); all else, the
     frameworks' numbers among it, has a jackknife over 20 parts of whole groups; counts have none. Of fewer than 8 groups
     there is no interval. Resampling has a fixed seed. How often they hold is measured: docs/evidence/intervals.md.
@@ -100,10 +46,10 @@ def gate(
     both values that fail and values that do not, or where there should be an interval and is none. NaN and infinities fail,
     and so does a number that leaves out a token with one, or that most tokens have no logprobs for; counts do not.
 
-    `junit` names a file of JUnit XML to write, one test case a condition; what lies there is replaced. `summary` names a file
-    to which a table in Markdown is added, as those are kept that CI pages show ($GITHUB_STEP_SUMMARY).
+    `junit` names a file of JUnit XML to write, one test case per condition; an existing file is replaced. `summary` names a file
+    to which a table in Markdown is appended, such as $GITHUB_STEP_SUMMARY.
 
-    Raises InvalidOption for a condition that cannot be read or a metric that is not there, NothingToCompare when the
+    Raises InvalidOption for a condition that cannot be read or an unknown metric, NothingToCompare when the
     passes share no token or the trace has no value of a metric, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
     trace cannot be read or is missing, unless `partial` asks for an answer from the rest.
     """
@@ -122,7 +68,7 @@ def gate(
     verdicts = [
         _judged(conditions[text], measured[text], missing)
         if text in conditions
-        else _checked(check(trace, pair=pair, partial=partial, progress=progress))
+        else _checked(trace, pair, partial, progress)
         for text in fail_on
     ]
     gated = Gated(verdicts=tuple(verdicts))
@@ -151,13 +97,17 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """Whether all of an interval fails, or nothing of it; where every group gives the same value, that decides."""
+    """Whether the whole interval fails or none of it does; a value that every group shares decides alone."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1
 
 
-def _checked(checked: CheckResult) -> Verdict:
+def _checked(trace: str | os.PathLike[str], pair: str, partial: bool, progress: Progress) -> Verdict:
+    from ..check.check import check  # no other condition needs its detectors
+    from ..check.text import evidence_text
+
+    checked = check(trace, pair=pair, partial=partial, progress=progress)
     faults = [finding for finding in checked.findings if finding.fails]
     told = "; ".join(f"{finding.title}: {evidence_text(finding)}" for finding in faults or checked.findings)
     return Verdict(

@@ -1,11 +1,13 @@
-"""Numbers of a run, and their intervals over groups of sequences."""
+"""Numbers of a run, with their intervals over groups of sequences."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -47,7 +49,7 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""What a number cannot leave, nor its interval."""
+"""Range of a number and of its interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +60,13 @@ class Measured:
     """Its full name."""
     value: float
     interval: Interval | NoInterval | None
-    """None of a count, which is what it is."""
+    """None for a count."""
     how: str
     """How the interval was found, or why there is none."""
 
 
 class Run:
-    """One run and what is asked of it."""
+    """A run whose numbers are asked for."""
 
     def __init__(self, trace: str | os.PathLike[str], pair: str, confidence: float, progress: Progress):
         self._trace, self._pair, self._names = trace, pair, parse_pair(pair)
@@ -79,7 +81,7 @@ class Run:
         return found
 
     def left_out(self) -> str:
-        """What the numbers leave out; empty where nothing."""
+        """Say what the numbers leave out; empty if nothing."""
         return left_out(Database(self._trace), self._names)
 
     def _own(self, conditions: list[Condition]) -> dict[str, Measured]:
@@ -112,8 +114,12 @@ class Run:
                 raise NothingToCompare(why_nothing(database, self._names))
             asked = _Asked(conditions, numbers)
             sequences, unit_N = self._scored(database)
-            parts = rows.without_parts(sequences)
-            without = self._without(parts, lambda: framework.numbers(database, self._names, "run"), sequences)
+            asked_for = tuple(asked.values)
+            without = self._without(
+                rows.without_parts(sequences),
+                lambda: framework.numbers(database, self._names, "run", asked_for),
+                sequences,
+            )
         return asked.answered(self._jackknifed(asked.values, without, unit_N))
 
     def _of_captured(self, database: Database, values: dict[str, float]) -> list[Measured]:
@@ -125,24 +131,25 @@ class Run:
                 database.leave_out(sequences.filter(pc.equal(sequences.column("part"), part)))
                 yield
 
-        def numbers() -> Rows:
-            try:
-                return stats(database, pair=self._pair)
-            except NothingToCompare:  # what is left is masked as a whole
-                return Rows((), [])
+        return self._jackknifed(
+            values, self._without(parts(), lambda: stats(database, pair=self._pair), sequences), unit_N
+        )
 
-        return self._jackknifed(values, self._without(parts(), numbers, sequences), unit_N)
-
-    def _without(self, parts: Iterator[None], numbers: Callable[[], Rows], sequences: pa.Table) -> list[Rows]:
-        """What the numbers are without each part."""
+    def _without(self, parts: Iterator[None], numbers: Callable[[], Rows], sequences: pa.Table) -> list[dict[str, Any]]:
+        """The numbers without each part; none where what is left is masked as a whole."""
+        without = []
         with self._progress("resampling", _num_parts(sequences)) as advance:
-            without = []
             for _ in parts:
-                without.append(numbers())
+                row: dict[str, Any] = {}
+                with suppress(NothingToCompare):
+                    row = next(iter(numbers().dicts()), {})
+                without.append(row)
                 advance(1)
         return without
 
-    def _jackknifed(self, values: dict[str, float], without: list[Rows], unit_N: np.ndarray) -> list[Measured]:
+    def _jackknifed(
+        self, values: dict[str, float], without: list[dict[str, Any]], unit_N: np.ndarray
+    ) -> list[Measured]:
         num_groups = numbered(unit_N)[1]
         told = f"jackknife over {len(without)} parts of {num_groups:,} groups{_of_tails(min(TAILS.values()))}"
         found = []
@@ -241,12 +248,10 @@ class _Asked:
         (row,) = rows.dicts()
         names = [name for name, value in row.items() if not isinstance(value, str)]
         self._metrics = {condition.text: metric_named(condition, names) for condition in conditions}
-        self.values = {metric: _number_of(rows, metric) for metric in self._metrics.values()}
+        self.values = {metric: _number_of(row, metric) for metric in self._metrics.values()}
         for metric in self.values:
             if row[metric] is None:
-                raise NothingToCompare(
-                    f"{metric}: the trace has no value of it, so that nothing can be said of a bound on it"
-                )
+                raise NothingToCompare(f"{metric}: the trace has no value for it, so a bound on it proves nothing")
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
         """Condition -> its metric."""
@@ -254,12 +259,10 @@ class _Asked:
         return {text: of_metric[metric] for text, metric in self._metrics.items()}
 
 
-def _number_of(rows: Rows, metric: str) -> float:
-    """A number of a run; NaN where it has none, or where there is no row."""
-    for row in rows.dicts():
-        if row[metric] is not None:
-            return float(row[metric])
-    return math.nan
+def _number_of(row: dict[str, Any], metric: str) -> float:
+    """A number of a run; NaN if it has none."""
+    value = row.get(metric)
+    return math.nan if value is None else float(value)
 
 
 def _of_tails(level: float) -> str:

@@ -26,7 +26,7 @@ QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 """Column of `stats` that is a quantile of |d| -> its probability."""
 
 COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
-"""Columns of `stats` that are what they are."""
+"""Columns of `stats` without an interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,4 +80,4 @@ def left_out(database: Database, pair: Pair) -> str:
     num_null = num_counted - num_finite - num_nan - num_inf
     if num_null > MOST_NULL * num_counted:
         parts.append(f"{num_null:,} have no logprob of both passes")
-    return f"of {num_counted:,} tokens that count {' and '.join(parts)}: the number leaves them out" if parts else ""
+    return f"of {num_counted:,} tokens that count {' and '.join(parts)}: they are left out" if parts else ""

@@ -37,7 +37,7 @@ arXiv 2507.18071 (section 5.1), cispo's is the one that TRL recommends after arX
 
 
 def choose_loss(database: Database, options: Mapping[str, Any]) -> tuple[Loss, tuple[Statement, ...]]:
-    """The loss, and where it is from: codes of text.loss_basis.
+    """The loss, and where it is from: codes of sentences.loss_basis.
 
     `options` are `loss`, a name of LOSSES, and fields of a Loss; None keeps the recorded value, or else PPO's clip of 0.2.
     Raises InvalidOption.

@@ -10,7 +10,7 @@ from ...schemas.steps import ALL_STEPS
 from ..rows import Rows
 from ..statement import Statement, sentences
 from .concentration import Concentration
-from .text import CANNOT, NOTES, loss_basis, verdict_sentence
+from .sentences import CANNOT, NOTES, loss_basis, verdict_sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Objective(Result):
     """Which steps were looked at, as they were asked for."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
-    """Where the loss is from, of text.loss_basis."""
+    """Where the loss is from, of sentences.loss_basis."""
     passes: tuple[str, str, str]
     """What stands for the trainer at the sampling weights, for the engine, and for the policy inside the loss."""
     num_updates: int
@@ -58,11 +58,11 @@ class Objective(Result):
     """What is resampled for the intervals."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
-    """Whether the mismatch pushes one way, by how much, where, of text.VERDICT."""
+    """Whether the mismatch pushes one way, by how much, where, of sentences.VERDICT."""
     note_codes: tuple[Statement, ...]
     """Of text.NOTES."""
     cannot_codes: tuple[Statement, ...]
-    """What cannot be answered, of text.CANNOT."""
+    """What cannot be answered, of sentences.CANNOT."""
     figures: dict[str, Estimate]
     """Name -> figure over the run."""
     concentration: Concentration | None

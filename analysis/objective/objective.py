@@ -23,8 +23,7 @@ from .concentration import CARRIED, Carried
 from .figures import FigureFormula, as_float, chosen_figures, summed, totals_of, values_of
 from .judged import Estimate, Objective
 from .pass_roles import ADVANTAGE, MISMATCH, PassRoles, choose_sides
-from .shares import TOKEN_MEANS
-from .sums import SequenceSums, read_sequence_sums
+from .sums import TOKEN_MEANS, SequenceSums, read_sequence_sums
 from .verdict import nothing_read, verdict
 
 _COUNTS = ("num_sequences", "num_tokens", "terms_known", "num_nan", "num_inf")

@@ -18,7 +18,7 @@ difference of noisy rewards, of which a thousandth cannot be seen and a twentiet
 def verdict(
     loss: Loss, figures: Mapping[str, Estimate], carried: Concentration | None, steps: Rows, num_tokens: int
 ) -> tuple[Statement, ...]:
-    """Whether the mismatch pushes one way, by how much, where: codes of text.VERDICT."""
+    """Whether the mismatch pushes one way, by how much, where: codes of sentences.VERDICT."""
     if not num_tokens:
         return (Statement(code="no_tokens"),)
     relative, size = figures.get("relative_bias"), figures.get("relative_abs_bias")

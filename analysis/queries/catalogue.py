@@ -26,12 +26,12 @@ class NamedQuery:
 
     name: str
     summary: str
-    """What you get, in one line."""
+    """What it returns, in one line."""
     unit: str
     source: str
     """Of the formula."""
     meaning: str
-    """How to read it."""
+    """How to interpret it."""
     needs: str | None
     """What it needs beside the logprobs of both passes."""
     sql: str
@@ -55,7 +55,7 @@ def named_query(name: str) -> NamedQuery:
     if name not in known:
         near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "tim-trace query lists them"
-        raise InvalidOption(f"there is none called {name!r}; {hint}", option="query")
+        raise InvalidOption(f"unknown query {name!r}; {hint}", option="query")
     return known[name]
 
 
@@ -76,7 +76,7 @@ def _why_none(database: Database, chosen: NamedQuery, names: Pair) -> str:
     if chosen.needs is None or not {*names} <= num_scored(database).keys():
         return why_nothing(database, names)
     where = ", ".join(source.run for source in database.sources)
-    return f"{where}: query {chosen.name} needs {chosen.needs}; there is none for {names[0]} and {names[1]}"
+    return f"{where}: query {chosen.name} needs {chosen.needs}; not recorded for {names[0]} and {names[1]}"
 
 
 def listed() -> Rows:

@@ -17,16 +17,6 @@ CREATE OR REPLACE MACRO expm1(x) AS
          ELSE exp(x) - 1
     END;
 
--- The effective sample size of n weights exp(d) as a share, (sum w)^2 / (n sum w^2): w and w2 are the sums of exp(d) and
--- exp(2 d) where |d| <= 300, `far` is the list of all other d, NULL without any, and `peak` the largest d of all.
-CREATE OR REPLACE MACRO effective_share(n, peak, w, w2, far) AS
-    CASE WHEN far IS NULL THEN w * w / (n * w2)
-         ELSE (CASE WHEN w IS NULL THEN 0 ELSE w * exp(-peak) END
-               + list_sum(list_transform(far, lambda x: exp(x - peak)))) ** 2
-              / (n * (CASE WHEN w IS NULL THEN 0 ELSE w2 * exp(-2 * peak) END
-                      + list_sum(list_transform(far, lambda x: exp(2 * (x - peak))))))
-    END;
-
 -- What a number is to torch. min and max give NaN where one value is NaN, std is of n - 1, and comparisons with NaN are
 -- false: to DuckDB NaN is the largest number, and a deviation of what is not finite an error.
 CREATE OR REPLACE MACRO torch_min(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE min(x) END;

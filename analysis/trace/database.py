@@ -30,8 +30,7 @@ from ...tracer.verified_file import FileCursor, VerifiedFile
 from ..correction import Correction, published
 from ..correction import define as define_corrections
 from ..correction_zones import FUNCTION as CORRECTION_ZONES
-from ..distributions.function import COMPARE, ComparedDistributions
-from ..distributions.measures import MEASURES
+from ..distributions.function import COMPARE, MEASURES, ComparedDistributions
 from ..frameworks import registry
 from ..routing import FUNCTIONS
 from ..routing import register as register_routing

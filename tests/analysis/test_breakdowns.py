@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.analysis.breakdowns.breakdowns import read_breakdowns
+from tim_trace.analysis.breakdowns.breakdowns import high_quantile, read_breakdowns
 from tim_trace.analysis.breakdowns.edges import bit_lengths, rounded_up
-from tim_trace.analysis.breakdowns.quantile import high_quantile
 from tim_trace.analysis.statistics.loss import contribution, log_weight
 from tim_trace.analysis.trace import ragged
 from tim_trace.analysis.trace.database import Database

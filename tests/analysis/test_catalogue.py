@@ -195,7 +195,7 @@ def test_what_is_not_finite_is_counted_by_side(trace):
 
 
 def test_a_name_that_is_not_there_names_the_nearest(trace):
-    with pytest.raises(InvalidOption, match=r"none called 'by-prob'; did you mean by-probability\?"):
+    with pytest.raises(InvalidOption, match=r"unknown query 'by-prob'; did you mean by-probability\?"):
         query("by-prob", trace)
     with pytest.raises(InvalidOption, match="tim-trace query lists them"):
         query("zzz", trace)

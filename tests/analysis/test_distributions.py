@@ -9,11 +9,10 @@ import torch
 from builders import make_trace, run
 from tim_trace.analysis.distributions import captured
 from tim_trace.analysis.distributions.divergence import Full, compare_full
-from tim_trace.analysis.distributions.summary import distributions
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
-from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, InvalidRecord, NothingToCompare
+from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, InvalidRecord
 from tim_trace.tracer.dense import Hidden, Logits, TopK
 from tim_trace.tracer.logits import top_k_with_tail
 from tim_trace.tracer.recorder import Recorder
@@ -203,11 +202,9 @@ def test_hidden_states_are_projected_by_the_weights_of_their_own_attempt(tmp_pat
     assert [tv < 1e-6 for _, tv in sorted(found.fetchall())] == [True, True]
 
 
-def test_without_captures_there_are_no_rows_and_python_says_how_to_capture(tmp_path):
+def test_without_captures_there_are_no_rows(tmp_path):
     make_trace(tmp_path / "run")
     assert ask(tmp_path / "run").rows == []
-    with pytest.raises(NothingToCompare, match=r"'train' and 'rollout' captured no distributions.*--capture logits"):
-        distributions(tmp_path / "run")
     assert "num_distributions" not in stats(tmp_path / "run").columns
 
 
@@ -258,7 +255,7 @@ def test_a_group_that_is_gone_is_named(tmp_path):
     with pytest.warns(DamageWarning), pytest.raises(InvalidQuery, match="is not there; scores name it"):
         ask(trace)
     with pytest.warns(DamageWarning), pytest.raises(DamagedTrace, match="is not there; scores name it"):
-        distributions(trace)
+        stats(trace)
 
 
 def test_hidden_states_of_unknown_weights_are_refused(tmp_path):

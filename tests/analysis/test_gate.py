@@ -1,12 +1,13 @@
 """Conditions on a run: what they mean, their intervals, and the exit code."""
 
 import math
+import sys
 from xml.etree import ElementTree
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders import make_trace, tim_trace
+from builders import make_trace, run, tim_trace
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS, framework_of
 from tim_trace.analysis.frameworks.sequence_rows import read_once
@@ -100,7 +101,7 @@ def test_a_metric_is_found_by_the_end_of_its_name():
     names = ["rollout_corr/k3_kl", "rollout_corr/kl", "training/kl", "training/diff_max"]
     assert metric_named(parse_condition("verl.k3_kl>1"), names) == "rollout_corr/k3_kl"
     assert metric_named(parse_condition("verl.training/kl>1"), names) == "training/kl"
-    with pytest.raises(InvalidOption, match="may mean rollout_corr/kl or training/kl; write the whole name"):
+    with pytest.raises(InvalidOption, match="is ambiguous: rollout_corr/kl or training/kl; write the whole name"):
         metric_named(parse_condition("verl.kl>1"), names)
     with pytest.raises(InvalidOption, match=r"verl has no number 'k3'; did you mean k3_kl"):
         metric_named(parse_condition("verl.k3>1"), names)
@@ -278,6 +279,25 @@ def test_a_framework_s_numbers_are_read_once(noisy):
     assert stats(database, like="trl") == once
 
 
+@pytest.mark.parametrize("framework", list(FRAMEWORKS))
+def test_one_number_of_a_framework_is_the_same_alone(noisy, framework):
+    database, pair = Database(noisy), ("train", "rollout")
+    chosen = framework_of(framework, {})
+    with read_once(database, chosen, pair):
+        (whole,) = chosen.numbers(database, pair, "run").dicts()
+        for name in [name for name in whole if name != "run"][::4]:
+            assert chosen.numbers(database, pair, "run", (name,)).dicts() == [{name: whole[name]}], name
+
+
+def test_a_condition_on_a_number_imports_no_detector(noisy):
+    program = (
+        "import sys; from tim_trace.analysis import gate; gate(sys.argv[1], fail_on=['verl.k3_kl>1e9']); "
+        "assert 'tim_trace.analysis.check.check' not in sys.modules"
+    )
+    done = run(sys.executable, "-c", program, noisy)
+    assert done.code == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_medians_over_tokens_are_those_of_what_is_left(tmp_path):
     # Values that tie, zeros and a NaN: the median of a part is NaN as long as the NaN is left.
@@ -385,7 +405,7 @@ def test_a_gate_does_not_pass_where_its_number_leaves_a_token_out(tmp_path, side
         ("cannot tell", True), ("cannot tell", True), ("failed", True), ("passed", False),
     ]  # fmt: skip
     for each in found[:3]:
-        assert each.how.startswith(f"of 48 tokens that count {what}: the number leaves them out; ")
+        assert each.how.startswith(f"of 48 tokens that count {what}: they are left out; ")
     assert tim_trace("gate", tmp_path / "run", "--fail-on", "tim.k3>1e-3").code == 1
 
 

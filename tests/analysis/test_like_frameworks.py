@@ -528,7 +528,7 @@ def test_where_a_framework_that_multiplies_by_the_mask_has_nan_is_said(masked_ou
     for name in ("slime", "nemo-rl", "openrlhf"):
         (told,) = likeness(path, like=name)[1:]
         assert told.startswith("3 logprobs at 1 steps are NaN or infinite on tokens that do not count: ")
-        assert told.endswith("can be NaN; here such tokens are left out")
+        assert told.endswith("can be NaN; these numbers leave such tokens out")
     assert "do not count" not in " ".join(likeness(path, like="prime-rl"))  # which selects
     given = batch(9, 0.1)
     record(tmp_path / "sound", [given])
@@ -551,8 +551,8 @@ def test_which_numbers_need_the_pass_inside_the_loss_is_said(tmp_path, framework
     record(tmp_path / "run", [batch(9, 0.1)], passes=("rollout", "train"))
     (row,) = stats(tmp_path / "run", like=framework).dicts()
     told = likeness(tmp_path / "run", like=framework)[1]
-    assert told.startswith(f"run: has no pass 'current', without which {names}")
-    null = told.removeprefix("run: has no pass 'current', without which ").removesuffix(" are NULL").split(", ")
+    assert told.startswith(f"run: no pass 'current' recorded, so {names}")
+    null = told.removeprefix("run: no pass 'current' recorded, so ").removesuffix(" are NULL").split(", ")
     assert {name for name, value in row.items() if value is None} == set(null)
 
 
@@ -561,7 +561,7 @@ def test_without_the_trainer_s_entropies_their_ratio_to_the_mismatch_is_not_know
     (row,) = stats(tmp_path / "run", like="prime-rl").dicts()
     assert {row["kl_ent_ratio/mean"], row["entropy/all/mean"], row["entropy/all/max"]} == {None}
     assert likeness(tmp_path / "run", like="prime-rl")[2] == (
-        "run: has no entropy of pass 'train', without which entropy/all, kl_ent_ratio are NULL"
+        "run: no entropy of pass 'train' recorded, so entropy/all, kl_ent_ratio are NULL"
     )
 
 
@@ -660,13 +660,13 @@ def test_the_macros_give_the_same(steps):
         (
             "slime",
             {"rollout_is": "token"},
-            "rollout_is: slime has no such option; it belongs to verl: leave it away, or",
+            "rollout_is: slime has no such option; it belongs to verl: drop it, or",
         ),
         ("verl", {"tis_clip": 3.0}, "tis_clip: verl has no such option; it belongs to slime"),
         ("openrlhf", {"ipo_threshold": 0.1}, "ipo_threshold: openrlhf has no such option"),
         ("verl", {"typo": 1}, "typo: verl has no such option; no framework has it"),
-        (None, {"tis_clip": 3.0}, "tis_clip: without a framework there is none; it belongs to slime"),
-        ("slime", {"tis_clip_low": 3.0}, "tis_clip_low: got 3; it lies between 0 and tis_clip, 2"),
+        (None, {"tis_clip": 3.0}, "tis_clip: needs a framework; it belongs to slime"),
+        ("slime", {"tis_clip_low": 3.0}, "tis_clip_low: got 3; it must be between 0 and tis_clip, 2"),
         ("nemo-rl", {"reference_policy_kl_type": "k4"}, "got 'k4'; nemo-rl has k1, k2, k3"),
         ("nemo-rl", {"truncated_importance_sampling_type": "tis"}, "needs truncated_importance_sampling_ratio above 0"),
         (
@@ -682,17 +682,25 @@ def test_the_macros_give_the_same(steps):
         ("slime", {"tis_mode": "mask"}, "tis_mode needs use_tis"),
         ("slime", {"use_rs": False}, "use_rs needs use_tis"),
         ("slime", {"use_tis": True, "rs_level": "row"}, "got 'row'; slime has token, sequence, geometric"),
-        ("slime", {"use_tis": True, "tis_level": "geometric"}, "slime has none of tis_level geometric; turn it off"),
+        (
+            "slime",
+            {"use_tis": True, "tis_level": "geometric"},
+            "slime does not normalize with tis_level geometric; turn it off",
+        ),
         (
             "slime",
             {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 3.0},
-            "got 3; it lies below tis_upper_bound",
+            "got 3; it must be below tis_upper_bound",
         ),
-        ("slime", {"use_tis": True, "rs_lower_bound": 3.0}, "rs_lower_bound: got 3; it lies below rs_upper_bound, 2"),
+        (
+            "slime",
+            {"use_tis": True, "rs_lower_bound": 3.0},
+            "rs_lower_bound: got 3; it must be below rs_upper_bound, 2",
+        ),
         ("slime", {"use_tis": True, "tis_upper_bound": 0.0}, "tis_upper_bound: got 0; give a number above 0"),
-        ("slime", {"use_tis": True, "rs_veto_threshold": -1.0}, "got -1; give a ratio, or 0 for none"),
-        ("nemo-rl", {"train_micro_batch_size": -1}, "train_micro_batch_size: got -1; it is 1 or more"),
-        ("nemo-rl", {"ratio_clip_min": -0.1}, "ratio_clip_min: got -0.1; give a number from 0 on"),
+        ("slime", {"use_tis": True, "rs_veto_threshold": -1.0}, "got -1; give 0 or more"),
+        ("nemo-rl", {"train_micro_batch_size": -1}, "train_micro_batch_size: got -1; give 1 or more"),
+        ("nemo-rl", {"ratio_clip_min": -0.1}, "ratio_clip_min: got -0.1; give 0 or more"),
         (
             "nemo-rl",
             {
@@ -704,7 +712,7 @@ def test_the_macros_give_the_same(steps):
         ),
         ("openrlhf", {"policy_loss_type": "grpo"}, "got 'grpo'; openrlhf has ppo, gspo"),
         ("openrlhf", {"eps_clip_low_high": (0.2, -0.1)}, "eps_clip_low_high: got (0.2, -0.1); give two numbers"),
-        ("prime-rl", {"dppo_mask_low": -0.1}, "dppo_mask_low: got -0.1; give a difference of probabilities"),
+        ("prime-rl", {"dppo_mask_low": -0.1}, "dppo_mask_low: got -0.1; give 0 or more"),
     ],
 )
 def test_options_of_another_framework_or_without_sense_are_refused(tmp_path, framework, options, message):

@@ -341,7 +341,7 @@ def test_without_rollout_logprobs_the_off_policy_mask_is_of_the_trainer_s(loss, 
     agree(row, loss(given, off_policy_mask_threshold=0.05))
     assert row["sampling/sampling_logp_difference/mean"] is None
     (told,) = likeness(tmp_path / "run", like="trl")[1:]
-    assert told == "run: has no pass 'rollout', without which sampling/* is NULL"
+    assert told == "run: no pass 'rollout' recorded, so sampling/* is NULL"
     with pytest.raises(NothingToCompare, match="has no logprobs of pass 'other'"):
         stats(tmp_path / "run", like="trl", pair="train:other")
 
@@ -351,7 +351,7 @@ def test_what_the_loss_clips_is_not_known_without_its_pass_or_without_advantages
     record(tmp_path / "run", [given], passes=("rollout", "train"))
     (row,) = stats(tmp_path / "run", like="trl", off_policy_mask_threshold=0.1).dicts()
     assert {row[name] for name in row if "clip_ratio" in name or "mask" in name} == {None}
-    assert "has no pass 'current', without which clip_ratio/* is NULL" in likeness(tmp_path / "run", like="trl")[1]
+    assert "no pass 'current' recorded, so clip_ratio/* is NULL" in likeness(tmp_path / "run", like="trl")[1]
     with Recorder(tmp_path / "bare") as recorder:
         added = recorder.add_sequences(step=1, prompt_ids=[[1]] * 2, response_ids=[[2, 3]] * 2, advantage=[1.0, None])
         for name, logprob in {"rollout": -1.0, "train": -1.0, "current": -3.0}.items():
@@ -408,15 +408,15 @@ def test_options_that_trl_would_not_take_are_refused(tmp_path):
     make_trace(tmp_path / "run")
     with pytest.raises(InvalidOption, match="got 'token'; trl has token_truncate, token_mask"):
         stats(tmp_path / "run", like="trl", vllm_importance_sampling_mode="token")
-    with pytest.raises(InvalidOption, match=r"vllm_importance_sampling_clip_min: got 4; it lies below clip_max, 3"):
+    with pytest.raises(InvalidOption, match=r"vllm_importance_sampling_clip_min: got 4; it must be below clip_max, 3"):
         stats(tmp_path / "run", like="trl", vllm_importance_sampling_clip_min=4.0)
     with pytest.raises(InvalidOption, match="loss_type: got 'ppo'; trl has grpo, dr_grpo"):
         stats(tmp_path / "run", like="trl", loss_type="ppo")
-    with pytest.raises(InvalidOption, match="epsilon: got -1; give a number from 0 on"):
+    with pytest.raises(InvalidOption, match="epsilon: got -1; give 0 or more"):
         stats(tmp_path / "run", like="trl", epsilon=-1.0)
-    with pytest.raises(InvalidOption, match="logging_steps: got 0; give 1 or more steps"):
+    with pytest.raises(InvalidOption, match="logging_steps: got 0; give 1 or more"):
         stats(tmp_path / "run", by="step", like="trl", logging_steps=0)
-    with pytest.raises(InvalidOption, match="logging_steps: a row of a whole run is no log of TRL's; use by='step'"):
+    with pytest.raises(InvalidOption, match="logging_steps: TRL logs no row for a whole run; use by='step'"):
         stats(tmp_path / "run", like="trl", logging_steps=2)
     with pytest.raises(InvalidOption, match="logging_first_step needs logging_steps"):
         stats(tmp_path / "run", by="step", like="trl", logging_first_step=True)

@@ -309,7 +309,7 @@ def test_without_mismatch_nothing_is_bent(exact, name):
     assert found.value("var_d") == 0
     assert found.value("var_drift") > 0
     assert found.concentration is None
-    assert "does not touch the objective's value" in found.verdict[0]
+    assert "does not change the objective's value" in found.verdict[0]
 
 
 def test_a_recorded_loss_is_read_whole(tmp_path):
@@ -317,7 +317,7 @@ def test_a_recorded_loss_is_read_whole(tmp_path):
     batch = make(18)
     found = objective(write(tmp_path / "run", [batch], loss))
     assert found.loss == loss
-    assert found.loss_from == "as the trace records it"
+    assert found.loss_from == "as recorded"
     assert found.steps.dicts()[1]["bias"] == pytest.approx(expected(loss, batch, 1)["bias"], rel=1e-9)
     assert "the KL term (coefficient 0.1) is in no figure" in found.notes
 
@@ -333,7 +333,7 @@ def test_bypass_is_not_said_to_be_untouched(opened):
     found = objective(opened[False][1], denominator="rollout")
     (verdict,) = found.verdict
     assert "does not touch" not in verdict
-    assert "That ratio holds the mismatch" in verdict
+    assert "That ratio contains both the mismatch" in verdict
     assert (
         f"{found.value('mean_abs_d'):.3g} nats on average; {found.value('clipped') * 100:.3g} % of the tokens are clipped"
         in verdict
@@ -365,7 +365,7 @@ def test_a_bias_that_the_clip_makes_has_no_direction(tmp_path):
     )
     first, second = found.verdict[:2]
     assert [part.code for part in found.verdict_codes][:2] == ["large_opposed", "unclipped"]
-    assert "no direction can be given" in first
+    assert "in no clear direction" in first
     assert f"It adds {clipped.value * 100:+.3g} % to the objective" in first
     assert second.startswith(
         f"Without the loss's clip it would add {free.value * 100:+.3g} % (95 % interval over groups "
@@ -434,7 +434,7 @@ def test_a_correction_is_part_of_what_the_loss_used(tmp_path):
     found = objective(one_sequence(tmp_path / "run", [math.log(0.4)], [math.log(0.5)], loss=loss))
     assert found.value("bias") == pytest.approx(1.1 - 1.25, abs=1e-6)
     assert found.value("uncorrected_bias") == pytest.approx(1 - 1.25, abs=1e-6)
-    assert any("with its weights left out the bias is -20 % instead of -12 %" in s for s in found.verdict)
+    assert any("without its weights the bias is -20 % instead of -12 %" in s for s in found.verdict)
     assert "uncorrected_bias" not in objective(tmp_path / "run", correction="none").figures
 
 
@@ -540,7 +540,7 @@ def test_sapo_and_vespo_by_hand(tmp_path):
     assert found.value("bias") == pytest.approx(-2 * (1.0897306 - 1.2279685), abs=1e-6)
     assert "clipped" not in found.figures
     assert "first_order" not in found.figures
-    assert "vespo has no clip: its weight falls without a bound, so that nothing counts as clipped" in found.notes
+    assert "vespo has no clip: its weight falls without a bound, so nothing counts as clipped" in found.notes
     assert "k 2, lambda 3 where A >= 0, else k 3, lambda 2" in objective_text(found)
 
 
@@ -636,7 +636,7 @@ def test_groups_that_agree_and_few_groups_leave_no_interval(tmp_path):
     assert (found.low, found.high, found.no_interval) == (None, None, "every group gives the same value")
     single = objective(one_sequence(tmp_path / "one", [-1.0], [-1.1]))
     assert (single.figures["bias"].low, single.figures["bias"].no_interval) == (None, "fewer than 8 groups")
-    assert "cannot be told: fewer than 8 groups" in single.verdict[0]
+    assert "Undecided whether the mismatch biases the objective: fewer than 8 groups" in single.verdict[0]
 
 
 def noisy(path, shift, seed=0, rows=200):
@@ -684,9 +684,9 @@ def test_variances_keep_their_digits_where_the_mismatch_is_large_and_even(tmp_pa
 
 def test_the_verdict_tells_noise_from_a_push(tmp_path):
     noise = objective(noisy(tmp_path / "noise", 0.0), loss="reinforce")
-    assert noise.verdict[0].startswith("The mismatch pushes no way that this many groups could show: noise.")
+    assert noise.verdict[0].startswith("The mismatch does not detectably bias the objective: it is noise.")
     push = objective(noisy(tmp_path / "push", 0.01), loss="reinforce")
-    assert push.verdict[0].startswith("The mismatch pushes one way, by a little, and down")
+    assert push.verdict[0].startswith("The mismatch biases the objective slightly downward")
     assert push.figures["relative_bias"].high < 0
     # A > 0 has rho* = exp(0.01): seen 1 % too small. A < 0 has exp(-0.01): punished 1 % too much.
     assert push.value("relative_positive") == pytest.approx(-0.01, abs=0.002)
@@ -700,13 +700,10 @@ def test_a_loss_that_is_not_recorded_is_assumed_and_said(opened):
     database = opened[False][1]
     found = objective(database)
     assert found.loss == Loss()
-    assert (
-        found.loss_from
-        == "assumed, since the trace says of no loss that is known: say it with loss='KIND' and its bounds"
-    )
+    assert found.loss_from == "assumed, because the trace records no known loss: set it with loss='KIND' and its bounds"
     asked = objective(database, loss="gspo", clip_high=0.01)
     assert (asked.loss.level, asked.loss.clip_low, asked.loss.clip_high) == ("sequence_mean", 3e-4, 0.01)
-    assert asked.loss_from == "as it was asked for, with clip_high 0.01 as asked for"
+    assert asked.loss_from == "as requested, with clip_high 0.01 as requested"
 
 
 def test_options_change_what_is_recorded_and_no_more(tmp_path):
@@ -752,11 +749,11 @@ def test_a_recorded_loss_that_cannot_be_read_is_said(tmp_path):
 
 def test_without_advantages_ratios_are_still_answered(tmp_path):
     found = objective(write(tmp_path / "run", [make(11)], LOSSES["ppo"], advantages=False))
-    assert any("everything that an advantage enters" in sentence for sentence in found.cannot)
+    assert any("everything that depends on advantages" in sentence for sentence in found.cannot)
     assert found.value("bias") is None
     assert found.value("mean_abs_d") > 0
     assert found.value("var_total") > 0
-    assert "cannot be answered" in found.verdict[0]
+    assert "cannot be computed" in found.verdict[0]
     assert "nats on average" in found.verdict[1]
 
 
@@ -764,7 +761,7 @@ def test_without_current_the_first_update_is_answered(tmp_path):
     batch = make(12, holes=False)
     found = objective(write(tmp_path / "run", [batch], Loss(kind="reinforce"), passes=("rollout", "train")))
     assert any("batch's first update" in note for note in found.notes)
-    assert any("what later updates" in sentence for sentence in found.cannot)
+    assert any("later updates on the same batch" in sentence for sentence in found.cannot)
     assert "var_drift" not in found.figures
     a = np.concatenate([np.full(m.sum(), v) for m, v in zip(batch["mask"], batch["advantage"], strict=True)])
     d = np.concatenate(
@@ -778,8 +775,8 @@ def test_without_train_the_loss_divides_by_itself(tmp_path):
     assert found.loss.denominator == "current"
     assert found.passes == ("current", "rollout", "current")
     assert found.num_updates == 2
-    assert any("'current' stands for it" in note for note in found.notes)
-    assert any("what is policy drift" in sentence for sentence in found.cannot)
+    assert any("'current' stands in for it" in note for note in found.notes)
+    assert any("how much is policy drift" in sentence for sentence in found.cannot)
     assert found.value("bias") is not None
 
 
@@ -794,7 +791,7 @@ def test_without_rollout_there_is_no_mismatch_to_judge(tmp_path):
 @pytest.mark.parametrize("passes", [("rollout",), ()])
 def test_one_side_alone_or_none_is_said(tmp_path, passes):
     found = objective(write(tmp_path / "run", [make(15)], Loss(), passes=passes))
-    assert found.verdict == ("What the mismatch does to the objective cannot be answered.",)
+    assert found.verdict == ("The effect of the mismatch on the objective cannot be computed.",)
     assert found.cannot[0].startswith("everything")
     assert objective_text(found)
 
@@ -805,7 +802,7 @@ def test_traces_with_nothing_to_count_have_an_answer(tmp_path):
     assert objective(tmp_path / "empty").num_tokens == 0
     nan = objective(one_sequence(tmp_path / "nan", [math.nan, -math.inf], [-1.0, -1.0]))
     assert (nan.num_tokens, nan.num_nan, nan.num_inf) == (0, 1, 1)
-    assert nan.verdict[0].startswith("Nothing can be said")
+    assert nan.verdict[0].startswith("No result")
     zero = objective(one_sequence(tmp_path / "zero", [-1.0, -2.0], [-1.1, -2.0], advantage=0.0))
     assert "no advantage is other than 0" in zero.verdict[0]
     for name in ("nan", "zero"):
@@ -836,7 +833,7 @@ def test_the_command_says_it_in_words_and_as_json(tmp_path):
     trace = write(tmp_path / "run", [make(seed) for seed in (16, 17, 18)], LOSSES["ppo"])
     done = tim_trace("objective", trace)
     assert done.code == 0
-    assert done.stdout.startswith("The mismatch pushes ")
+    assert done.stdout.startswith("The mismatch ")
     assert "Worst steps, by bias:" in done.stdout
     told = tim_trace("objective", trace, "--json").json()
     assert told["figures"]["bias"]["value"] == objective(trace).value("bias")

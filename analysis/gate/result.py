@@ -1,0 +1,52 @@
+"""The outcome of a gate's conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...schemas.results import Table
+from ..rows import table
+
+FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The outcome of one condition."""
+
+    condition: str
+    """As it was given."""
+    metric: str
+    """Its full name; `check` for the validity of the comparison."""
+    value: float
+    """Value for the run; for `check` the number of faults found."""
+    low: float | None
+    """Ends of the interval over groups; None without one: `how` says why."""
+    high: float | None
+    bound: float | None
+    verdict: str
+    """`failed`, `passed`, or `cannot tell` if the interval contains the bound or there should be an interval and is none."""
+    fails: bool
+    """Whether the value violates the condition, or leaves out tokens and so proves nothing: this decides the exit code."""
+    how: str
+    """How the interval was computed; for `check` the faults found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gated(Table):
+    """The outcome of every condition, in order."""
+
+    _text = "tim_trace.analysis.gate.reporters:gated_text"
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def fails(self) -> bool:
+        """Whether a value violates its condition."""
+        return any(verdict.fails for verdict in self.verdicts)
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        rows = table(self.verdicts)
+        return rows.columns, rows.rows

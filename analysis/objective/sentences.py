@@ -1,0 +1,132 @@
+"""The sentences of an objective, by their codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ...schemas.errors import option
+from ..statement import Measured, Statement
+
+VERDICT: Mapping[str, str] = {
+    "nothing_read": "The effect of the mismatch on the objective cannot be computed.",
+    "no_tokens": "No result: no token counts and has a finite logprob under every pass.",
+    "no_advantage": "The objective is 0: no advantage is other than 0, so no ratio has an effect.",
+    "in_ratio": "The loss divides by the rollout's own logprobs, so its ratio is the true one and this bias is 0. That ratio "
+    "contains both the mismatch and the policy's drift, so clip and weights act on both{how_far}; the gradient is the "
+    "trainer's.",
+    "no_effect": "The mismatch does not change the objective's value: every token contributes the same under the used ratio as "
+    "under the true one.",
+    "not_answerable": "The effect on the objective cannot be computed; see below what is missing.",
+    "ratios": "A token's ratio is off by {mean_abs_d:.3g} nats on average, a whole sequence's by {mean_abs_sum_d:.3g} nats.",
+    "undecided": "Undecided whether the mismatch biases the objective: {reason}. {how_much}",
+    "negligible_noise": "The mismatch does not detectably bias the objective, and its noise is negligible. {how_much}",
+    "moderate_noise": "The mismatch does not detectably bias the objective: it is noise. {how_much}",
+    "large_noise": "The mismatch does not detectably bias the objective: it is noise, and a lot of it. {how_much}",
+    "negligible_push_up": "The mismatch biases the objective negligibly upward: {up}. {how_much}",
+    "small_push_up": "The mismatch biases the objective slightly upward: {up}. {how_much}",
+    "large_push_up": "The mismatch biases the objective strongly upward: {up}. {how_much}",
+    "negligible_push_down": "The mismatch biases the objective negligibly downward: {down}. {how_much}",
+    "small_push_down": "The mismatch biases the objective slightly downward: {down}. {how_much}",
+    "large_push_down": "The mismatch biases the objective strongly downward: {down}. {how_much}",
+    "negligible_opposed": "The mismatch changes the objective negligibly, in no clear direction: {opposed}. {how_much}",
+    "small_opposed": "The mismatch changes the objective slightly, in no clear direction: {opposed}. {how_much}",
+    "large_opposed": "The mismatch changes the objective strongly, in no clear direction: {opposed}. {how_much}",
+    "unclipped": "Without the loss's clip the bias would be {relative_bias_signed}{interval}.",
+    "signs": "Overall, {signs}.",
+    "concentration": "Half of sum |b| comes from {half_percent} of the {terms}, 90 % from {ninety_percent}.",
+    "worst_update": "The largest bias is at step {step} ({bias:+.3g}{share_of_all}).",
+    "clip_decisions": "The mismatch flips the clip decision of {flipped_percent} of the {terms}; {clipped_percent} are clipped in "
+    "total.",
+    "correction": "These figures include the loss's correction; without its weights the bias is {uncorrected_relative_bias_signed} "
+    "instead of {relative_bias_signed}, and without cancelling {uncorrected_relative_abs_bias_percent} instead of "
+    "{relative_abs_bias_percent}.",
+}
+"""Code of a part of the verdict -> the sentence."""
+
+_WAYS = {
+    "up": "the loss overstates it",
+    "down": "the loss understates it",
+    "opposed": "the clip alone lifts the bias, whatever the mismatch does, and without the clip it has the other sign",
+}
+
+CANNOT: Mapping[str, str] = {
+    "no_trainer_logprobs": "everything: the trace has no logprobs of 'train' or 'current', from which the loss's ratio is computed; "
+    "record them with Recorder.add_scores",
+    "no_rollout": "the effect of the mismatch: the trace has no logprobs of the pass 'rollout'",
+    "no_train": "how much of the ratio is mismatch and how much is policy drift: record the pass 'train'",
+    "no_current": "later updates on the same batch, and policy drift: record the pass 'current'",
+    "no_advantages": "everything that depends on advantages: record them with Recorder.add_sequences(advantage=...)",
+}
+"""Code of what cannot be answered -> the sentence."""
+
+NOTES: Mapping[str, str] = {
+    "current_for_train": "the trace has no pass 'train': 'current' stands in for it, so the updates since sampling count as "
+    "mismatch here",
+    "first_update_only": "the trace has no pass 'current': figures are for a batch's first update, where the policy inside the "
+    "loss is the trainer's own and the used ratio is 1 unless the loss divides by the rollout's",
+    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences have no logprobs in one of the passes and are left out",
+    "not_finite": "{num_nan:,} tokens have a NaN and {num_inf:,} an infinite logprob under a pass: they are in no figure",
+    "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage: they add nothing to a bias",
+    "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences that went through the loss have no token to compare: they "
+    "add nothing to a sum, but the loss's mean counts them",
+    "no_clip": "{kind} has no clip: its weight falls without a bound, so nothing counts as clipped",
+    "unknown_settings": "loss settings that no figure accounts for: {settings}",
+    "micro_batches_unknown": "the trace does not say which rows were one micro-batch: tokens are weighted over the whole update",
+    "divisor_unknown": "the divisor of the aggregation (max_tokens) is not recorded: sizes are as if it were 1, shares are right",
+    "kl_left_out": "the KL term (coefficient {coefficient:g}) is in no figure",
+    "ratios_clamped": "ratios of some sequences exceed exp({bound:g}) and are clamped to it",
+}
+"""Code of a note -> the sentence."""
+
+
+def loss_basis() -> Mapping[str, str]:
+    """Code of where the loss is from -> the words."""
+    how = f"set it with {option('loss', 'KIND')} and its bounds"
+    return {
+        "recorded": "as recorded",
+        "not_recorded": f"assumed, because the trace records no known loss: {how}",
+        "unreadable": f"assumed, because the recorded loss cannot be read ({{error}}): {how}",
+        "asked": "as requested",
+        "fields_asked": "{fields} as requested",
+    }
+
+
+def verdict_sentence(part: Statement, confidence: float) -> str:
+    """A part of the verdict in words."""
+    values = part.values
+    words = {f"{name}_percent": f"{value * 100:.3g} %" for name, value in values.items() if isinstance(value, float)}
+    words |= {f"{name}_signed": f"{value * 100:+.3g} %" for name, value in values.items() if isinstance(value, float)}
+    words |= _WAYS | {"signs": " and ".join(_signs(values))}
+    words["share_of_all"] = f", {values['share'] * 100:.2g} % of the total" if "share" in values else ""
+    words["interval"] = (
+        f" ({confidence * 100:g} % interval over groups {words['low_signed']} to {words['high_signed']})"
+        if "low" in values
+        else ""
+    )
+    how_much = (
+        "It adds {relative_bias_signed} of the sum of the terms' sizes{interval}; without cancelling it would be "
+        "{relative_abs_bias_percent}."
+    )
+    words["how_much"] = how_much.format(**words) if "relative_abs_bias" in values else ""
+    words["how_far"] = _how_far(values)
+    return VERDICT[part.code].format(**values, **words)
+
+
+def _how_far(values: Mapping[str, Measured]) -> str:
+    """How far the mismatch moves a ratio that holds it, and how much of the terms the clip takes."""
+    parts = []
+    if "mean_abs_d" in values:
+        parts.append(f"it changes a token's ratio by {values['mean_abs_d']:.3g} nats on average")
+    if "clipped" in values:
+        parts.append(f"{float(values['clipped']) * 100:.3g} % of the {values['terms']} are clipped")
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _signs(values: Mapping[str, Measured]) -> Iterator[str]:
+    for name, sign, more, less in (
+        ("relative_positive", "A > 0", "credited too much", "credited too little"),
+        ("relative_negative", "A < 0", "punished too little", "punished too much"),
+    ):
+        if name in values:
+            value = float(values[name])
+            yield f"tokens with {sign} are {more if value > 0 else less} by {abs(value) * 100:.3g} %"
