@@ -10,8 +10,7 @@ from ..replay.locate.engine import locate as locate_operators
 from ..replay.locate.question import question_id
 from ..replay.locate.unfinished import Unfinished
 from ..tracer.located.result_files import write_result
-from ..tracer.located.result_header import LocateQuestion
-from ..tracer.located.results import Located
+from ..tracer.located.results import Located, LocateQuestion
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store, first_line
 from .location import Location, location

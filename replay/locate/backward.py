@@ -35,7 +35,7 @@ from .bounds import unit
 from .chosen import choose
 from .engine import REFERENCE
 from .execution import Prepare
-from .reference import kind_of, layer_of
+from .names import kind_of, layer_of
 
 Spans = list[tuple[LossRow, slice]]
 """Rows of a forward, each with its place in [N]."""

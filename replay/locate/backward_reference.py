@@ -21,8 +21,8 @@ from .backward_bounds import BackwardRounding
 from .backward_results import BETWEEN, DETACHED, INPUT, PARAMETER
 from .backward_taps import STREAM, BackwardCall, Visited
 from .bounds import growth
-from .reference import kind_of
-from .taps import ATTENTION, operators
+from .names import is_core, kind_of
+from .taps import operators
 
 HEAD, LOSS = "head", "loss"
 """What lies behind the last hidden states, and behind the log-probabilities."""
@@ -248,7 +248,7 @@ class _Backward:
         came = call.came.get(0)
         rounding = BackwardRounding.of(*call.takes, *call.gives, call.passed.get(slot))
         incoming = torch.zeros_like(call.gives[0]).double() if came is None else came.double()
-        if name.partition("#")[0].endswith(f".{ATTENTION}"):
+        if is_core(name):
             weights, scaling = self._more[name]
             states = tuple(each.double() for each in call.takes[:3])
             return bounds.of_attention(states, weights.detach(), incoming.transpose(1, 2), float(scaling), rounding)[

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .reference import layer_of
-from .taps import attention_around, core_name, operators, outputs_of, tensors_of, with_outputs, with_tensors
+from .names import core_name, layer_of
+from .taps import attention_around, operators, outputs_of, tensors_of, with_outputs, with_tensors
 
 STREAM = "residual"
 """What is appended to a layer's name for the residual stream that comes into it."""

@@ -16,7 +16,8 @@ from ..recorded import RecordedRow
 from .exact_execution import ExactExecution
 from .execution import Execution
 from .grafts import Graft, cast
-from .taps import ATTENTION, tensors_of
+from .names import is_core
+from .taps import tensors_of
 
 _ROTARY, _EXPERTS, _EMBEDDING = "rotary_emb", "experts", "embed_tokens"
 
@@ -60,7 +61,7 @@ class ExactGiver(Graft):
         self.theirs = {
             name: ExactModule(name, operator, giver.dtype)
             for name, operator in self._exact.operators().items()
-            if not name.endswith(f".{ATTENTION}")
+            if not is_core(name)
         }
 
     @contextmanager
@@ -107,7 +108,7 @@ class ExactTaker:
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))
         are_padded = all(isinstance(batch, PaddedBatch) for batch in batches)
-        return [name for name in self._ours if name in self._giver.theirs or (are_padded and _is_core(name))]
+        return [name for name in self._ours if name in self._giver.theirs or (are_padded and is_core(name))]
 
     def score(self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, Any]:
         """Sequence -> [T] float64 log-probabilities of the taker's, of some rows `of` a step, with these operators the giver's."""
@@ -116,10 +117,10 @@ class ExactTaker:
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
         """Within it a forward of the taker computes these operators as the giver does."""
-        masks = self._giver.masks_of(batch) if any(map(_is_core, names)) else {}
+        masks = self._giver.masks_of(batch) if any(map(is_core, names)) else {}
         with ExitStack() as stack:
             for name in names:
-                by = self._core(self._ours[name], masks[name]) if _is_core(name) else self._module(name)
+                by = self._core(self._ours[name], masks[name]) if is_core(name) else self._module(name)
                 stack.enter_context(self._ours[name].replaced(by))
             yield
 
@@ -157,7 +158,3 @@ class ExactTaker:
         """What was computed, as the exact engine keeps numbers: what its dtype can hold, in float64."""
         new = new.reshape(given.shape)
         return self._precision.round(new.double()) if new.is_floating_point() else new
-
-
-def _is_core(name: str) -> bool:
-    return name.endswith(f".{ATTENTION}")

@@ -18,11 +18,10 @@ from ..batching import ForwardBatch, PaddedBatch
 from ..recorded import RecordedRow
 from ..settings import autocast
 from .execution import Execution
+from .names import core_name, is_core
 from .taps import (
-    ATTENTION,
     attention_around,
     attention_layers,
-    core_name,
     operators,
     outputs_of,
     tensors_of,
@@ -59,7 +58,7 @@ class Graft:
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
         """Within it a forward of the taker computes these operators as the giver does."""
-        masks = self.masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
+        masks = self.masks_of(batch) if any(map(is_core, names)) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
         def around(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

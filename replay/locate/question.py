@@ -7,7 +7,7 @@ from typing import Any
 
 from ...schemas.checksums import short_hash
 from ...schemas.contract import canonical_json
-from ...tracer.located.result_header import LocateQuestion
+from ...tracer.located.results import LocateQuestion
 from ..arms import Arm, parse_arm
 
 

@@ -20,23 +20,15 @@ from ...schemas.documents import read_document, to_document
 from ...schemas.errors import DamagedTrace, TimTraceError, tell_damage
 from ...schemas.layout import LOCATE
 from ...tracer.located.result_files import UNFINISHED, unfinished_names
-from ...tracer.located.result_header import LocateQuestion
-from ...tracer.located.results import PatchedSequence
+from ...tracer.located.results import LocateQuestion, Patch
 from ...tracer.store import Store, first_line
 from ...tracer.whole_file import check_inside, write_part
-from .judged_sequence import JudgedSequence
 from .question import question_id
+from .sequence import JudgedSequence
 
 _WHAT = "what an interrupted locate had done"
 
 Part = TypeVar("Part")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Patch:
-    """One patch of all sequences."""
-
-    sequences: tuple[PatchedSequence, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +81,13 @@ class Unfinished:
         """Keep a sequence that is done."""
         self._add(f"sequence-{number}", found)
 
-    def patch(self, taker: str, number: int) -> tuple[PatchedSequence, ...] | None:
-        """A patch that is done; None where it is not."""
-        found = self._part(f"patch-{taker}-{number}", _Patch)
-        return None if found is None else found.sequences
+    def patch(self, taker: str, number: int) -> Patch | None:
+        """A patch that is done; None if it is not."""
+        return self._part(f"patch-{taker}-{number}", Patch)
 
-    def add_patch(self, taker: str, number: int, found: tuple[PatchedSequence, ...]) -> None:
+    def add_patch(self, taker: str, number: int, found: Patch) -> None:
         """Keep a patch that is done."""
-        self._add(f"patch-{taker}-{number}", _Patch(sequences=found))
+        self._add(f"patch-{taker}-{number}", found)
 
     def remove(self) -> None:
         """Remove all parts of the question."""

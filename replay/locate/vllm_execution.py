@@ -27,7 +27,8 @@ from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
 from ..vllm_scorer import VllmScorer
 from .execution import Execution
-from .taps import Call, RowTaps, core_name
+from .names import core_name
+from .taps import Call, RowTaps
 
 VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")

@@ -15,12 +15,13 @@ import numpy as np
 from ..backends.vllm_mixture import Select, in_order, is_mixture, selecting
 from ..batching import PaddedBatch
 from ..recorded import RecordedRow
+from .cores import ROTARY
 from .exact_execution import ExactExecution
 from .exact_grafts import ExactGiver, ExactTaker
 from .execution import Execution
 from .grafts import Graft, as_given, cast
-from .reference import ROTARY
-from .taps import attention_layers, core_name, operators
+from .names import core_name
+from .taps import attention_layers, operators
 from .vllm_execution import AnyExecution, Span, VllmExecution, names
 
 _ROTATES = "apply_rotary_pos_emb"

@@ -1,0 +1,131 @@
+"""Mixtures of experts compared with float64: the router's choice, the weights that experts take, and their sum.
+
+Shapes: T tokens, E experts, S chosen ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import bounds
+from .heard import Heard
+from .judged import GIVES, ratio
+from .names import kind_of, layer_of
+from .router_choice import follows
+from .taps import Call, tokens_first
+
+EXPERTS, ROUTER = "experts", "router"
+"""All experts of a mixture and their sum; the choice of experts if its module was not heard."""
+_MOST_FLIPPED = 0.25
+"""Share of tokens with other experts that rounding may cause where the router was not heard."""
+
+
+def judge_router(
+    heard: Heard,
+    name: str,
+    module: Any,
+    takes: tuple[Any, ...],
+    outputs: list[Any],
+    call: Call,
+    again: Callable[[], list[Any]],
+) -> None:
+    """Judge a router: its logits, whether its choice follows from them, and the scores of its choice.
+
+    If the code that `again` runs has no logits to go on from, any choice whose logits lie within both bounds may fall either way.
+    """
+    import torch
+
+    kind, layer = kind_of(name), layer_of(name)
+    # Logits are wider than the choices, which some routers give first.
+    widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
+    num_chosen = max(value.shape[-1] for value in outputs if not value.is_floating_point())
+    of_all = widths.index(max(widths)) if max(widths) > num_chosen else 0
+    logits = chosen = None
+    for slot, (value, given) in enumerate(zip(outputs, call.gives, strict=False)):
+        if given is None:
+            continue
+        if given.numel() != value.numel():
+            if value.is_floating_point():
+                continue
+            differs = torch.ones(len(given), dtype=torch.bool)  # another number of experts
+            heard.judgement.add_differing(name, kind, layer, differs, given.numel())
+            return
+        exact = value.reshape(given.shape)
+        if not value.is_floating_point():
+            chosen = given, exact, slot
+        elif slot == of_all:
+            bound = heard.bound(name, module, 0, value, takes, call, given)
+            # Its error enters with the scores that are made of it.
+            heard.judgement.add(name, kind, layer, given, exact, bound)
+            logits = exact, bound, given
+    if chosen is None:
+        return
+    ids_TS, exact_TS, ids_slot = chosen
+    differs_T = (ids_TS.sort(-1).values != exact_TS.sort(-1).values).any(-1)
+    if bool(differs_T.any()) and logits is not None and exact_TS.dim() == 2 and int(ids_TS.max()) < logits[0].shape[-1]:
+        exact_TE, bound_TE, given_TE = logits
+        unit = max(bounds.unit(each.dtype) for each in call.gives if each is not None and each.is_floating_point())
+        made_right = follows(again, outputs[of_all], given_TE, ids_TS, ids_slot, max(unit, 2.0**-24))
+        if made_right is None:
+            least = exact_TE.gather(-1, exact_TS).amin(-1) - exact_TE.gather(-1, ids_TS).amin(-1)
+            made_right = least <= 2.0 * bound_TE.amax(-1)
+        differs_T &= ~made_right
+    heard.judgement.add_differing(name, kind, layer, differs_T, ids_TS.numel())
+    same_T = (ids_TS == exact_TS).all(-1)
+    for slot, (value, score) in enumerate(zip(outputs, call.gives, strict=False)):
+        is_score = slot != of_all and score is not None and value.is_floating_point()
+        if not is_score or score.numel() != value.numel() or not bool(same_T.any()):
+            continue
+        # Scores may be kept in more digits than the logits that they are made of.
+        made_of = [each for each in (call.gives[of_all], score) if each is not None and each.is_floating_point()]
+        coarser = max(made_of, key=lambda each: bounds.unit(each.dtype))
+        bound = heard.bound(name, module, slot or 1, value, takes, call, score, made_in=coarser.dtype)
+        value = value.reshape(score.shape)
+        point = heard.called(name), GIVES, slot
+        heard.judgement.add(name, kind, layer, score[same_T], value[same_T], bound[same_T], point)
+        # Scores of other choices cannot be compared.
+        if point in heard.judgement.errors:
+            off = torch.where(same_T[:, None], score.double() - value, 0.0)
+            heard.judgement.errors[point] = off.type(torch.float32)
+
+
+def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
+    """Judge the weights [T, S] that experts take if these are not what the router gave, as when it was not heard.
+
+    Tokens with another choice are skipped, unless there are more of them than rounding causes in any router.
+    """
+    if len(takes) != len(found):
+        return
+    ids, scores, taken_ids, taken = found[1], found[2], takes[1], takes[2]
+    is_choice = not ids.is_floating_point() and scores.is_floating_point() and ids.shape == scores.shape
+    if not is_choice or any(each is None or each.shape != ids.shape for each in (taken_ids, taken)):
+        return
+    (sorted_ids, order), (taken_sorted, taken_order) = (each.sort(-1) for each in (ids, taken_ids))
+    exact, given = scores.gather(-1, order), taken.gather(-1, taken_order)
+    same_T = (sorted_ids == taken_sorted).all(-1)
+    if bool((given.double() == exact).all()) and bool(same_T.all()):
+        return
+    layer = layer_of(name)
+    where = f"layers.{layer}.{ROUTER}"
+    if float((~same_T).double().mean()) > _MOST_FLIPPED:
+        heard.judgement.add_differing(where, ROUTER, layer, ~same_T, given.numel())
+        return
+    bound = bounds.of_sum(exact.abs(), heard.rounding(given.dtype), 8.0)
+    for (of, operator), (_, unheard) in heard.unheard.items():
+        if of == layer and operator in ("gate", "router"):  # its logits' error is the weights', relative
+            logits = unheard(given.dtype).reshape(len(exact), -1).amax(-1, keepdim=True)
+            bound = bound + 2.0 * logits * exact.abs()
+    heard.judgement.add(where, ROUTER, layer, given[same_T], exact[same_T], bound[same_T])
+
+
+def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
+    """Judge a mixture's output if it is not the sum of its experts and a shared one; otherwise its rounding is the residual's."""
+    layer, exact = layer_of(name), tokens_first(output, found)
+    bound = heard.stream_bound(exact, heard.rounding(found.dtype))
+    if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:
+        bound = bound + missed[1]
+    if ratio(found, exact, bound) <= 1.0:
+        return False
+    heard.judgement.add(f"{name}.{EXPERTS}", EXPERTS, layer, found, exact, bound)
+    return True
