@@ -1167,8 +1167,8 @@ def _locate_backward(
     """`locate --backward`."""
     from dataclasses import asdict
 
-    from .analysis.locate_backward import backward_rows, check_by, locate_backward
-    from .analysis.locate_backward_text import backward_sentence, backward_text
+    from .analysis.locate_backward_text import backward_rows, backward_sentence, backward_text, check_by
+    from .replay.locate.backward import locate_backward
 
     given = click.get_current_context().get_parameter_source("patch")
     if given is not click.core.ParameterSource.DEFAULT and patch != "none":
