@@ -35,7 +35,7 @@ from .sequence import OF_CODE, JudgedSequence, SequenceJudge
 from .taps import RowTaps
 from .unfinished import Unfinished
 from .vllm_execution import VLLM, AnyExecution, VllmExecution
-from .windows import Window, free_bytes, parts, values_per_token
+from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
@@ -288,7 +288,7 @@ class _Location:
             known = (unfinished.sequence(number, name) for name, number in numbers.items())
             done = {found.seq_id: found for found in known if found is not None}
         before = f", {len(done)} of {len(rows)} sequences done before" if done else ""
-        per_token = sum(values_per_token(each.config) * each.itemsize for each in self._executions.values())
+        per_token = sum(bytes_per_token(each.model) for each in self._executions.values())
         with self._progress(f"running operators{before}", _TASKS * len(rows)) as advance:
             for part, windows in parts(rows, self._reference.operators, per_token, self._tapped_bytes):
                 heard = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from ..backends.exact.slices import bits_for
 from ..batching import ForwardBatch
 from ..exact_scorer import ExactArmScorer
 from ..recorded import RecordedRow
-from .execution import Execution
-from .taps import Call, RowTaps, of_tokens, places, shape_of
+from .execution import Execution, Listening
+from .taps import Call, RowTaps, of_tokens, outputs_of, places, shape_of
 
 EXACT = "exact"
 
@@ -70,47 +71,36 @@ class ExactExecution(Execution):
         """Sequence -> [T] float64 log-probabilities, of some rows `of` a step, in the arm's batches."""
         return self._scored(rows, of, around)
 
-    def _taps(self, wanted: Callable[[str], bool]) -> ExactTaps:
-        return ExactTaps(self.exact, wanted)
+    def _listening(self, wanted: Callable[[str], bool]) -> Listening:
+        return partial(_heard, self.exact, wanted)
 
 
-class ExactTaps:
-    """Keeps what the exact engine's operators take and give, for some rows of the forwards that run within it."""
+@contextmanager
+def _heard(
+    model: ExactModel, wanted: Callable[[str], bool], batch: ForwardBatch, chosen: Mapping[int, RowTaps]
+) -> Iterator[None]:
+    """Keep the inputs and outputs of the exact engine's operators in one forward, for some of its rows."""
+    import torch
 
-    def __init__(self, model: ExactModel, wanted: Callable[[str], bool]):
-        self._model, self._wanted = model, wanted
+    shape, dtype = shape_of(batch), model.precision.dtype
+    where = {index: torch.from_numpy(places(batch, index)).to(model.device) for index in chosen}
 
-    @contextmanager
-    def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
-        """Listen to one forward; `chosen` maps rows of it to what is kept of them."""
-        import torch
+    def kept(value: Any, index: int, operator: Operator) -> Any:
+        part = of_tokens(value, shape, where[index], heads_first=operator.is_heads_first)
+        return part.to(dtype) if part is not None and part.is_floating_point() else part
 
-        shape = shape_of(batch)
-        where = {index: torch.from_numpy(places(batch, index)).to(self._model.device) for index in chosen}
-        dtype = self._model.precision.dtype
+    def called(name: str, operator: Operator, original: Callable[..., Any], *args: Any) -> Any:
+        given = original(*args)
+        takes = args[:3] if operator.is_heads_first else args
+        for index, taps in chosen.items():
+            took = tuple(kept(value, index, operator) for value in takes)
+            if name.endswith("rotary_emb"):
+                took = (None, *took)  # transformers' takes hidden states before the positions
+            taps.calls[name] = Call(took, tuple(kept(value, index, operator) for value in outputs_of(given)))
+        return given
 
-        def kept(value: Any, index: int, operator: Operator) -> Any:
-            part = of_tokens(value, shape, where[index], heads_first=operator.is_heads_first)
-            return part.to(dtype) if part is not None and part.is_floating_point() else part
-
-        def listening(name: str, operator: Operator) -> Callable[..., Any]:
-            original = operator.call
-
-            def called(*args: Any) -> Any:
-                given = original(*args)
-                gives = given if isinstance(given, tuple) else (given,)
-                takes = args[:3] if operator.is_heads_first else args
-                for index, taps in chosen.items():
-                    took = tuple(kept(value, index, operator) for value in takes)
-                    if name.endswith("rotary_emb"):
-                        took = (None, *took)  # transformers' takes hidden states before the positions
-                    taps.calls[name] = Call(took, tuple(kept(value, index, operator) for value in gives))
-                return given
-
-            return called
-
-        with ExitStack() as stack:
-            for name, operator in self._model.operators().items():
-                if self._wanted(name):
-                    stack.enter_context(operator.replaced(listening(name, operator)))
-            yield
+    with ExitStack() as stack:
+        for name, operator in model.operators().items():
+            if wanted(name):
+                stack.enter_context(operator.replaced(partial(called, name, operator, operator.call)))
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from .taps import RowTaps, Taps
 
 Prepare = Callable[[Any], None]
 """Changes a model, once its weights are loaded."""
+Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
+"""Listens to one forward; maps its rows to where their numbers are kept."""
 
 
 class Execution:
@@ -68,19 +70,10 @@ class Execution:
         return self.scorer.numerics
 
     @property
-    def config(self) -> Any:
-        """transformers' config of the model."""
-        return self.model.config
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-        return int(next(self.model.parameters()).element_size())
-
-    @property
     def head(self) -> str:
         """The name of the module that gives logits."""
-        return head_name(self.model)
+        head = self.model.get_output_embeddings()
+        return next((name for name, module in self.model.named_modules() if module is head), "")
 
     @property
     def rounds_scores(self) -> bool:
@@ -160,7 +153,7 @@ class Execution:
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
         """The same, and what operators took and gave for these rows."""
-        taps = self._taps(wanted)
+        heard_in = self._listening(wanted)
         found: dict[str, RowTaps] = {}
         names = {row.seq_id for row in rows}
 
@@ -171,29 +164,16 @@ class Execution:
                 for index, row in enumerate(batch.rows)
                 if row.seq_id in names
             }
-            with taps.heard(batch, chosen) if chosen else nullcontext():
+            with heard_in(batch, chosen) if chosen else nullcontext():
                 yield
 
         return self.score(rows, of, heard), found
 
-    def _taps(self, wanted: Callable[[str], bool]) -> AnyTaps:
-        if self.reference is None:
-            return Taps(self.model, wanted)
+    def _listening(self, wanted: Callable[[str], bool]) -> Listening:
+        """Listen to the operators that are wanted."""
+        assert self.reference is not None
         attentions = self.reference.attentions if self.is_other_code else ()
-        return Taps(self.model, wanted, self.reference.operators, attentions)
-
-
-class AnyTaps(Protocol):
-    """Keeps what operators take and give."""
-
-    def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> AbstractContextManager[None]:
-        """Listen to one forward; `chosen` maps rows of it to what is kept of them."""
-
-
-def head_name(model: Any) -> str:
-    """The name of the module that gives logits."""
-    head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), "")
+        return Taps(self.model, wanted, self.reference.operators, attentions).heard
 
 
 def _check(arm: Arm) -> None:

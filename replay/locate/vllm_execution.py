@@ -28,7 +28,7 @@ from ..recorded import RecordedRow, RecordedRun
 from ..vllm_scorer import VllmScorer
 from .execution import Execution
 from .names import core_name
-from .taps import Call, RowTaps
+from .taps import Call, RowTaps, hidden_of, hooked
 
 VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")
@@ -50,6 +50,8 @@ class VllmExecution:
     attention_cut = 0.0
     coarsest = None
     is_adapted = False
+    head = "lm_head"
+    """transformers' name of the module that gives logits."""
 
     def __init__(
         self,
@@ -91,21 +93,6 @@ class VllmExecution:
         """vLLM's own."""
         return self._engine.llm.apply_model(lambda model: model)[0]
 
-    @property
-    def config(self) -> Any:
-        """transformers' config of the model."""
-        return self.model.config
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-        return int(next(self.model.parameters()).element_size())
-
-    @property
-    def head(self) -> str:
-        """The name of the module that gives logits, as transformers has it."""
-        return "lm_head"
-
     def made_by(self) -> Contract:
         """The contract of what it gives, less the folder that its weights are read from, which is another one every time."""
         made = self._scorer.made_by()
@@ -121,7 +108,7 @@ class VllmExecution:
         return self._held(with_experts=True)
 
     def _held(self, *, with_experts: bool) -> Iterator[tuple[str, Any]]:
-        model, vocabulary = self.model, self.config.vocab_size
+        model = self.model
         parts = dict(names(model))
         modules = dict(model.named_modules())
         for name, module in modules.items():
@@ -136,7 +123,7 @@ class VllmExecution:
                 sizes = modules[module].output_partition_sizes
                 yield from zip((f"{each}.{leaf}" for each in whose), value.split(sizes), strict=True)
             elif module.rpartition(".")[2] in ("embed_tokens", "lm_head"):
-                yield name, value[:vocabulary]
+                yield name, value[: model.config.vocab_size]
             else:
                 yield name, value
 
@@ -292,32 +279,58 @@ def _computes(module: Any) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
+def states_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Queries, keys and values among the arguments of an attention."""
+    return [*args, *(kwargs[word] for word in ("query", "key", "value") if word in kwargs)][:3]
+
+
+@contextmanager
+def mixture_around(
+    module: Any, choose: Callable[[Select, Any, Any], tuple[Any, Any]], computed: Callable[..., Any]
+) -> Iterator[None]:
+    """Call a mixture's choice of experts through `choose`, and `computed(hidden, weights, experts, given)` behind the mixture.
+
+    What that returns takes the place of the mixture's output, unless it is None.
+    """
+    chosen: list[tuple[Any, Any]] = []
+
+    def chose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
+        chosen.append(choose(select, hidden, logits))
+        return chosen[-1]
+
+    def after(_name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+        return computed(hidden_of(args, kwargs), *chosen.pop(), given)
+
+    with hooked({"": module}, after=after), selecting(module, chose):
+        yield
+
+
 class _EngineTaps:
-    """Keeps what vLLM's operators take and give, by sequence, in the order of its tokens."""
+    """Keeps the inputs and outputs of vLLM's operators, by sequence, in the order of its tokens."""
 
     def __init__(self, model: Any, wanted: Callable[[str], bool]):
-        self._model, self._wanted = model, wanted
+        self._modules, self._wanted = dict(model.named_modules()), wanted
         self._names = names(model)
         self._spans: list[Span] = []
-        self._positions: Any = None
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
         """Sequence -> operator -> its calls, each with the first token's place."""
 
-    def begin(self, spans: list[Span], positions_W: Any) -> None:
+    def begin(self, spans: list[Span], _positions_W: Any) -> None:
         """A forward is about to run."""
-        self._spans, self._positions = spans, positions_W
+        self._spans = spans
 
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Listen to the forwards within."""
         hooks = {"attn": self._attention, _ROTARY: self._rotary}
         with ExitStack() as stack:
-            for name, module in self._model.named_modules():
+            for name, module in self._modules.items():
                 if is_mixture(module):
                     stack.enter_context(self._mixture(name, module))
                 elif name in self._names:
-                    hook = hooks.get(name.rpartition(".")[2], self._operator)
-                    stack.callback(module.register_forward_hook(hook(name, module), with_kwargs=True).remove)
+                    stack.enter_context(
+                        hooked({name: module}, after=hooks.get(name.rpartition(".")[2], self._operator))
+                    )
             yield
 
     def found(self, rows: Sequence[RecordedRow]) -> dict[str, RowTaps]:
@@ -341,64 +354,43 @@ class _EngineTaps:
     @contextmanager
     def _mixture(self, name: str, module: Any) -> Iterator[None]:
         gate, experts = self._names[name]
-        chosen: list[tuple[Any, Any]] = []
 
         def choose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
             given = select(hidden, logits)
-            weights, ids = in_order(*given)
-            self._keep(gate, [hidden], [logits, weights, ids])
-            chosen.append((ids, weights))
+            self._keep(gate, [hidden], [logits, *in_order(*given)])
             return given
 
-        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
-            self._keep(experts, [args[0] if args else kwargs["hidden_states"], *chosen.pop()], [given])
+        def computed(hidden: Any, weights: Any, ids: Any, given: Any) -> None:
+            weights, ids = in_order(weights, ids)
+            self._keep(experts, [hidden, ids, weights], [given])
 
-        handle = module.register_forward_hook(heard, with_kwargs=True)
-        try:
-            with selecting(module, choose):
-                yield
-        finally:
-            handle.remove()
+        with mixture_around(module, choose, computed):
+            yield
 
-    def _attention(self, name: str, module: Any) -> Callable[..., None]:
+    def _attention(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
         (core,) = self._names[name]
-
-        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
-            states = [*args, *(kwargs[word] for word in ("query", "key", "value") if word in kwargs)][:3]
-            self._keep(core, [state.reshape(len(state), -1, module.head_size) for state in states], [given])
-
-        return heard
-
-    def _rotary(self, name: str, _module: Any) -> Callable[..., None]:
-        (rotary,) = self._names[name]
-
-        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _given: Any) -> None:
-            positions = args[0] if args else kwargs["positions"]
-            if not self._has(rotary):  # one for all layers
-                self._keep(rotary, [None, positions], [None, None])
-
-        return heard
-
-    def _has(self, name: str) -> bool:
-        return (
-            any(any(first == place for place, _ in self._pieces[seq_id][name]) for seq_id, _, first in self._spans)
-            or not self._spans
+        self._keep(
+            core, [state.reshape(len(state), -1, module.head_size) for state in states_of(args, kwargs)], [given]
         )
 
-    def _operator(self, name: str, module: Any) -> Callable[..., None]:
+    def _rotary(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _given: Any) -> None:
+        (rotary,) = self._names[name]
+        is_kept = not self._spans or any(
+            first == place for seq_id, _, first in self._spans for place, _ in self._pieces[seq_id][rotary]
+        )
+        if not is_kept:  # one for all layers
+            self._keep(rotary, [None, args[0] if args else kwargs["positions"]], [None, None])
+
+    def _operator(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
         theirs = self._names[name]
-
-        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
-            taken = args[0] if args else next(iter(kwargs.values()))
-            outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
-            adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
-            if adds:
-                taken = outputs[1]  # a norm that adds to the residual stream first gives the sum as well
-            parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
-            for each, part in zip(theirs, parts, strict=True):
-                self._keep(each, [taken], [part], adds=adds)
-
-        return heard
+        taken = args[0] if args else next(iter(kwargs.values()))
+        outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
+        adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
+        if adds:
+            taken = outputs[1]  # a norm that adds to the residual stream first gives the sum as well
+        parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
+        for each, part in zip(theirs, parts, strict=True):
+            self._keep(each, [taken], [part], adds=adds)
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:

@@ -55,17 +55,17 @@ EVERY_LAYER = Window()
 
 
 def parts(
-    rows: Iterable[RecordedRow], operators: Iterable[str], bytes_per_token: int, most_bytes: int
+    rows: Iterable[RecordedRow], operators: Iterable[str], num_bytes: int, most_bytes: int
 ) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
     """Sequences that fit into memory together, those of one forward side by side, and the windows of layers to listen to in turns.
 
-    There is one window unless a single sequence's numbers do not fit.
+    `num_bytes` is what a token takes. There is one window unless a single sequence's numbers do not fit.
     """
     layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
     part: list[RecordedRow] = []
     size = 0
     for row in sorted(rows, key=lambda row: (row.writer, row.forward_id)):
-        own = row.num_tokens * bytes_per_token
+        own = row.num_tokens * num_bytes
         if part and size + own > most_bytes:
             yield part, _windows(layers, math.ceil(size / most_bytes))
             part, size = [], 0
@@ -91,12 +91,13 @@ def place_in(windows: Sequence[Window], layer: int) -> int:
     return next((number for number, window in enumerate(windows) if window.has(layer)), 0)
 
 
-def values_per_token(config: Any) -> int:
-    """About how many numbers operators take and give per token."""
-    text = config.get_text_config()
+def bytes_per_token(model: Any) -> int:
+    """About how many bytes the numbers that a model's operators take and give have per token."""
+    text = model.config.get_text_config()
     hidden = getattr(text, "hidden_size", 1024)
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    return int(getattr(text, "num_hidden_layers", 32) * (12 * hidden + 4 * inner))
+    values = int(getattr(text, "num_hidden_layers", 32) * (12 * hidden + 4 * inner))
+    return values * int(next(model.parameters()).element_size())
 
 
 def free_bytes(device: str) -> int:
