@@ -1214,7 +1214,7 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
     ]
     if trace is not None or given:
         what = f"{trace} is" if trace is not None else f"{', '.join(given)} {'is' if len(given) == 1 else 'are'}"
-        raise click.UsageError(f"--from-dumps compares two folders as they are, so {what} not used; leave it out")
+        raise click.UsageError(f"--from-dumps compares two folders as they are, so {what} not for it; leave it out")
     if context.get_parameter_source("by") is not ParameterSource.COMMANDLINE:
         by = "operator"
     if by not in ("operator", "layer"):
