@@ -1,26 +1,22 @@
 """The exact engine as one of the two executions: its own operators, under transformers' names.
 
-It keeps numbers in float64 tensors that hold what its dtype can; they are listened to in that dtype.
+It keeps numbers of its dtype in float64 tensors; they are observed in that dtype.
 
 Shapes: B rows of a forward, W its width, M = B W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from ...tracer.weights.reader import Tensor
 from ..backends.exact.attention import MOST_KEYS
 from ..backends.exact.model import ExactModel, Operator
 from ..backends.exact.slices import bits_for
 from ..batching import ForwardBatch
 from ..exact_scorer import ExactArmScorer
-from ..recorded import RecordedRow
 from .execution import Execution, Listening
 from .taps import Call, RowTaps, of_tokens, outputs_of, places, shape_of
 
@@ -33,43 +29,31 @@ class ExactExecution(Execution):
     scorer_of = ExactArmScorer
     is_other_code = False
     rounds_scores = False
-    exact: ExactModel
-    """The engine's layers; `model` is the transformers model that holds their weights."""
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these weights. Raises CannotReplay."""
-        if self.model is None:
-            self.exact = self.scorer.build()
-            self.model = self.exact.held
-        self.scorer.put(self.exact, tensors)
-        if self._prepare is not None:
-            self._prepare(self.model)
-        self.scorer.attach(self.exact)
+    coarsest = None
+    """It rounds once, to the dtype of its outputs."""
+    _keeps_double = False
 
     @property
-    def coarsest(self) -> Any:
-        """It rounds once, to the dtype of what it gives."""
-        return None
+    def exact(self) -> ExactModel:
+        """The engine's layers."""
+        model: ExactModel = self.built
+        return model
+
+    @property
+    def model(self) -> Any:
+        """The transformers model that holds their weights."""
+        return self.exact.held
 
     @property
     def attention_cut(self) -> float:  # type: ignore[override]
-        """What its attention cuts off weighted values, as a share of the largest."""
+        """Part of the weighted values that its attention cuts off, as a share of the largest."""
         slices = self.exact.precision.slices
         return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
 
     @property
     def dtype(self) -> Any:
-        """torch's, of what operators give."""
+        """torch's dtype of the operators' outputs."""
         return self.exact.precision.dtype
-
-    def score(
-        self,
-        rows: Sequence[RecordedRow],
-        of: list[RecordedRow],
-        around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext(),
-    ) -> dict[str, np.ndarray]:
-        """Sequence -> [T] float64 log-probabilities, of some rows `of` a step, in the arm's batches."""
-        return self._scored(rows, of, around)
 
     def _listening(self, wanted: Callable[[str], bool]) -> Listening:
         return partial(_heard, self.exact, wanted)

@@ -1,7 +1,7 @@
 """vLLM as one of the two executions: its own model, listened to under transformers' names.
 
 vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens come in one forward, in chunks, or
-one by one; they are joined in their order here. Projections that vLLM computes at once are divided into those that transformers has.
+one by one; here they are joined in order. Projections that vLLM fuses are split into those that transformers has.
 
 Shapes: W tokens of a forward, T tokens of a sequence (prompt and response), N heads, G key-value heads, D head width.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,14 +32,14 @@ from .taps import Call, RowTaps, hidden_of, hooked
 
 VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")
-"""Modules that run for the response's tokens alone, after the forward."""
+"""Modules that run only for the response's tokens, after the forward."""
 _FUSED = ("act_fn",)
-"""Modules that compute what transformers does in a module and outside of one; what they give is seen where it is taken."""
+"""Modules that fuse a module of transformers with code outside of one; their outputs are seen where they are taken."""
 _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""A sequence, where its tokens lie in a forward, and the first one's place in the sequence."""
+"""A sequence, the places of its tokens in a forward, and the first one's place in the sequence."""
 
 
 class VllmExecution:
@@ -61,10 +61,10 @@ class VllmExecution:
         device: str,
         prepare: Callable[[Any], None] | None = None,
     ):
-        """Raises CannotReplay for an arm whose operators cannot be heard."""
+        """Raise CannotReplay for an arm whose operators cannot be observed."""
         if arm.prefix_caching == "on":
             raise CannotReplay(
-                f"arm {arm.name}: what a prefix cache holds is not computed again and cannot be heard; leave prefix-caching out"
+                f"arm {arm.name}: cached prefixes are not computed again and cannot be observed; leave prefix-caching out"
             )
         if run.model_factory is not None:
             raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; leave the factory of this side out")
@@ -72,11 +72,11 @@ class VllmExecution:
             check_mixture(run.model, arm.name)
         self.arm, self.run = arm, run
         self._prepare = prepare
-        self.numerics = _EngineNumerics(arm, contract)
+        self.numerics = _EngineNumerics(Numerics(arm, contract).temperature)
         self._scorer = _EagerScorer(run, arm, contract, device)
         self._engine: Any = None
         self.takes_whole_rows = True
-        """Whether every sequence so far went through the engine in one forward."""
+        """Whether the engine has run every sequence so far in one forward."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these weights. Raises CannotReplay."""
@@ -94,17 +94,17 @@ class VllmExecution:
         return self._engine.llm.apply_model(lambda model: model)[0]
 
     def made_by(self) -> Contract:
-        """The contract of what it gives, less the folder that its weights are read from, which is another one every time."""
+        """The contract of its results, without the folder of its weights, which changes every time."""
         made = self._scorer.made_by()
         return made | {"config": _without(made.get("config") or {}, "model_config", "model")}
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter -> torch's dtype, by transformers' names; of a mixture's experts it is not asked."""
+        """Parameter -> torch's dtype, by transformers' names, without a mixture's experts."""
         return {name: tensor.dtype for name, tensor in self._held(with_experts=False)}
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """The engine's weights by transformers' names; what it computes at once is divided, what fills up is left out."""
+        """The engine's weights by transformers' names: fused ones are split, padding is left out."""
         return self._held(with_experts=True)
 
     def _held(self, *, with_experts: bool) -> Iterator[tuple[str, Any]]:
@@ -128,8 +128,8 @@ class VllmExecution:
                 yield name, value
 
     def score(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, np.ndarray]:
-        """Sequence -> [T] float64 log-probabilities of some rows `of` a step, in batches of the engine's."""
-        # Decoding, the last token is sampled and never taken; one more lets it be.
+        """Sequence -> [T] float64 log-probabilities of some rows `of` a step, in the engine's batches."""
+        # Decoding samples the last token without running it; one more token makes it run.
         asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
         scored = self._scorer.score(self._scorer.together(asked, of))
         return {
@@ -140,7 +140,7 @@ class VllmExecution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """The same, and what operators took and gave for these rows."""
+        """The same, and the inputs and outputs of the operators that `wanted` selects."""
         taps = _EngineTaps(self.model, wanted)
         with self.following(rows, taps.begin), taps.heard():
             values = self.score(rows, of)
@@ -148,7 +148,7 @@ class VllmExecution:
 
     @contextmanager
     def following(self, rows: Sequence[RecordedRow], begin: Callable[[list[Span], Any], None]) -> Iterator[None]:
-        """Within it `begin` is called before each forward, with whose tokens are where in it, and their positions [W]."""
+        """Call `begin` before each forward within, with its sequences' spans and its positions [W]."""
         runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         batch = _Batch(runner, rows, self._scorer.decodes)
         lengths = {row.seq_id: row.num_tokens for row in rows}
@@ -168,22 +168,15 @@ class VllmExecution:
 AnyExecution = Execution | VllmExecution
 
 
-@dataclass(frozen=True, slots=True)
-class _EngineNumerics:
-    """What lies behind the last hidden states in vLLM: the head in the engine's dtype, and a log-softmax in float32."""
+class _EngineNumerics(NamedTuple):
+    """How vLLM computes behind the last hidden states: the head in the engine's dtype, and a log-softmax in float32."""
 
-    arm: Arm
-    contract: Contract
-
-    projection_dtype = None
-
-    @property
-    def temperature(self) -> float:
-        return Numerics(self.arm, self.contract).temperature
+    temperature: float
+    projection_dtype: None = None
 
 
 class _EagerScorer(VllmScorer):
-    """An engine whose every operator runs by itself, on every token."""
+    """An engine that runs every operator by itself, on every token."""
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
@@ -195,12 +188,12 @@ class _EagerScorer(VllmScorer):
 
 
 class _Batch:
-    """Whose tokens are where in the forward that is about to run."""
+    """Finds the sequences' tokens in the forward that is about to run."""
 
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        """Tokens -> the sequences that have them and whose request was not seen yet."""
+        """Tokens -> sequences of these tokens whose request was not seen yet."""
         for row in rows:
             self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
         self._known: dict[str, str] = {}
@@ -234,7 +227,7 @@ class _Batch:
 
 
 def _without(values: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
-    """Settings less one of a part."""
+    """Settings without one in a part of them."""
     return {**values, part: {key: value for key, value in (values.get(part) or {}).items() if key != name}}
 
 
@@ -244,7 +237,7 @@ def _longer(row: RecordedRow) -> RecordedRow:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Module of vLLM's -> the operators that transformers has in its place. Raises CannotReplay for one without."""
+    """Module of vLLM -> the operators that transformers has in its place. Raises CannotReplay for a module without any."""
     packed = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[str]] = {}
     of_experts = mixtures(model)
@@ -275,7 +268,7 @@ def names(model: Any) -> dict[str, list[str]]:
 
 
 def _computes(module: Any) -> bool:
-    """Whether a module has weights of its own, which one of transformers' has too."""
+    """Whether a module has weights of its own; then transformers has it, too."""
     return any(True for _ in module.parameters(recurse=False))
 
 
@@ -394,7 +387,7 @@ class _EngineTaps:
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
-    """One call of all tokens, out of those of its parts; what was computed again after it was dropped counts once."""
+    """Join the calls of parts of a sequence; tokens that were dropped and computed again count once."""
     import torch
 
     def whole(values: list[tuple[int, Any]]) -> Any:
