@@ -237,7 +237,7 @@ class _Location:
         if not pooled.judged:
             kinds = ", ".join(sorted(pooled.kinds))
             raise InvalidOption(
-                f"no operator that is looked at has such a name; their kinds are: {kinds}", option="operators"
+                f"no operator in these layers has such a name; their kinds are: {kinds}", option="operators"
             )
         operators, weights = tuple(pooled.operators()), tuple(self._foreign_weights())
         first = first_divergence(operators, weights, pooled)
@@ -397,8 +397,8 @@ def _check_form(model: Any) -> None:
         missing.append("a config of transformers")
     if missing:
         raise CannotReplay(
-            f"{type(model).__name__} is no model of transformers' form: it has no {', no '.join(missing)}; its operators cannot be "
-            "seen. Derive it from transformers' PreTrainedModel, or hold dumps of both sides against each other: tim-trace locate --from-dumps A B"
+            f"{type(model).__name__} does not have the form of transformers' models: it has no {', no '.join(missing)}; its operators cannot be "
+            "observed. Derive it from transformers' PreTrainedModel, or compare dumps of both sides: tim-trace locate --from-dumps A B"
         )
 
 

@@ -1,4 +1,4 @@
-"""The last operators: the head's projection and the log-softmax, held against float64.
+"""The last operators: the head's projection and the log-softmax, compared with float64.
 
 Shapes: T response tokens, H hidden width, V vocabulary.
 """
@@ -56,7 +56,7 @@ def judge_head(
         if made is not None:
             made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
-            # A vocabulary that is filled up has more rows, and whether they count is the log-softmax's; one with fewer has lost some.
+            # A padded vocabulary has more rows, whose effect counts with the log-softmax; one with fewer rows has lost some.
             made = torch.nn.functional.pad(
                 made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
             )
@@ -88,6 +88,6 @@ def _logprobs(logits_TV: Any, ids_T: Any) -> Any:
 
 
 def final_hidden(taps: RowTaps, head: str) -> Any:
-    """[T, H] of prompt and response: what the last operator before the head gave."""
+    """[T, H] of prompt and response: the output of the last operator before the head."""
     calls = [call for name, call in taps.calls.items() if name != head]
     return calls[-1].gives[0] if calls and calls[-1].gives else None

@@ -87,7 +87,7 @@ class Heard:
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
-        """The rounding of numbers of these dtypes; a dtype coarser than the execution's coarsest is no rounding of its own."""
+        """The rounding of numbers of these dtypes; dtypes coarser than the execution's coarsest count as that one."""
         coarsest = self._arithmetic.coarsest
 
         def finer(dtype: Any) -> Any:

@@ -14,7 +14,7 @@ from .sequence import Apart, JudgedSequence
 
 CODE_DIFFERS = 4e-6
 """Relative error of a token from which code that runs in float64 computes something else; code that keeps to float32 in it stays below."""
-_UNDONE = "gives other numbers than the recorded model's, which are undone further on: in float64 this code gives the same log-probabilities"
+_UNDONE = "differs from the recorded model, but this is undone further on: in float64 this code gives the same log-probabilities"
 _IS_OTHER_TENSOR = 0.5
 """Share of a tensor's numbers that differ if it is another tensor, not a part of it."""
 

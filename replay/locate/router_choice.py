@@ -1,7 +1,7 @@
-"""Whether a router's choice of experts follows from the numbers that the router itself gave, by the router's own code.
+"""Whether a router's choice of experts follows from its own logits, by the router's own code.
 
-How experts are chosen (the highest logits, or by groups, with a bias, of scores that are scaled) is nothing that could be told from
-logits alone. So the router runs again, and from the moment on at which it has made its logits it goes on with the execution's.
+Logits alone do not show how experts are chosen (by the highest logits, or by groups, with a bias, from scaled scores). So the router
+runs again, and once it has made its logits, it goes on with the execution's.
 
 Shapes: T tokens, E experts, S chosen ones.
 """
@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _STEPS = 4.0
-"""Roundoffs of each number of an expert that may lie between the logits and the choice, and of the logits as they were given."""
+"""Roundoffs that each number of an expert may have between the logits and the choice, and in the logits themselves."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
-"""How much each number of a chosen and of any other expert is moved, in those: a choice may fall either way within them."""
+"""Shifts, in these roundoffs, of the numbers of a chosen and of any other expert: within them a choice may fall either way."""
 
 
 def _going_on(made: Any, given: Any, moved_TE: Any) -> Any:
-    """A context in which the first result that equals `made` is `given`, and every number of an expert from there on is moved.
+    """A context that replaces the first result equal to `made` by `given`, and shifts every number of an expert from there on.
 
-    Its `has_begun` says whether there was one.
+    `has_begun` is whether there was such a result.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -46,11 +46,11 @@ def _going_on(made: Any, given: Any, moved_TE: Any) -> Any:
 def follows(
     again: Callable[[], Sequence[Any]], made_TE: Any, given_TE: Any, ids_TS: Any, ids_slot: int, unit: float
 ) -> Any:
-    """[T] bool: whether choices are those that the code makes of these logits, in float64 or in their own dtype, or lie within rounding.
+    """Return [T] bool: whether the code makes these choices from these logits, in float64 or their own dtype, or within rounding.
 
-    `again` runs the router and gives its tensors, of which the one at `ids_slot` has the choices; `made_TE` are the logits that it
-    makes itself, `given_TE` those that the execution gave with the choice `ids_TS`, `unit` the roundoff of its scores. None where
-    the code makes no such logits before it chooses.
+    `again` runs the router and returns its tensors; the one at `ids_slot` has the choices. `made_TE` are the logits that it makes
+    itself, `given_TE` those of the execution with its choice `ids_TS`, `unit` the roundoff of its scores. None if the code makes no
+    such logits before it chooses.
     """
     import torch
 

@@ -23,7 +23,7 @@ from .taps import RowTaps
 from .vllm_execution import AnyExecution, VllmExecution
 from .windows import Window
 
-CARRIED = "what operators carry of the gap"
+CARRIED = "operators' shares of the mismatch"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a user's code may raise for dtypes, batches or surroundings that it does not know."""
 Apart = tuple[float, float]

@@ -1,4 +1,4 @@
-"""What the operators of a forward took and gave, for some of its rows.
+"""The inputs and outputs of a forward's operators, for some of its rows.
 
 Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response), N heads, G key-value heads, D head width.
 """
@@ -27,14 +27,14 @@ _RECENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator, for one row: tensors of [T, ...]; None where a tensor is not of tokens."""
+    """One call of an operator, for one row: tensors [T, ...], and None for tensors that have no axis of tokens."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """Whether it takes two tensors and adds them first: `takes` has their sum as it was rounded, and it may go on unrounded."""
+    """Whether it first adds two inputs: `takes` has their rounded sum, and it may use the unrounded one."""
     is_other_code: bool = False
-    """Whether it is computed here by other code than the recorded model's, which may round at each step."""
+    """Whether code other than the recorded model's computes it, which may round at each step."""
 
 
 @dataclass(slots=True)
@@ -44,9 +44,9 @@ class RowTaps:
     calls: dict[str, Call] = field(default_factory=dict)
     """Operator -> its call, in the order in which operators ran."""
     entered: dict[int, Any] = field(default_factory=dict)
-    """Layer -> [T, H], what it took, where a layer is a module that is called."""
+    """Layer -> its input, [T, H], if the layer is a module that is called."""
     mixed: dict[str, Any] = field(default_factory=dict)
-    """Mixture of experts -> [T, H], what it gave."""
+    """Mixture of experts -> its output, [T, H]."""
     multiplied: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Core of an attention that is code of its own -> the queries and keys it multiplies, [T, N, D] each; perhaps scaled and repeated."""
 
@@ -62,7 +62,7 @@ class RowTaps:
 
 
 def places(batch: ForwardBatch, index: int) -> np.ndarray:
-    """[T] int64: places of a row's prompt and response in the rows of a forward, laid end to end."""
+    """[T] int64: places of a row's prompt and response in a forward's rows, laid end to end."""
     row = batch.rows[index]
     if isinstance(batch, PaddedBatch):
         start = index * batch.width + int(batch.first_B[index]) - len(row.prompt_ids)
@@ -82,10 +82,10 @@ def shape_of(batch: ForwardBatch) -> tuple[int, int]:
 
 
 def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str] = ()) -> dict[str, Any]:
-    """Name -> module of everything in a model that computes and holds no other module; a mixture's experts are one.
+    """Name -> module of the operators of a model: modules that compute and hold no other module.
 
-    So is a projection with its adapters, as it is where they are merged into it, unless they are to be `adapters_apart`, and so is
-    each of the names in `also`, whatever stands there: operators of another model that this one may compute in several modules, or not at all.
+    A mixture's experts are one operator, and so is a projection with its adapters, unless `adapters_apart`. Each name in `also` is one,
+    whatever module it is here: an operator of another model, which this one may compute in several modules, or not at all.
     """
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ def _is_router(module: Any) -> bool:
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Name -> module of what holds experts, and adds up what they give, with a shared one where there is one."""
+    """Name -> module of each mixture of experts, which adds up its experts, including a shared one."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
@@ -131,7 +131,7 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """[T, ...] of a tensor of a forward [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; None for one that is not of tokens.
+    """[T, ...]: a row's part of a forward's tensor [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; None without an axis of tokens.
 
     With `heads_first` the tensor is [B, N, W, D], whatever N is.
     """
@@ -179,12 +179,12 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors among a call's arguments, in their order, those in lists, dicts and dataclasses too; those by name come last, sorted."""
+    """The tensors among a call's arguments, also in lists, dicts and dataclasses, in order; keywords come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
 def outputs_of(value: Any) -> list[Any]:
-    """The tensors that a call gave, alone or in tuples, lists, dicts and dataclasses, in their order."""
+    """The tensors of a result, alone or in tuples, lists, dicts and dataclasses, in order."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -203,7 +203,7 @@ def with_tensors(
 
 
 def with_outputs(value: Any, new: Sequence[Any]) -> Any:
-    """What a call gave, with other tensors, in the order of `outputs_of`."""
+    """A result with other tensors, in the order of `outputs_of`."""
     return _replaced(value, iter(new))
 
 
@@ -215,7 +215,7 @@ def _replaced(value: Any, rest: Iterator[Any]) -> Any:
     if not (parts := _parts(value)):
         return value
     new = [_replaced(part, rest) for part in parts]
-    if isinstance(value, dict):  # those of transformers, too, which know what they hold under names of their own
+    if isinstance(value, dict):  # transformers' own ones, too, which have their items as attributes
         changed = copy(value)
         for name, part in zip(list(value), new, strict=True):
             changed[name] = part

@@ -1,4 +1,4 @@
-"""The files of locate/: writing a result beside the recording, and reading what lies there.
+"""The files of locate/: write a result beside the recording, and read kept ones.
 
 A result is a header, `<id>.json`, and two tables that the header names with their hashes. The header is written last and
 replaces the one before by rename, so that a reader sees one result or the other.
@@ -30,17 +30,17 @@ from ..whole_file import unnamed_file, write_part
 from .results import FORMAT, A, B, Located, LocateQuestion, OperatorError, Patch, ResultHeader, limits, parse_header
 
 UNFINISHED = "-unfinished"
-"""In the names of what an interrupted `locate` left."""
+"""Part of the names of files that an interrupted `locate` left."""
 _AGAIN = "run locate again, or remove it"
 _HEADER = re.compile(r"[0-9a-f]{16}\.json")
 _OPTIONS: dict[str, Any] = {"compression": "zstd"}
 _MOST_ROWS = 1 << 20
-"""A table with more is refused unread."""
+"""A table with more rows is refused unread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptResult:
-    """A result of `locate` that lies in a trace."""
+    """A result of `locate` in a trace."""
 
     header: ResultHeader
     found: Located
@@ -82,7 +82,7 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
 
 
 def _named_before(store: Store, result: str) -> set[str]:
-    """Tables of the result that is replaced: another process may be writing others of the same question."""
+    """Tables of the result to replace; another process may be writing newer ones of the same question."""
     try:
         return set(read_header(store, result).files)
     except (TimTraceError, OSError):
@@ -90,7 +90,7 @@ def _named_before(store: Store, result: str) -> set[str]:
 
 
 def _write_table(folder: Path, result: str, spec: Table, rows: Sequence[dict[str, Any]]) -> tuple[str, SealedFile]:
-    """Path and account of a table, which is named for the hash of its footer."""
+    """Write a table, named after the hash of its footer; return its path and account."""
     part = pa.Table.from_pylist(rows, spec.schema)
     with unnamed_file(folder, LOCATE) as temporary:
         written = write_checked(temporary, _identity(result, spec), spec.schema, [part], **_OPTIONS)
@@ -117,7 +117,7 @@ def _operator_rows(found: Located) -> list[dict[str, Any]]:
 
 
 def result_ids(store: Store) -> list[str]:
-    """Ids of the results that lie in a trace."""
+    """Ids of the results in a trace."""
     return [name.removesuffix(".json") for name in store.files(LOCATE) if _HEADER.fullmatch(name)]
 
 
@@ -132,7 +132,7 @@ def unfinished_questions(store: Store) -> list[str]:
 
 
 def read_header(store: Store, result: str) -> ResultHeader:
-    """A result's header. Raises DamagedTrace, NewerTrace, OSError."""
+    """Read a result's header. Raises DamagedTrace, NewerTrace, OSError."""
     where = store.shown(header_path(result))
     header = parse_header(store.read_json(header_path(result)), where)
     if header.id != result:
@@ -146,7 +146,7 @@ def read_header(store: Store, result: str) -> ResultHeader:
 
 
 def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
-    """Every result that lies in a trace, the newest last; what cannot be read comes second, a sentence each."""
+    """Read every result of a trace, the newest last; return them with one sentence per result that cannot be read."""
     found, damaged = [], []
     for result in result_ids(store):
         try:
@@ -159,7 +159,7 @@ def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
 
 
 def read_result(store: Store, result: str) -> KeptResult:
-    """A result. Raises DamagedTrace for what is not as it was written, NewerTrace, and FileNotFoundError where there is none."""
+    """Read a result. Raises DamagedTrace if it is not as it was written, NewerTrace, and FileNotFoundError if there is none."""
     header = read_header(store, result)
     try:
         return _read_tables(store, header)
@@ -222,7 +222,7 @@ def _spec(header: ResultHeader, relative: str) -> Table:
 
 
 def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[str, Any]]:
-    """Rows of one of a result's tables, every byte compared with its checksum. Raises DamagedTrace and FileNotFoundError."""
+    """Read one of a result's tables, and compare its bytes with their checksums. Raises DamagedTrace and FileNotFoundError."""
     where, spec = store.shown(relative), _spec(header, relative)
     footer = _footer(store, relative, header.files[relative])
     if not footer.schema.remove_metadata().equals(spec.schema):
@@ -239,7 +239,7 @@ def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[s
 
 
 def _check_rows(rows: Iterable[dict[str, Any]], spec: Table, num_sequences: int, where: str) -> None:
-    """Raise DamagedTrace for rows that no result of locate has."""
+    """Raise DamagedTrace for rows that locate does not write."""
     never = [column.name for column in spec.columns if not column.null]
     for row in rows:
         lists = [value for value in row.values() if isinstance(value, list)]
