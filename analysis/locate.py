@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from ..replay.locate.engine import REFERENCE
 from ..replay.locate.engine import locate as locate_operators
-from ..replay.locate.question import question_id
-from ..replay.locate.unfinished import Unfinished
+from ..replay.locate.unfinished import Unfinished, question_id
 from ..tracer.located.result_files import write_result
 from ..tracer.located.results import Located, LocateQuestion
 from ..tracer.progress import Progress, no_progress

@@ -56,7 +56,8 @@ class Heard:
         first_position: int,
     ):
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
-        self._arithmetic, self._dtypes, self._recorded = arithmetic, arithmetic.weight_dtypes, recorded_dtypes
+        self._arithmetic, self._recorded = arithmetic, recorded_dtypes
+        self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest  # they go through all weights
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
         self.entered: dict[int | None, Any] = {}
@@ -88,7 +89,7 @@ class Heard:
 
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
         """The rounding of numbers of these dtypes; dtypes coarser than the execution's coarsest count as that one."""
-        coarsest = self._arithmetic.coarsest
+        coarsest = self._coarsest
 
         def finer(dtype: Any) -> Any:
             return coarsest if coarsest is not None and bounds.unit(dtype) > bounds.unit(coarsest) else dtype
@@ -136,7 +137,7 @@ class Heard:
             for dtypes in (self._dtypes, self._recorded)
         )
         is_renamed = own is None and recorded is not None
-        return {"weight": self._arithmetic.coarsest if is_renamed else own, "recorded": recorded}
+        return {"weight": self._coarsest if is_renamed else own, "recorded": recorded}
 
     # --- operators that were not heard ----------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from ...tracer.located.result_files import UNFINISHED, unfinished_names
 from ...tracer.located.results import LocateQuestion, Patch
 from ...tracer.store import Store, first_line
 from ...tracer.whole_file import check_inside, write_part
-from .question import question_id
+from ..arms import Arm, parse_arm
 from .sequence import JudgedSequence
 
 _WHAT = "what an interrupted locate had done"
@@ -133,3 +133,18 @@ class Unfinished:
             write_part(Path(self._store.root), relative, to_document(values).encode())
         except OSError:  # the end reports that the result cannot be kept either
             self._writes = False
+
+
+def question_id(question: LocateQuestion) -> str:
+    """Return the XXH3-64 of a question's canonical JSON, 16 hexadecimal digits; arms count by their changes, not their spelling."""
+    asked: dict[str, Any] = asdict(question) | {"arm": _changes(question.arm), "against": _changes(question.against)}
+    if question.operators is None:  # questions of earlier releases had none
+        del asked["operators"]
+    return short_hash(canonical_json(asked).encode())
+
+
+def _changes(text: str | None) -> dict[str, Any]:
+    """Return what an arm changes, without its name: settings of later releases change no id."""
+    recorded = asdict(Arm())
+    given = asdict(Arm() if text is None else parse_arm(text))
+    return {name: value for name, value in given.items() if name != "name" and value != recorded[name]}
