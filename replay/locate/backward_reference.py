@@ -21,6 +21,7 @@ from .backward_results import BETWEEN, DETACHED, INPUT, PARAMETER
 from .backward_taps import BackwardCall, Visited
 from .bounds import growth
 from .names import is_core
+from .taps import fitting
 
 HEAD, LOSS = "head", "loss"
 """What lies behind the last hidden states, and behind the log-probabilities."""
@@ -120,9 +121,9 @@ class _Backward(Visited):
         return values if call is None else [self._taken(name, call, slot, each) for slot, each in enumerate(values)]
 
     def _taken(self, name: str, call: BackwardCall, slot: int, value: Any) -> Any:
-        if not _fits(call.takes, slot, value):
+        own, address = fitting(call.takes, slot, value), value.data_ptr()
+        if own is None:
             return value
-        own, address = call.takes[slot], value.data_ptr()
         if not value.requires_grad:
             return own.reshape(value.shape).to(value.dtype)
 
@@ -161,9 +162,9 @@ class _Backward(Visited):
         return values if call is None else [self._given(name, call, slot, each) for slot, each in enumerate(values)]
 
     def _given(self, name: str, call: BackwardCall, slot: int, value: Any) -> Any:
-        if not _fits(call.gives, slot, value):
+        own = fitting(call.gives, slot, value)
+        if own is None:
             return value
-        own = call.gives[slot]
         if not value.requires_grad:
             return own.reshape(value.shape).to(value.dtype)
         kept: list[Any] = []
@@ -296,10 +297,6 @@ class _Backward(Visited):
 def _found(own: Any, exact: Any) -> Any:
     """An execution's gradient as float64's is; zeros if there is none."""
     return exact.new_zeros(exact.shape) if own is None else own.reshape(exact.shape).to(exact.dtype)
-
-
-def _fits(found: list[Any], slot: int, value: Any) -> bool:
-    return slot < len(found) and found[slot].numel() == value.numel()
 
 
 def _function() -> Any:

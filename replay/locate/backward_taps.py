@@ -56,7 +56,11 @@ class Visited:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Visit the forwards within."""
-        with hooked(self.modules, self._before, self._after), hooked(self._layers, self._into), attention_around(self._core):  # fmt: skip
+        with (
+            hooked(self.modules, self._before, self._after),
+            hooked(self._layers, self._into),
+            attention_around(self._core),
+        ):
             yield
 
     def _before(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -44,7 +44,9 @@ class Cores:
             if norm.search(name):
                 layers.add(layer_of(name))
 
-    def judge(self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # fmt: skip
+    def judge(
+        self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a core in float64 on the execution's queries, keys and values, [1, N, T, D] each; return the execution's output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)

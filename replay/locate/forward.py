@@ -22,6 +22,7 @@ from .taps import (
     Call,
     are_experts,
     attention_around,
+    fitting,
     hidden_of,
     hooked,
     like,
@@ -102,17 +103,18 @@ class Forward:
             if outputs and outputs[0].is_floating_point():
                 self._heard.miss_module(name, module, takes, outputs[0])
             return None
-        pairs = [(value, call.gives[slot] if _fits(call.gives, slot, value) else None) for slot, value in enumerate(outputs)]  # fmt: skip
+        found = [fitting(call.gives, slot, value) for slot, value in enumerate(outputs)]
         if name not in self._judgement.unjudged:
             if all(value.is_floating_point() for value in outputs):
-                for slot, (value, found) in enumerate(pairs):
-                    if found is not None:
+                for slot, (value, own) in enumerate(zip(outputs, found, strict=True)):
+                    if own is not None:
                         self._judge_output(name, module, slot, value, takes, call)
             else:
                 judge_router(
                     self._heard, name, module, takes, outputs, call, lambda: outputs_of(module.forward(*args, **kwargs))
                 )
-        return with_outputs(given, [value if found is None else like(found, value) for value, found in pairs])
+        pairs = zip(outputs, found, strict=True)
+        return with_outputs(given, [value if own is None else like(own, value) for value, own in pairs])
 
     def _judge_output(self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call) -> None:
         """Judge an operator's output against float64's on the same inputs."""
@@ -143,9 +145,9 @@ class Forward:
 
     def _taken(self, name: str, slot: int, value: Any, call: Call) -> Any:
         """The execution's input in the place of float64's, once what lies before it has been judged."""
-        if not _fits(call.takes, slot, value):
+        taken, layer, last = fitting(call.takes, slot, value), layer_of(name), name.rpartition(".")[2]
+        if taken is None:
             return value
-        taken, layer, last = call.takes[slot], layer_of(name), name.rpartition(".")[2]
         new = like(taken, value)
         if not value.is_floating_point():
             if last in ("rotary_emb", "wpe"):
@@ -172,10 +174,12 @@ class Forward:
         if entered is None or entered.shape != taken.shape or bool((entered == taken).all()):
             return False
         if not bool((entered.double() == exact).all()):
-            where, kind, before = (f"layers.{layer - 1}.{RESIDUAL}", RESIDUAL, layer - 1) if layer else (EMBEDDING, EMBEDDING, None)  # fmt: skip
             bound = heard.stream_bound(exact, heard.rounding(entered.dtype))
             heard.branches = []
-            self._judgement.add(where, kind, before, entered, exact, bound)
+            if layer:
+                self._judgement.add(f"layers.{layer - 1}.{RESIDUAL}", RESIDUAL, layer - 1, entered, exact, bound)
+            else:
+                self._judgement.add(EMBEDDING, EMBEDDING, None, entered, exact, bound)
         exact = entered.double()
         bound = bounds.of_sum(exact.abs(), heard.rounding(taken.dtype))
         self._judgement.add(f"{name}.{INPUT}", kind_of(name), layer, taken, exact, bound, point)
@@ -232,8 +236,3 @@ class Forward:
 
 def _num_floating(values: Any) -> int:
     return sum(value is not None and value.is_floating_point() for value in values)
-
-
-def _fits(found: tuple[Any, ...], slot: int, value: Any) -> bool:
-    """Whether an execution's tensor can stand where the float64 model has `value`."""
-    return slot < len(found) and found[slot] is not None and found[slot].numel() == value.numel()

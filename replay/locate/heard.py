@@ -96,15 +96,26 @@ class Heard:
 
         return Rounding(given=finer(given), taken=finer(given if taken is None else taken), **rest)
 
-    def bound(self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call, given: Any,
-              made_in: Any = None) -> Any:  # fmt: skip
+    def bound(
+        self,
+        name: str,
+        module: Any,
+        slot: int,
+        value: Any,
+        takes: tuple[Any, ...],
+        call: Call,
+        given: Any,
+        made_in: Any = None,
+    ) -> Any:
         """The bound of an operator's output, in the shape of `given`; `made_in` is the dtype it was made in, if not its own."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
         return tokens_first(_expanded(bound, value), given)
 
-    def attention_bound(self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool) -> Any:  # fmt: skip
+    def attention_bound(
+        self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
+    ) -> Any:
         """The bound of a core's output [T, N, D]; `turns` if rotating its queries and keys may have rounded, too."""
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)

@@ -178,6 +178,12 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
     return shaped.to(template.dtype) if template.is_floating_point() else shaped
 
 
+def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
+    """An execution's tensor that can stand where the float64 model has `value`; None if there is none of that size."""
+    own = found[slot] if slot < len(found) else None
+    return None if own is None or own.numel() != value.numel() else own
+
+
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """The tensors among a call's arguments, also in lists, dicts and dataclasses, in order; keywords come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
