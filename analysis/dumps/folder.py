@@ -54,7 +54,7 @@ class DumpFolder:
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = Path(folder)
         if not self.path.is_dir():
-            raise NothingToCompare(f"{self.path}: is no folder; give the folder that the tensors were dumped to")
+            raise NothingToCompare(f"{self.path}: is not a folder; give the folder that the tensors were dumped to")
         self.num_gradients = 0
         """Gradients and parameters, which are not compared."""
         self.order = ""
