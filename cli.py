@@ -924,16 +924,16 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_by("side", "arm", "probability", "position", help="What a row of --csv stands for.")
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
-    """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
+    """Split the mismatch between trainer and engine, and measure how much of it each single change removes."""
     from dataclasses import asdict
 
     from .analysis import triangulate as who
-    from .analysis.triangulate_text import triangulation_rows, triangulation_text
+    from .analysis.triangulate_text import sentence, triangulation_rows, triangulation_text
 
     with _library_output_held_back():
         found = who(trace, progress=_progress, **options)
     form.answer(
-        json=lambda: asdict(found) | {"sentence": found.sentence},
+        json=lambda: asdict(found) | {"sentence": sentence(found)},
         text=lambda width: triangulation_text(found, width),
         rows=lambda: triangulation_rows(found, by),
     )
@@ -997,40 +997,44 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.argument("trace", metavar="RUN", required=False)
 @click.option(
     "--from-dumps", nargs=2, metavar="A B",
-    help="In the place of RUN: two folders of tensors that SGLang's dumper, msprobe or torch.save wrote.",
+    help="Instead of RUN, compare two folders of tensors that SGLang's dumper, msprobe or torch.save wrote.",
 )  # fmt: skip
 @click.option("--steps", default="-1", metavar="STEP", help="One recorded step; -1 is the last.")
-@click.option("--arm", metavar="CHANGES", help="Execution a, as replay's --arm; as recorded without it.")
+@click.option("--arm", metavar="CHANGES", help="Execution a, as replay's --arm; by default as recorded.")
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
-    help="How many, where trainer and engine lie farthest apart; random:N; or names with commas.",
+    help="The N sequences with the largest mismatch; random:N; or names with commas.",
 )  # fmt: skip
-@click.option("--layers", metavar="LAYERS", help="Look at these alone, as 3 or 2:8; the first is 0.")
+@click.option("--layers", metavar="LAYERS", help="Only these layers, as 3 or 2:8; the first is 0.")
 @click.option(
-    "--operators", metavar="WORDS", help="Look at those alone that have one of these in their names, as q_proj,rotary."
+    "--operators", metavar="WORDS", help="Only operators with one of these words in their names, as q_proj,rotary."
 )
 @click.option(
     "--patch", default="kinds", type=click.Choice(["kinds", "layers", "all", "none"]),
-    help="Which operators are computed by the other execution's code, as proof.",
+    help="Operators to compute by the other execution's code, as proof.",
 )  # fmt: skip
-@click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds the model of a.")
-@click.option("--against-factory", metavar="MODULE:FUNCTION", help="What builds the model of b.")
+@click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of a.")
+@click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of b.")
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
-    help="Keep the result in the trace, for sql, report and diagnose; the same question again replaces it.",
+    help="Keep the result in the trace, for sql, report and diagnose; it replaces an earlier one of the same options.",
 )  # fmt: skip
 @_by("kind", "operator", "layer", "patch", "parameter", help="What a row of --csv stands for.")
 @click.option(
-    "--backward", is_flag=True, help="The same for gradients of the recorded loss, as locate_backward in Python."
+    "--backward",
+    is_flag=True,
+    help="Compare gradients of the recorded loss instead (locate_backward in Python).",
 )
 @click.option(
-    "--loss", metavar="FIELDS", help="With --backward: the loss where the trace does not say it, as gradient's --loss."
+    "--loss",
+    metavar="FIELDS",
+    help="With --backward: fields of the loss that the trace does not have, as gradient's --loss.",
 )
 @click.option(
     "--limit", default=24, type=click.IntRange(1), metavar="N",
-    help="Most rows to print of --from-dumps; --json and --csv have all.",
+    help="With --from-dumps: number of rows to print; --json and --csv have all.",
 )  # fmt: skip
 @_prints()
 def locate(
@@ -1043,15 +1047,15 @@ def locate(
     form: _Form,
     **options: Any,
 ) -> None:
-    """Find where two executions of recorded tokens part: the operator, and proof.
+    """Find the operator where two executions of recorded tokens diverge, with proof.
 
-    Each operator of either is held against a float64 model on the same inputs: an error beyond what rounding can do is a
-    divergence, and what came before does not count. carried is what an operator's own error adds to the gap's mean square;
-    removed is what is gone of it where the other execution's code computes the operator. One that was interrupted goes on where
-    it was when the same is asked again. Exit code 1: something else than rounding was found.
+    Each operator of both executions is compared with a float64 model on the same inputs, so that earlier errors do not count: the
+    first error that exceeds what rounding can cause is the divergence. carried is the share of the mean square mismatch that an
+    operator's own error accounts for; removed is the share that goes if the other execution's code computes the operator. After an
+    interruption, the same command continues. Exit code 1: rounding does not explain everything.
 
-    --from-dumps holds two dumps against each other, name by name: the first tensor whose difference rounding does not
-    explain. It takes --by operator|layer, --limit and what prints, and no other option.
+    --from-dumps compares two dumps name by name and finds the first tensor whose difference rounding does not explain. It takes
+    --by operator|layer, --limit and options of output, and no other.
     """
     if from_dumps is not None:
         _locate_dumps(from_dumps, trace, by, limit, form)
@@ -1094,12 +1098,12 @@ def _locate_backward(
     """Answer `locate --backward`."""
     from dataclasses import asdict
 
-    from .analysis.locate_backward import backward_rows, check_by, locate_backward
-    from .analysis.locate_backward_text import backward_sentence, backward_text
+    from .analysis.locate_backward_text import backward_rows, backward_sentence, backward_text, check_by
+    from .replay.locate.backward import locate_backward
 
     for option in _given("patch", "layers", "operators") - ({"patch"} if patch == "none" else set()):
         raise InvalidOption(
-            "does not go with --backward, which looks at every operator and patches none; leave it out", option=option
+            "does not go with --backward, which compares every operator and patches none; leave it out", option=option
         )
     check_by(by)
     with _library_output_held_back():
@@ -1128,7 +1132,7 @@ def _given(*names: str) -> set[str]:
 
 
 def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: int, form: _Form) -> None:
-    """The same of two folders of dumped tensors. Exit code 1: something else than rounding was found."""
+    """`locate --from-dumps`. Exit code 1: rounding does not explain everything."""
     from dataclasses import asdict
 
     from .analysis.dumps.compare import dumps_rows, locate_dumps

@@ -1,4 +1,4 @@
-"""Find where two executions diverge, and keep the result in the trace."""
+"""Find the operator where two executions diverge, and keep the result in the trace."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import replace
 
 from ..replay.locate.engine import REFERENCE
 from ..replay.locate.engine import locate as locate_operators
-from ..replay.locate.question import question_id
-from ..replay.locate.unfinished import Unfinished
+from ..replay.locate.unfinished import Unfinished, question_id
 from ..tracer.located.result_files import write_result
-from ..tracer.located.result_header import LocateQuestion
-from ..tracer.located.results import Located
+from ..tracer.located.results import Located, LocateQuestion
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store, first_line
 from .location import Location, location
@@ -33,25 +31,25 @@ def locate(
     keep: bool = True,
     progress: Progress = no_progress,
 ) -> Location:
-    """Find where two executions of recorded tokens part: the operator, and proof.
+    """Find the operator where two executions of recorded tokens diverge, with proof.
 
     Sequences of one recorded step run through two executions of the recorded weights: a, `arm` (by default as recorded), and b,
-    `against` (by default the recorded model in float64); of vLLM with `engine=vllm`, of the exact engine with `engine=exact`. Of each operator of either, what it gives is held against a float64
-    model on the same inputs: what came before does not count. An error beyond what rounding can do in its dtype and length of
-    sum is no rounding, and the first such operator is the divergence. Where there is none, `carried` says what each operator's
-    rounding adds to the gap.
+    `against` (by default the recorded model in float64). `engine=vllm` in either is vLLM, `engine=exact` the exact engine. The output
+    of each operator of both is compared with a float64 model on the same inputs, so that earlier errors do not count. The first
+    operator whose error exceeds what rounding can cause, given its dtype and the length of its sums, is the divergence. `carried` is
+    what each operator's own error adds to the mismatch.
 
-    `steps` names one step. `sequences`: a number (those where trainer and engine lie farthest apart, where both were
-    recorded), `random:N`, or names with commas. `layers`: 3 or 2:8, these alone. `operators`: words of their names with
-    commas (`q_proj,rotary`), those alone. `patch` computes operators of either
-    execution by the other's code, on their own inputs, and says what that removes of the gap: by `kinds`, by `layers` from the front
-    on, `all` of both, or `none`. `model_factory` (of a) and `against_factory` (of b), as module:function, build the model by
-    the user's code, which then runs once more in float64, where rounding hides nothing.
+    `steps` names one step. `sequences` is a number (those with the largest mismatch between trainer and engine, if both were
+    recorded), `random:N`, or names with commas. `layers` (3 or 2:8) and `operators` (words of names with commas, as `q_proj,rotary`)
+    limit what is judged and patched. `patch` computes operators of either execution by the other's code, on their own inputs, and
+    measures how much of the mismatch that removes: by `kinds`, by `layers` from the front on, `all` of both, or `none`.
+    `model_factory` (of a) and `against_factory` (of b), as module:function, build the model by the user's code, which then runs once
+    more in float64, where rounding hides nothing.
 
-    With `keep` the result is kept in a local trace, below `locate/`, in the place of an earlier one to the same question:
-    the views `operators` and `patches` and the report have it then. Where that cannot be, `not_kept` says why. What is done lies
-    there meanwhile, so that the same question goes on from it when it was interrupted; not with code of the user's, which may
-    be another one since. Without `keep` nothing is written, and an interrupted one begins anew.
+    With `keep`, the result is kept in a local trace below `locate/`, where it replaces an earlier one to the same question; the views
+    `operators` and `patches` and the report read it there. If it cannot be kept, `not_kept` says why. Until it is finished, its parts
+    lie there, so that the same question continues after an interruption, except with a user's code, which may have changed. Without
+    `keep` nothing is written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -74,7 +72,7 @@ def locate(
 
 
 def _keep(store: Store, question: LocateQuestion, found: Located) -> tuple[str | None, str | None]:
-    """Where a result is kept now, or why it is not."""
+    """Keep a result; return its path, or why it could not be kept."""
     if not store.is_local:
         return None, "the trace is not a local folder"
     try:

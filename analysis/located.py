@@ -1,4 +1,4 @@
-"""The results of `locate` that lie in traces, and the rows of the SQL views `operators` and `patches`."""
+"""The results of `locate` that are kept in traces, and the rows of the SQL views `operators` and `patches`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ..schemas.errors import tell_damage
 from ..schemas.located import OPERATORS, PATCHES
 from ..schemas.tables import Table
 from ..tracer.located.result_files import KeptResult, read_results
-from ..tracer.located.result_header import LocateQuestion
 from .location import Location, location
 from .trace.cache import cached
 from .trace.database import Database
@@ -26,21 +25,14 @@ class LocatedResult:
     """Name of the run in the database."""
     id: str
     """Of its question."""
-    question: LocateQuestion
-    made_at: str
-    """ISO 8601 in UTC."""
-    made_by: str
-    """Version of tim-trace."""
-    versions: Mapping[str, str]
-    """Libraries that can change a logprob -> version."""
     location: Location
     shares: Mapping[tuple[str, str], float]
-    """(side, operator) -> what it carries of the gap's mean square; of those that were carried back."""
+    """(side, operator) -> share of the mean square mismatch it accounts for; without those that were not carried back."""
 
 
 @cached
 def read_located(database: Database) -> tuple[LocatedResult, ...]:
-    """The kept results of the steps that a database holds, the newest last; warns of those that cannot be read."""
+    """Return the kept results of a database's steps, the newest last; warn of those that cannot be read."""
     found = []
     for source in database.sources:
         results, damaged = read_results(source.store)
@@ -51,22 +43,18 @@ def read_located(database: Database) -> tuple[LocatedResult, ...]:
 
 
 def newest(database: Database) -> LocatedResult | None:
-    """The newest kept result; None where there is none that can be read."""
+    """Return the newest kept result; None if none can be read."""
     return next(reversed(read_located(database)), None)
 
 
 def _result(run: str, kept: KeptResult) -> LocatedResult:
-    header = kept.header
-    total = sum(each.sum_square for each in header.sequences)
-    return LocatedResult(
-        run=run, id=header.id, question=header.question, made_at=header.made_at, made_by=header.made_by,
-        versions=header.versions, location=location(kept.found, kept=kept.relative),
-        shares={key: sum(own.values()) / total for key, own in kept.found.products().items()} if total else {},
-    )  # fmt: skip
+    total = sum(each.sum_square for each in kept.header.sequences)
+    shares = {key: sum(own.values()) / total for key, own in kept.found.products.items()} if total else {}
+    return LocatedResult(run=run, id=kept.header.id, location=location(kept.found, kept=kept.relative), shares=shares)
 
 
 def view_rows(database: Database) -> dict[str, pa.Table]:
-    """View -> its rows: a row a (result, operator), and a row a (result, patch)."""
+    """View -> its rows: one per (result, operator), and one per (result, patch)."""
     results = read_located(database)
     return {
         name: pa.Table.from_pylist(list(rows(results)), _schema(spec, more))
@@ -78,7 +66,7 @@ def view_rows(database: Database) -> dict[str, pa.Table]:
 
 
 def _schema(spec: Table, shares: Iterable[str]) -> pa.Schema:
-    """Columns of a view: those of the table that are no list, after those that name the result, and before its shares."""
+    """The columns that name the result, those of the table that are no lists, and the shares."""
     texts = [pa.field(name, pa.string()) for name in ("run", "result")]
     named = [*texts, pa.field("step", pa.int64()), pa.field("a", pa.string()), pa.field("b", pa.string())]
     kept = [pa.field(each.name, each.type) for each in spec.schema if not pa.types.is_list(each.type)]

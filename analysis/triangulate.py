@@ -1,8 +1,8 @@
-"""Who is wrong: the trainer or the engine, measured against a replay of higher precision.
+"""How the mismatch splits between trainer and engine, measured against a replay of higher precision.
 
-With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and
-the gap is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and what a side carries of it is
-its own square less the common part: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
+With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and the mismatch
+is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a side is its own square less the
+common part: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .trace.spread import places, spread, unit_tokens
 
 _CONFIDENCE = 0.95
 _TOKENS = 2 << 20
-"""That are read at once."""
+"""Tokens that are read at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +55,15 @@ class SideErrors:
     rms: float
     """nats"""
     share: float
-    """Of mean d^2, what this side carries."""
+    """Share of mean d^2 that this side accounts for."""
     share_low: float | None
-    """Ends of the share's 95 % interval over groups of sequences; None where there is none."""
+    """Ends of the share's 95% interval over groups of sequences; None without an interval."""
     share_high: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triangulation(Result):
-    """Both sides' errors, and what single changes remove of the gap."""
+    """Both sides' errors, and how much of the mismatch single changes remove."""
 
     _text = "tim_trace.analysis.triangulate_text:triangulation_text"
 
@@ -75,41 +75,23 @@ class Triangulation(Result):
     num_groups: int
     """What is resampled for the intervals: sequences of a step that share a group_id, or one that has none."""
     no_interval: str | None
-    """Why shares have no interval, in words; None where they have one."""
+    """Why shares have no interval; None if they have one."""
     num_tokens: int
     gap_rms: float
     """Root mean square of d = train - rollout, nats."""
     resolution: float
-    """Mean rounding of the reference, which is kept as float32, nats: errors below it cannot be told."""
+    """Mean rounding of the reference, which is kept as float32, nats: smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
     correlation: float
     """Pearson correlation of the two errors."""
     identity_held: bool
-    """Whether the replayed steps gave the recorded bits back."""
+    """Whether the replayed steps reproduced the recorded bits."""
     not_held: str | None
-    """Why they did not, a code as in `ReplayedStep`; None where they did, and where the replay was there already."""
+    """Why they did not, a code as in `ReplayedStep`; None if they did, or if the replay existed already."""
     by_probability: Rows
     by_position: Rows
     arms: Rows
-    """Each arm: the gap to the rollout when it takes the trainer's place, and the share of mean d^2 that it removes."""
-
-    @property
-    def sentence(self) -> str:
-        """The answer in a sentence."""
-        if self.gap_rms == 0.0:
-            return "No mismatch: trainer and engine give every token the same logprob."
-        larger = max(self.sides, key=lambda side: side.share)
-        if larger.share < 0.6:
-            return (
-                f"Both sides account for the mismatch: the trainer for {self.sides[0].share:.0%} of its mean square, the engine for "
-                f"{self.sides[1].share:.0%}."
-            )
-        who = "trainer" if larger.name == TRAIN else "engine"
-        if larger.share_low is None or larger.share_high is None:
-            interval = f"no interval: {self.no_interval}"
-        else:
-            interval = f"95% CI over {self.num_groups:,} groups: {larger.share_low:.1%} to {larger.share_high:.1%}"
-        return f"The {who} accounts for {larger.share:.1%} of the mismatch (mean square of d; {interval})."
+    """Each arm: the mismatch with the rollout if it replaces the trainer, and the share of mean d^2 that this removes."""
 
 
 def triangulate(
@@ -124,13 +106,13 @@ def triangulate(
     gpus_per_arm: float | None = None,
     progress: Progress = no_progress,
 ) -> Triangulation:
-    """Say which side carries the gap between trainer and engine, and what each single change removes of it.
+    """Split the mismatch between trainer and engine, and measure how much of it each single change removes.
 
-    Replays what is missing of the reference (fp64 or fp32) and of each arm (`dtype=bf16`, ...), on the steps given.
-    Compared are the tokens that count in the loss and have a finite logprob on both sides and in the reference. `weights_from`
-    is the folder of the run's checkpoints, where the trace has no weights of its own; `allow_kernel` names recorded attention kernels
-    that may be fetched from the hub and run. `ray` and `gpus_per_arm` divide the replays among
-    the actors of a Ray cluster, as `replay` does, and then the tokens whose errors are measured.
+    Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace has these replays.
+    The tokens compared are those that count in the loss and have a finite logprob on both sides and in the reference.
+    `weights_from` is the folder of the run's checkpoints, if the trace has no weights of its own; `allow_kernel` names recorded
+    attention kernels that may be fetched from the hub and run. `ray` and `gpus_per_arm` divide the replays among the actors of a Ray
+    cluster, as `replay` does, and then the tokens whose errors are measured.
 
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
     """
@@ -140,7 +122,7 @@ def triangulate(
     run = RecordedRun(trace, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
-        raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no gap to explain")
+        raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no mismatch to split")
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
     if ray is not None:
         places(Database([run.store.url]))  # refuses what could not be measured after the replays
@@ -157,7 +139,7 @@ def triangulate(
 def _replay_missing(
     run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress, cluster: dict[str, Any]
 ) -> ReplayedSteps | None:
-    """Replay the arms that lack one of the steps; None where none does."""
+    """Replay the arms that lack one of the steps; None if none does."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None
@@ -175,13 +157,13 @@ class _Unit:
     """Passes of the replays."""
     steps: list[int]
     asks_identity: bool
-    """Whether it is counted where replaying as recorded gave other bits."""
+    """Whether to count tokens to which replaying as recorded gave other bits."""
 
 
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Pass -> its sums; and the tokens to which replaying as recorded gave other bits, where that is asked."""
+    """Pass -> its sums; and the number of tokens to which replaying as recorded gave other bits, if that is asked."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [
@@ -203,7 +185,7 @@ def _errors(
 
 
 def _measure(database: Database, unit: _Unit) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    """What `_errors` adds up, of a unit: the sums of each step that has tokens."""
+    """The sums of each step of a unit that has tokens, and the number of different tokens."""
     found = {name: list(_of_steps(_tokens(database, name, unit.steps))) for name in unit.names}
     yield found, _num_different(database, unit.steps) if unit.asks_identity else 0
 
@@ -216,7 +198,7 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 
 
 def _num_different(database: Database, steps: list[int]) -> int:
-    """Tokens to which the replay as recorded that is there gave other bits."""
+    """Count the tokens to which the existing replay as recorded gave other bits."""
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
         WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
@@ -276,14 +258,14 @@ def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInter
 
 
 def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
-    """What is left of the gap where the replay takes the trainer's place: the engine's error against it."""
+    """The mismatch left if the replay replaces the trainer: the engine's error against it."""
     ((share, interval),) = shares(sums.groups, (REMOVED,)).values()
     left = sums.sides[ROLLOUT].square
     return name, sqrt(left / sums.num_tokens), share, *(ends(interval) or (None, None))
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Name of a column of groups -> its share of the gap's sum of squares, with its interval; NaN where that is 0."""
+    """Name of a column of groups -> its share of the sum of d^2, with its interval; NaN if that sum is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}
     intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..schemas.passes import TRAIN
 from .replay_text import not_held_reason
 from .rows import Rows, shown, table, to_text
 from .triangulate import Triangulation
@@ -25,12 +26,28 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
         ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),
     ]
     parts = [
-        found.sentence,
+        sentence(found),
         "\n".join(f"{name:<11}  {value}" for name, value in facts),
         to_text(triangulation_rows(found), width),
     ]
     parts += [to_text(rows, width) for rows in (found.arms, found.by_probability, found.by_position) if len(rows)]
     return "\n\n".join(parts)
+
+
+def sentence(found: Triangulation) -> str:
+    """Write the answer in a sentence."""
+    if found.gap_rms == 0.0:
+        return "No mismatch: trainer and engine give every token the same logprob."
+    larger = max(found.sides, key=lambda side: side.share)
+    if larger.share < 0.6:
+        trainer, engine = (f"{side.share:.0%}" for side in found.sides)
+        return f"Both sides account for the mismatch: the trainer for {trainer} of its mean square, the engine for {engine}."
+    who = "trainer" if larger.name == TRAIN else "engine"
+    if larger.share_low is None or larger.share_high is None:
+        interval = f"no interval: {found.no_interval}"
+    else:
+        interval = f"95% CI over {found.num_groups:,} groups: {larger.share_low:.1%} to {larger.share_high:.1%}"
+    return f"The {who} accounts for {larger.share:.1%} of the mismatch (mean square of d; {interval})."
 
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:

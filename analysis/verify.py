@@ -16,7 +16,7 @@ from ..tracer.dense_group import is_sealed, open_dense, sealed_root
 from ..tracer.index import passed_over
 from ..tracer.journal import DENSE_TABLE, journaled_segments, read_journal
 from ..tracer.located import result_files
-from ..tracer.located.result_header import ResultHeader
+from ..tracer.located.results import ResultHeader
 from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import torn_record
 from ..tracer.store import first_line

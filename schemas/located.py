@@ -1,4 +1,4 @@
-"""The columns of locate/: what a result of `locate` says of each operator, and of each patch."""
+"""The columns of locate/: one table of operators and one of patches for each result of `locate`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pyarrow as pa
 
 from .tables import Column, Table
 
-_PER_SEQUENCE = "one element a sequence of the result, in the order of its JSON"
+_PER_SEQUENCE = "one element per sequence of the result, in the order of its JSON"
 
 OPERATORS = Table(
     name="operators",
-    doc="One row a (side, operator): what it introduced over all sequences, against float64 on the same inputs.",
+    doc="One row per (side, operator): the error it introduced over all sequences, against float64 on the same inputs.",
     columns=(
         Column(name="side", type=pa.string(), doc="the execution, `a` or `b`", null=""),
         Column(name="forward_order", type=pa.int64(), doc="place in the forward; the head comes last", null=""),
@@ -33,7 +33,7 @@ OPERATORS = Table(
         Column(
             name="ratio",
             type=pa.float64(),
-            doc="its largest own error, in units of the bound of what rounding can do; above 1 it is no rounding",
+            doc="its largest own error, in units of the rounding bound; above 1 rounding does not explain it",
             null="",
         ),
         Column(name="seq_id", type=pa.string(), doc="sequence of that error", null=""),
@@ -64,7 +64,7 @@ OPERATORS = Table(
 
 PATCHES = Table(
     name="patches",
-    doc="One row a (patch, taker): what is left of the gap where the taker computes some operators by the other's code.",
+    doc="One row per (patch, taker): the mismatch left if the taker computes some operators by the other's code.",
     columns=(
         Column(
             name="patch",
@@ -86,4 +86,4 @@ PATCHES = Table(
 )
 
 LOCATED_TABLES = {table.name: table for table in (OPERATORS, PATCHES)}
-"""What locate/ holds of each result: the middle part of a file's name -> its columns."""
+"""The tables of each result in locate/: the middle part of a file's name -> its columns."""

@@ -67,12 +67,12 @@ def test_imports_run_one_way():
 
 OF_LOCATE = {
     "tim_trace.replay.locate": {
+        "analysis/__init__.py",
         "analysis/locate.py",
-        "analysis/locate_backward.py",
         "analysis/locate_backward_text.py",
+        "cli.py",
     },
     "tim_trace.analysis.locate": {"analysis/__init__.py", "cli.py"},
-    "tim_trace.analysis.locate_backward": {"analysis/locate_backward_text.py", "cli.py"},
 }
 """The part that runs `locate` -> who may import it. What lies in a trace is read without it, through tracer/located."""
 

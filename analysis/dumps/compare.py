@@ -1,4 +1,4 @@
-"""Where the tensors of two dumps begin to differ by more than rounding.
+"""Find where the tensors of two dumps begin to differ by more than rounding.
 
 Shapes: T tokens.
 """
@@ -24,9 +24,9 @@ from .names import INPUT_IDS, MASK, OUTPUT, POSITIONS, TensorPlace
 from .sources import Pair, Shards, pairs, shards, whole
 
 _GROWTH = 4.0
-"""Times by which what lies between two dumped tensors may enlarge the largest error before it."""
+"""Factor by which the operators between two dumped tensors may enlarge the largest error before them."""
 _ROUNDINGS, _WORST_ROUNDINGS = 8.0, 16.0
-"""Unit roundoffs of the coarsest dtype that it may add: to the tensor's error, and to that of one token."""
+"""Unit roundoffs of the coarsest dtype that they may add: to the tensor's error, and to that of one token."""
 _FLOAT32 = 2.0**-24
 
 
@@ -46,20 +46,20 @@ class TensorDifference:
     rms: float | None
     """Root mean square difference over the root mean square of both; None for integers."""
     worst: float | None
-    """The largest of a token's own."""
+    """The same for the token where it is largest."""
     token: int | None
-    """The token of `worst`, counted without padding; the first that differs, of integers."""
+    """The token of `worst`, counted without padding; for integers the first token that differs."""
     max_abs: float
     units: float | None
     """`rms` in unit roundoffs of the coarsest dtype up to here."""
     ratio: float | None
-    """`rms`, or `worst` where that is more, in units of what rounding may make of it behind the errors of the tensors before."""
+    """`rms` or `worst`, whichever is more, in units of what rounding may cause behind the errors of the tensors before."""
     num_different: int | None
-    """Integers that differ; None for numbers with a point."""
+    """Number of integers that differ; None for floating-point tensors."""
     num_nonfinite_a: int
     num_nonfinite_b: int
     why: str | None
-    """nonfinite, beyond, or differs (positions); None where rounding explains it, and for choices of experts."""
+    """nonfinite, beyond, or differs (positions); None if rounding explains it, and for choices of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,29 +73,29 @@ class NotCompared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpComparison(Result):
-    """Two folders of dumped tensors: a row a tensor that both hold, in the order of the forward."""
+    """Two folders of dumped tensors: one row per tensor in both, in the order of the forward."""
 
     _text = "tim_trace.analysis.dumps.text:dumps_text"
 
     a: str
     b: str
     order: str
-    """What says it: dump_index or dump.json of a or b, or layers."""
+    """Source of the order: dump_index or dump.json of a or b, or layers."""
     num_forwards_a: int
     num_forwards_b: int
     tokens_checked: bool
-    """Whether both sides dumped input_ids; they are the same then."""
+    """Whether both sides dumped input_ids, which are then the same."""
     first: TensorDifference | None
-    """The first tensor that is not finite; without one, the first whose difference rounding does not explain."""
+    """The first tensor that is not finite, else the first whose difference rounding does not explain."""
     before: TensorDifference | None
-    """The one before it that can be judged."""
+    """The last one before it that can be judged."""
     tensors: tuple[TensorDifference, ...]
     not_compared: tuple[NotCompared, ...]
     only_a: tuple[str, ...]
-    """Names that b has no counterpart of."""
+    """Names without a counterpart in b."""
     only_b: tuple[str, ...]
     num_gradients: int
-    """Gradients and parameters of both folders, which are not compared."""
+    """Number of gradients and parameters in both folders, which are not compared."""
 
 
 def locate_dumps(
@@ -103,19 +103,21 @@ def locate_dumps(
 ) -> DumpComparison:
     """Find the first tensor of two dumped forwards whose difference rounding does not explain.
 
-    `a` and `b` are folders that another tool dumped tensors to: SGLang's dumper, msprobe, or .pt, .npy, .npz and
-    .safetensors files by name. Only differences can be judged, not which side is wrong: without weights and inputs nobody
-    can say what an operator should have given. Files are read as data; one that names anything else is refused.
+    `a` and `b` are folders of tensors dumped by another tool: SGLang's dumper, msprobe, or .pt, .npy, .npz and .safetensors files by
+    name. Only differences are judged, not which side is wrong: without weights and inputs there is no exact result. Files are read
+    as data; one that names code is refused.
 
-    Raises ImportFailed for a file that is damaged, hostile or a link, NothingToCompare where no tensor or other tokens
-    were dumped.
+    Raises ImportFailed for a file that is damaged, hostile or a link, NothingToCompare if the dumps share no tensor or are of other
+    tokens.
     """
     sides = DumpFolder(a), DumpFolder(b)
     tokens = {forward: _tokens(*sides, forward) for forward in range(min(side.num_forwards for side in sides))}
     found = pairs(*sides)
     if not found:
         examples = [next(iter(side.spots.values()))[0].name for side in sides]
-        raise NothingToCompare(f"{a} and {b} have no name in common, as {examples[0]!r} and {examples[1]!r}")
+        raise NothingToCompare(
+            f"{a} and {b} have no name in common: one has {examples[0]!r}, the other {examples[1]!r}"
+        )
     judge, tensors, refused = _Judge(), [], []
     with progress("comparing", len(found)) as advance:
         for pair in found:
@@ -139,7 +141,7 @@ def locate_dumps(
 
 
 def dumps_rows(found: DumpComparison, by: str = "operator") -> Rows:
-    """A row a tensor, or the worst of each layer."""
+    """One row per tensor, or the worst tensor of each layer."""
     rows = list(found.tensors)
     if by == "layer":
         worst: dict[tuple[int, int | None], TensorDifference] = {}
@@ -160,7 +162,7 @@ def _left(side: DumpFolder, used: set[Spot]) -> Iterator[str]:
 
 
 class _Judge:
-    """What rounding may have made of the tensors so far."""
+    """Follows how large the errors of rounding may be by now."""
 
     def __init__(self) -> None:
         self._rms = self._worst = self._unit = 0.0
@@ -202,7 +204,7 @@ def _compared(
 
 def _numbers(a: np.ndarray, b: np.ndarray, of_a: Shards, of_b: Shards, judge: _Judge) -> dict[str, Any]:
     found = difference(a, b)
-    # Equal values say nothing of a computation: weights of a bfloat16 checkpoint, zeros and masks are in float32 models too.
+    # Equal values do not show the dtype of a computation: a float32 model, too, has bfloat16 weights, zeros and masks.
     unit = max((each.held_unit if found.rms else each.unit) for each in (of_a, of_b))
     ratio, unit = judge.ratio(found, unit, max(a.shape, default=1))
     is_odd = bool(found.num_nonfinite_a or found.num_nonfinite_b)
@@ -230,7 +232,7 @@ def _shape(values: list[np.ndarray]) -> tuple[int, ...]:
 
 
 def _tokens(a: DumpFolder, b: DumpFolder, forward: int) -> tuple[DumpTokens | None, DumpTokens | None]:
-    """The tokens of a forward of both sides. Raises NothingToCompare where they are other ones."""
+    """The tokens of a forward on both sides. Raises NothingToCompare if they differ."""
     of_a, of_b = _tokens_of(a, forward), _tokens_of(b, forward)
     if of_a is None or of_b is None:
         return None, None

@@ -1,4 +1,4 @@
-"""How far two tensors of one shape lie apart, token by token."""
+"""The difference of two tensors of one shape, token by token."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 _AT_ONCE = 1 << 20
-"""Elements that are taken to float64 at once."""
+"""Elements that are converted to float64 at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpDifference:
-    """Of two tensors of numbers. Errors are relative to the root mean square of both."""
+    """How two floating-point tensors differ. Errors are relative to the root mean square of both."""
 
     rms: float
     """Over the whole tensor."""
@@ -22,9 +22,8 @@ class DumpDifference:
     """Which token that is."""
     max_abs: float
     num_nonfinite_a: int
-    """NaN and infinities that the other side has not in the same place."""
+    """NaN and infinities that the other side does not have in the same place."""
     num_nonfinite_b: int
-    num_values: int
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> DumpDifference:
@@ -51,5 +50,5 @@ def difference(a: np.ndarray, b: np.ndarray) -> DumpDifference:
     token = int(relative_T.argmax()) if len(relative_T) else 0
     return DumpDifference(
         rms=float(np.sqrt(error_T.sum() / whole)) if whole else 0.0, worst=float(relative_T[token]) if len(a) else 0.0,
-        token=token, max_abs=max_abs, num_nonfinite_a=odd_a, num_nonfinite_b=odd_b, num_values=a.size,
+        token=token, max_abs=max_abs, num_nonfinite_a=odd_a, num_nonfinite_b=odd_b,
     )  # fmt: skip

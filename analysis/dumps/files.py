@@ -1,4 +1,4 @@
-"""The tensors in one file of a dump: .pt, .npy, .npz and .safetensors, read as data and never run."""
+"""The tensors in one file of a dump, .pt, .npy, .npz or .safetensors, read as data and never run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SAFETENSORS = {
 }  # fmt: skip
 """safetensors' name of a dtype -> NumPy's."""
 _MOST_HEADER_BYTES = 100 << 20
-"""Of a safetensors file, as its own library reads."""
+"""Limit of a safetensors header, as in safetensors' own library."""
 _DEEPEST = 8
-"""Dictionaries and lists inside of each other in one file."""
+"""Limit of nested dictionaries and lists in one file."""
 
 
 class Value:
@@ -72,8 +72,6 @@ class TensorFile:
         self.path = path
         if not stat.S_ISREG(path.lstat().st_mode):
             raise ImportFailed(f"{path}: is no plain file, so it is not read")
-        self.meta: dict[str, Any] = {}
-        """What SGLang's dumper says of the tensor."""
         self._held: dict[str, Any] = {}
         try:
             self._open()
@@ -118,8 +116,8 @@ class TensorFile:
             self._held = dict(self._safetensors())
         else:
             value = read_pickled(self.path)
-            if isinstance(value, dict) and isinstance(value.get("meta"), dict) and "value" in value:
-                value, self.meta = value["value"], value["meta"]
+            if isinstance(value, dict) and isinstance(value.get("meta"), dict) and "value" in value:  # SGLang's dumper
+                value = value["value"]
             self._held = dict(_tensors(value))
 
     def _safetensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:

@@ -1,4 +1,4 @@
-"""A folder of dumped tensors: whose they are, of which forward and rank, and in which order."""
+"""A folder of dumped tensors: their places in the model, forwards, ranks and order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 
 from ...schemas.errors import ImportFailed, NothingToCompare
 from .files import SUFFIXES, TensorFile, Value
+from .layout import Unmatched
 from .names import TensorPlace, has_layer, is_gradient, place_of
 
 _PASS_TAGS = ("step", "forward_pass_id")
-"""SGLang's tag of a forward, of today and of older releases."""
+"""SGLang's tag of a forward, in current and older releases."""
 _PASS_FOLDER = re.compile(r"^(?:step|pass|forward|forward_pass|iteration)[_=-]?(\d+)$")
 _RANK_FOLDER = re.compile(r"^(?:tp_|global_|tp|global)?rank[_=-]?(\d+)$")
 _PROCESS_FOLDER = re.compile(r"^proc\d+$")
@@ -30,25 +31,21 @@ class Entry:
     name: str
     path: Path
     key: str
-    """Its name in the file; "" where the file holds nothing else."""
+    """Its name in the file; "" if the file holds nothing else."""
     rank: int
     number: int | None
-    """Its place in the order in which it was dumped; None where nothing says it."""
+    """Its place in the order of dumping; None if that is not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """What tensors of two dumps are matched by."""
+    """The key that matches tensors of two dumps."""
 
     place: TensorPlace
     forward: int
-    """The how-manieth forward of the dump."""
+    """Index of the forward in the dump, from 0."""
     call: int
-    """The how-manieth tensor of this place in the forward."""
-
-
-class NoTensor(ValueError):
-    """What was dumped is a number, a text or a dictionary."""
+    """Index of this tensor among those dumped at this place in one forward, from 0."""
 
 
 class DumpFolder:
@@ -57,19 +54,17 @@ class DumpFolder:
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = Path(folder)
         if not self.path.is_dir():
-            raise NothingToCompare(
-                f"{self.path}: no folder lies there; give the folder that the tensors were dumped to"
-            )
+            raise NothingToCompare(f"{self.path}: is not a folder; give the folder that the tensors were dumped to")
         self.num_gradients = 0
         """Gradients and parameters, which are not compared."""
         self.order = ""
-        """What says the order of the tensors; empty where nothing does."""
+        """Where the order of the tensors is recorded; empty if it is not."""
         self._open: TensorFile | None = None
         self.spots: dict[Spot, list[Entry]] = self._spots()
         if not self.spots:
             raise NothingToCompare(
-                f"{self.path}: holds no tensor of a forward; what is read is {', '.join(SUFFIXES)}, a file a tensor or with "
-                "many names"
+                f"{self.path}: holds no tensor of a forward; give a folder of {', '.join(SUFFIXES)} files, with one or several "
+                "tensors each"
             )
 
     @property
@@ -77,10 +72,10 @@ class DumpFolder:
         return 1 + max(spot.forward for spot in self.spots)
 
     def read(self, entry: Entry) -> Value:
-        """The tensor of an entry. Raises ImportFailed, and NoTensor where a dumper wrote another value."""
+        """Read the tensor of an entry. Raises ImportFailed, and Unmatched if a dumper wrote a number, a text or a dictionary."""
         file = self._file(entry.path)
         if entry.key not in file.names():
-            raise NoTensor
+            raise Unmatched("what was dumped is no tensor")
         return file.read(entry.key)
 
     def _file(self, path: Path) -> TensorFile:
@@ -140,13 +135,13 @@ class DumpFolder:
                 yield forward, None, Entry(name=name, path=path, key=key, rank=rank, number=numbers.get(path.name))
 
     def _keys(self, path: Path) -> list[str]:
-        """Names in a file; one tensor alone has none. Files that msprobe names are not opened for it."""
+        """Names in a file; a single tensor has none. msprobe's files hold one each, and need not be opened."""
         if path.parent.name == "dump_tensor_data":
             return [""]
         return self._file(path).names()
 
     def _msprobe_order(self, paths: list[Path]) -> dict[str, int]:
-        """File name -> place in msprobe's dump.json, which lists modules in the order in which they ended."""
+        """File name -> place in msprobe's dump.json, which lists modules in the order they ended."""
         numbers: dict[str, int] = {}
         for path in paths:
             if path.name != "dump.json":
@@ -184,7 +179,7 @@ class DumpFolder:
 
 
 def _num_shared(folders: list[tuple[str, ...]]) -> int:
-    """How many folders, from the top, lie above all files."""
+    """The number of folders, from the top, that all files share."""
     first, last = min(folders, default=()), max(folders, default=())
     return next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
@@ -202,7 +197,7 @@ def _rank(tags: dict[str, str], of_folder: int) -> int:
 
 
 def _is_whole(key: str, stem: str) -> bool:
-    """Whether a name in a file is whole without the file's."""
+    """Whether a name in a file says where the tensor is without the file's own name."""
     return has_layer(key) or not (key.isdecimal() or not key or has_layer(stem))
 
 
@@ -211,7 +206,7 @@ def _by_number(name: str) -> tuple[int, str]:
 
 
 def _of_one_name(entries: list[Entry]) -> list[Entry]:
-    """Where two names stand for one place, those of the first."""
+    """Entries of the first name, if two names stand for one place."""
     return sorted((entry for entry in entries if entry.name == entries[0].name), key=lambda entry: entry.rank)
 
 

@@ -1,4 +1,4 @@
-"""One tensor in the layouts of two dumps: shards put together, tokens brought into one order, or a reason why not.
+"""Bring one tensor of two dumps into one layout: join shards, order tokens, or say why that cannot be done.
 
 Shapes: T tokens of a side, B rows of its batch, R ranks.
 """
@@ -13,19 +13,19 @@ import numpy as np
 
 
 class Unmatched(ValueError):
-    """The two tensors cannot be brought into one layout; the message is the reason, without their names."""
+    """Two tensors cannot be compared; the message is the reason, without their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class DumpTokens:
-    """The tokens of a side's forward, where it dumped input_ids."""
+    """The tokens of a side's forward, from its input_ids."""
 
     shape: tuple[int, ...]
     """Of input_ids."""
     ids_T: np.ndarray
-    """Those that are no padding, row by row."""
+    """Tokens without padding, row by row."""
     kept_T: np.ndarray
-    """Their places in input_ids, row by row."""
+    """Their places in input_ids."""
 
     @classmethod
     def of(cls, ids: np.ndarray, mask: np.ndarray | None) -> DumpTokens:
@@ -36,14 +36,14 @@ class DumpTokens:
 
 
 def by_token(array: np.ndarray, tokens: DumpTokens) -> np.ndarray | None:
-    """[T, ...]: the tensor without padding, in the order of the tokens; None where no axis is theirs."""
+    """[T, ...]: the tensor without padding, in the order of the tokens; None if it has no axis of tokens."""
     num_rows, width = (1, tokens.shape[0]) if len(tokens.shape) == 1 else (tokens.shape[0], math.prod(tokens.shape[1:]))
     shape = array.shape
     rows = [
         axis for axis in ((0, 1), (1, 0)) if array.ndim > 1 and (shape[axis[0]], shape[axis[1]]) == (num_rows, width)
     ]
     if len(rows) == 2 and num_rows > 1:
-        raise Unmatched(f"it has {num_rows} rows of {width} tokens: nothing says which axis is which")
+        raise Unmatched(f"it has {num_rows} rows of {width} tokens: nothing shows which axis is which")
     if rows:
         by_row = array if rows[0] == (0, 1) else array.swapaxes(0, 1)
         return by_row.reshape(num_rows * width, *shape[2:]).take(tokens.kept_T, 0)
@@ -71,15 +71,15 @@ def reconciled(
         return _flat(a, b)
     if a.size == b.size:
         raise Unmatched(
-            f"shapes {_shape(a)} and {_shape(b)}: nothing says in which order the tokens are; dump input_ids on both sides"
+            f"shapes {_shape(a)} and {_shape(b)}: nothing shows the order of the tokens; dump input_ids on both sides"
         )
     raise Unmatched(f"shapes {_shape(a)} and {_shape(b)} do not fit")
 
 
 def joined(shards: Sequence[np.ndarray], whole: tuple[int, ...]) -> np.ndarray:
-    """The tensor of shape `whole`, or with another layout of its tokens, that R ranks hold. Raises Unmatched.
+    """Join the parts that R ranks hold into a tensor of shape `whole`, or of another layout of its tokens. Raises Unmatched.
 
-    Where one rank's has the shape already, all of them have to hold the same bits.
+    If one rank's has the shape already, all ranks have to hold the same bits.
     """
     first = shards[0]
     if len(shards) == 1:
@@ -105,7 +105,7 @@ def joined(shards: Sequence[np.ndarray], whole: tuple[int, ...]) -> np.ndarray:
 
 
 def _grown(shards: Sequence[np.ndarray], axis: int) -> tuple[int, ...] | None:
-    """The shape of shards that are put together on an axis; None where they do not fit each other."""
+    """The shape of shards joined on an axis; None if they do not fit each other."""
     if len({(*shard.shape[:axis], *shard.shape[axis + 1 :]) for shard in shards}) != 1:
         return None
     shape = shards[0].shape
@@ -113,7 +113,7 @@ def _grown(shards: Sequence[np.ndarray], axis: int) -> tuple[int, ...] | None:
 
 
 def _fits(shape: tuple[int, ...], axis: int, whole: tuple[int, ...]) -> bool:
-    """Whether tensors of both shapes hold the same, with the axes in another order or tokens in one axis."""
+    """Whether both shapes may be of one tensor, with axes in another order or tokens in one axis."""
     same_axes = sorted(_without_ones(shape)) == sorted(_without_ones(whole))
     is_width = (
         axis == len(shape) - 1 and bool(whole) and shape[-1] == whole[-1] and math.prod(shape) == math.prod(whole)
@@ -122,9 +122,9 @@ def _fits(shape: tuple[int, ...], axis: int, whole: tuple[int, ...]) -> bool:
 
 
 def part(fused: Sequence[np.ndarray], place: int, widths: Sequence[int]) -> list[np.ndarray]:
-    """One projection's columns of a fused one, of each rank: widths are those of the whole projections, in their order.
+    """Take one projection's columns out of a fused one, for each rank; `widths` are of the whole projections, in their order.
 
-    Each rank holds its share of all of them, one beside the other. Raises Unmatched.
+    Each rank holds its share of all projections, side by side. Raises Unmatched.
     """
     num_ranks = len(fused)
     if any(width % num_ranks for width in widths) or any(shard.shape[-1] * num_ranks != sum(widths) for shard in fused):
@@ -136,7 +136,7 @@ def part(fused: Sequence[np.ndarray], place: int, widths: Sequence[int]) -> list
 
 
 def _flat(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both with the axes behind the first as one."""
+    """Both with all axes behind the first flattened."""
     if len(a) != len(b) or a.size != b.size:
         raise Unmatched(f"shapes {_shape(a)} and {_shape(b)} do not fit")
     return a.reshape(len(a), -1), b.reshape(len(b), -1)

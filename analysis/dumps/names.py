@@ -1,4 +1,4 @@
-"""What a dumped tensor is called: the names of transformers, vLLM, SGLang, Megatron and msprobe, as one place in the model."""
+"""Names of dumped tensors, as transformers, vLLM, SGLang, Megatron and msprobe write them, as places in the model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROOTS = re.compile(
     r"gpt_neox)(?:\.|$))+",
     re.IGNORECASE,
 )
-"""Wrappers before the name of a module."""
+"""Wrappers in front of a module's name."""
 _WRAPPED = re.compile(r"\._(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)(?=\.|$)")
 _MSPROBE = re.compile(r"^(?:Module|Cell)\.(.+?)\.forward\.(\d+)\.(input|output|kwargs|parameters)(?:\.(.+))?$")
 _SLOT = re.compile(r"^(.*?)(?:^|\.)(inputs?|outputs?|kwargs)(?:\.(.+))?$")
 _LAYERS = re.compile(r"(?:layers|h|blocks?|layer)$")
 _NUMBERED = re.compile(r"^(.*(?:[A-Za-z_]|\.\d+))\.([0-3])$")
-"""One of several tensors that a module gives; and a layer, which is told apart."""
+"""One of several outputs of a module, or a layer, which _LAYERS excludes."""
 _LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block|layer)\.(\d{1,6})(?:\.(.*))?$")
 _PARTS = {
     "": {
@@ -37,14 +37,14 @@ _PARTS = {
         "router": "gate",
     },
 }  # fmt: skip
-"""Module that holds it -> another name of a part -> transformers' name."""
+"""Parent module -> another name of a part -> transformers' name."""
 _OUTSIDE = {
     "embedding.word_embeddings": "embed_tokens", "embedding": "embed_tokens", "wte": "embed_tokens", "embed_in": "embed_tokens",
     "tok_embeddings": "embed_tokens", "final_layernorm": "norm", "ln_f": "norm", "final_layer_norm": "norm",
     "output_layer": "lm_head", "logits_processor": "lm_head", "logits": "lm_head", "embed_out": "lm_head",
     "log_probs": "logprobs", "logprob": "logprobs", "token_ids": INPUT_IDS, "tokens": INPUT_IDS, "position_ids": POSITIONS,
 }  # fmt: skip
-"""Another name of a module outside of the layers -> transformers' name."""
+"""Another name of a module outside of layers -> transformers' name."""
 _BEFORE = (INPUT_IDS, POSITIONS, MASK, "embed_tokens", "rotary_emb")
 _AFTER = ("norm", "lm_head", "logprobs")
 _IN_LAYER = (
@@ -58,11 +58,11 @@ _IN_LAYER = (
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where in the model a tensor is."""
+    """A place in the model."""
 
     layer: int | None
     module: str
-    """Without what wraps it and without its layer; "" is the layer, or the model."""
+    """Name without wrappers and layer; "" is the layer itself, or the model."""
     slot: str
     """input.N, output.N, or input.NAME."""
 
@@ -75,7 +75,7 @@ class TensorPlace:
         return module if self.slot == OUTPUT else f"{module}.{self.slot}"
 
     def order(self) -> tuple[int, int, int, bool, str, str]:
-        """Sorts places in the order of a forward, as far as it is known: unknown modules come last in their layer."""
+        """Sort key in the order of a forward; unknown modules come last in their layer."""
         is_output = self.slot.startswith("output")
         if self.layer is not None:
             known = _IN_LAYER.index(self.module) if self.module in _IN_LAYER else len(_IN_LAYER) + (not self.module)
@@ -87,17 +87,17 @@ class TensorPlace:
 
 
 def is_gradient(name: str) -> bool:
-    """Whether the name is that of a gradient, or of a parameter: neither is of the forward."""
+    """Whether a name is of a gradient or a parameter, which are no part of the forward."""
     return name.startswith(("grad__", "param__")) or ".backward." in name or ".parameters" in name
 
 
 def has_layer(name: str) -> bool:
-    """Whether a name says of which layer it is."""
+    """Whether a name has the number of a layer."""
     return _LAYER.match(name) is not None
 
 
 def place_of(name: str, layer: int | None = None) -> tuple[TensorPlace, int]:
-    """A dumped name's place, and the how-manieth call of its module it says it is of; `layer` is what the dumper says of it.
+    """Return the place of a dumped name, and the index of its module's call; `layer` is the dumper's own tag, if there is one.
 
     >>> str(place_of("Module.model.layers.2.self_attn.q_proj.Linear.forward.0.output.0")[0])
     'layers.2.self_attn.q_proj'
@@ -143,7 +143,7 @@ def _placed(name: str, slot: str, layer: int | None) -> TensorPlace:
 
 
 def _renamed(parts: list[str]) -> list[str]:
-    """The parts of a module's name inside of its layer, in transformers' words."""
+    """The parts of a module's name inside of its layer, as transformers names them."""
     holder = ""
     renamed = []
     for part in parts:
@@ -154,6 +154,6 @@ def _renamed(parts: list[str]) -> list[str]:
 
 
 def _aliased(layer: int, module: str, slot: str) -> TensorPlace:
-    """What a projection takes is what the module before it gives."""
+    """The input of a projection is the output of the module before it."""
     given = {"self_attn.o_proj": "self_attn.attention", "mlp.down_proj": "mlp.product"}.get(module)
     return TensorPlace(layer, given, OUTPUT) if given and slot == "input.0" else TensorPlace(layer, module, slot)

@@ -1,4 +1,4 @@
-"""Which dumped tensors make up one tensor of the comparison, and reading them."""
+"""The dumped tensors that make up one tensor of the comparison, and reading them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .files import Value
-from .folder import DumpFolder, Entry, NoTensor, Spot
+from .folder import DumpFolder, Spot
 from .layout import Unmatched, joined, part
 from .names import OUTPUT, TensorPlace
 
@@ -16,9 +15,9 @@ FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-"""Fused projection -> what it computes side by side."""
+"""Fused projection -> the projections that it computes side by side."""
 _INTERLEAVED = ("linear_qkv", "query_key_value")
-"""Names of fused projections whose queries, keys and values lie group by group."""
+"""Names of fused projections that store queries, keys and values group by group."""
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 
@@ -29,14 +28,14 @@ class TensorSource:
     spots: tuple[Spot, ...]
     """Several are added up."""
     part: int | None = None
-    """Of a fused projection, which one."""
+    """Index of the projection in a fused one."""
     widths_of: tuple[Spot, ...] = ()
-    """The projections of the other side, whose widths divide the fused one; empty where its parts are as wide as each other."""
+    """The other side's projections, whose widths divide the fused one; empty if its parts are equally wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What is compared: a place of the model in a forward of both sides."""
+    """One comparison: a place of the model in a forward of both sides."""
 
     place: TensorPlace
     forward: int
@@ -46,7 +45,7 @@ class Pair:
 
 
 def pairs(a: DumpFolder, b: DumpFolder) -> list[Pair]:
-    """What both sides dumped, in the order of the forward."""
+    """Match what both sides dumped, in the order of the forward."""
     found = [
         Pair(place=spot.place, forward=spot.forward, call=spot.call, a=of_a, b=of_b)
         for spot in dict.fromkeys([*_wanted(a, b), *_wanted(b, a)])
@@ -64,7 +63,7 @@ def pairs(a: DumpFolder, b: DumpFolder) -> list[Pair]:
 
 
 def _wanted(side: DumpFolder, other: DumpFolder) -> list[Spot]:
-    """The places of a side, its fused projections as parts where the other side has those or shards it otherwise."""
+    """The places of a side; a fused projection as its parts if the other side has those, or shards it otherwise."""
     wanted = []
     for spot, entries in side.spots.items():
         names = FUSED.get(spot.place.module, ()) if spot.place.slot == OUTPUT else ()
@@ -77,7 +76,7 @@ def _wanted(side: DumpFolder, other: DumpFolder) -> list[Spot]:
 
 
 def _source(spot: Spot, side: DumpFolder, other: DumpFolder) -> TensorSource | None:
-    """What of a side is at a place; None for nothing."""
+    """The tensor of a side at a place; None if there is none."""
     if spot in side.spots and _is_same_product(spot, side, other):
         second = _second(spot)
         adds = second is not None and second in side.spots and second not in other.spots
@@ -97,7 +96,7 @@ def _source(spot: Spot, side: DumpFolder, other: DumpFolder) -> TensorSource | N
 
 
 def _is_same_product(spot: Spot, side: DumpFolder, other: DumpFolder) -> bool:
-    """An activation behind a fused projection gives silu(gate) * up, and silu(gate) behind one that is not."""
+    """Whether both sides' activation is the same: silu(gate) * up behind a fused projection, else silu(gate)."""
     return spot.place.module != "mlp.act_fn" or _is_fused(spot, side) == _is_fused(spot, other)
 
 
@@ -106,7 +105,7 @@ def _is_fused(spot: Spot, side: DumpFolder) -> bool:
 
 
 def _second(spot: Spot) -> Spot | None:
-    """What an engine keeps apart until the next norm and transformers has added: the branch's output and the residual."""
+    """The residual, which an engine adds to the branch's output in the next norm, and transformers before it."""
     place = spot.place
     if place.layer is not None and not place.module and place.slot == OUTPUT:
         return Spot(TensorPlace(place.layer, "", "output.1"), spot.forward, spot.call)
@@ -121,7 +120,7 @@ def _at(spot: Spot, module: str) -> Spot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """What the ranks of a side hold of one tensor."""
+    """The parts of one tensor that the ranks of a side hold."""
 
     values: list[np.ndarray]
     name: str
@@ -130,13 +129,13 @@ class Shards:
     unit: float
     """Unit roundoff of the dtype; 0 for integers."""
     held_unit: float
-    """Of the coarsest dtype that holds the values."""
+    """The same for the coarsest dtype that holds the values."""
 
 
 def shards(source: TensorSource, side: DumpFolder, other: DumpFolder) -> Shards:
     """Read a source. Raises Unmatched and ImportFailed."""
     entries = [side.spots[spot] for spot in source.spots]
-    values = [[_read(side, entry) for entry in each] for each in entries]
+    values = [[side.read(entry) for entry in each] for each in entries]
     first = values[0]
     arrays = [value.array for value in first]
     name = " + ".join(each[0].name for each in entries)
@@ -147,7 +146,7 @@ def shards(source: TensorSource, side: DumpFolder, other: DumpFolder) -> Shards:
     if source.part is not None:
         if len(source.widths_of) == 3 and any(mark in entries[0][0].name for mark in _INTERLEAVED):
             raise Unmatched(
-                "its queries, keys and values lie group by group, and the number of groups is in no dump; dump them behind the split"
+                "its queries, keys and values are stored group by group, and no dump has the number of groups; dump them after the split"
             )
         arrays = part(arrays, source.part, _widths(source, arrays, other))
     is_float = all(value.is_float for value in first)
@@ -161,14 +160,7 @@ def shards(source: TensorSource, side: DumpFolder, other: DumpFolder) -> Shards:
 def _widths(source: TensorSource, fused: Sequence[np.ndarray], other: DumpFolder) -> list[int]:
     if not source.widths_of:
         return [sum(shard.shape[-1] for shard in fused) // 2] * 2
-    return [sum(_read(other, entry).array.shape[-1] for entry in other.spots[spot]) for spot in source.widths_of]
-
-
-def _read(side: DumpFolder, entry: Entry) -> Value:
-    try:
-        return side.read(entry)
-    except NoTensor:
-        raise Unmatched("what was dumped is no tensor") from None
+    return [sum(other.read(entry).array.shape[-1] for entry in other.spots[spot]) for spot in source.widths_of]
 
 
 def whole(a: list[np.ndarray], b: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -11,11 +11,11 @@ _MOST_ROWS = 24
 _MOST_NAMES = 4
 _LEFT_OUT = ("layer", "name_a", "name_b", "max_abs")
 _SELDOM = ("forward", "num_different", "num_nonfinite_a", "num_nonfinite_b", "why")
-"""Columns that are left out where they are empty or 0 in all rows."""
+"""Columns that are left out if they are empty or 0 in all rows."""
 
 
 def dumps_text(found: DumpComparison, width: int | None = None, by: str = "operator", limit: int = _MOST_ROWS) -> str:
-    """Write where two dumps begin to differ, for reading: `limit` rows around the first difference."""
+    """Render where two dumps begin to differ: `limit` rows around the first difference."""
     found = shown(found)
     forwards = f"{found.num_forwards_a}" if found.num_forwards_a == found.num_forwards_b else (
         f"{found.num_forwards_a} in a and {found.num_forwards_b} in b, the first of one against the first of the other"
@@ -51,25 +51,24 @@ def dumps_text(found: DumpComparison, width: int | None = None, by: str = "opera
 
 
 _ORDERS = {
-    "layers": "layers, and of a block's usual forward inside of one (neither dump says its order)",
+    "layers": "layers and of a block's usual forward (neither dump records its order)",
     "dump_index of a": "a's dump_index", "dump_index of b": "b's dump_index", "dump.json of a": "a's dump.json",
     "dump.json of b": "b's dump.json",
 }  # fmt: skip
 
 
 def sentence(found: DumpComparison) -> str:
-    """The answer in a sentence or two."""
+    """Write the answer in a sentence or two."""
     first = found.first
     if first is None and not found.tensors:
         return "No tensor could be compared."
     if first is None:
-        top = max(
-            (row for row in found.tensors if row.ratio is not None), key=lambda row: row.ratio or 0.0, default=None
-        )
-        most = "" if top is None else f"; the nearest to its bound is {top.place}, at {top.ratio:.2g} of it"
-        return f"Nothing but rounding: no tensor differs by more than its dtype explains{most}.{_integers(found)}"
+        judged = (row for row in found.tensors if row.ratio is not None)
+        top = max(judged, key=lambda row: row.ratio or 0.0, default=None)
+        most = "" if top is None else f"; the largest difference is {top.ratio:.2g} of its bound, in {top.place}"
+        return f"Only rounding: no tensor differs by more than its dtype explains{most}.{_integers(found)}"
     before = "nothing was compared before it" if found.before is None else (
-        f"{found.before.place} before it is within, at {found.before.ratio or 0.0:.2g}"
+        f"{found.before.place} before it is at {found.before.ratio or 0.0:.2g} of its bound"
     )  # fmt: skip
     where = f"{first.place}{_in_forward(found, first)}"
     if first.why == "nonfinite":
@@ -81,12 +80,12 @@ def sentence(found: DumpComparison) -> str:
         return f"The first difference is {where}: {first.num_different:,} values differ, from token {first.token} on."
     return (
         f"The first difference that rounding does not explain is {where}: {first.rms:.3g} of its size, {first.ratio:,.3g} times "
-        f"the bound (largest at token {first.token}); {before}. Without weights and inputs nothing says which side is wrong."
+        f"the bound (largest at token {first.token}); {before}. Dumps do not show which side is wrong."
     )
 
 
 def _integers(found: DumpComparison) -> str:
-    """What is not judged: a choice that differs may be rounding."""
+    """Say which integers differ; they are not judged, since a choice may differ by rounding."""
     differ = [row for row in found.tensors if row.num_different]
     return (
         f" {len(differ):,} tensors of integers differ, first {differ[0].place}; they are not judged." if differ else ""
@@ -106,7 +105,7 @@ def _empty(rows: Rows) -> list[str]:
 
 
 def _around(rows: Rows, found: DumpComparison, limit: int) -> Rows:
-    """`limit` rows: those that end a few behind the first difference, or the first ones."""
+    """Up to `limit` rows around the first difference, else the first ones."""
     if found.first is None or len(rows) <= limit:
         return Rows(rows.columns, rows.rows[:limit])
     key = (found.first.forward, found.first.place)

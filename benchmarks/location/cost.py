@@ -70,7 +70,9 @@ def main():
             one, _ = spent(forward)
             whole, found = spent(located)
             ratios.append(whole / one)
-            share = sum(each.product for each in found.carried) / sum(each.sum_square for each in found.sequences)
+            share = sum(sum(own.values()) for own in found.products.values()) / sum(
+                each.sum_square for each in found.sequences
+            )
             print(
                 f"forward {one:.1f} s, locate {whole:.1f} s, {whole / one:.1f} forwards; carried {share:.6f}",
                 flush=True,

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from faults import ARCHITECTURES, CASES, Case, build
 from recording import recorded
 from tim_trace.replay.locate.engine import locate
-from tim_trace.replay.locate.reference import layer_of
+from tim_trace.replay.locate.names import layer_of
 from tim_trace.schemas.errors import TimTraceError
 
 PROMPT = 8

@@ -1,10 +1,10 @@
-"""`tim-trace locate --backward`: where the gradients of two executions part."""
+"""`tim-trace locate --backward`: where the gradients of two executions diverge."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +26,14 @@ from ..gradients.scorer import GradientScorer
 from ..gradients.update import LossRow, Update, hyperparameters, loss_steps, updates
 from ..recorded import RecordedRun
 from ..settings import settings
-from .backward_reference import BackwardReference, JudgedGradient, kind_of_judged
-from .backward_results import PARAMETER, BackwardError, LocatedBackward, ParameterDifference
-from .backward_taps import BackwardCall, BackwardTaps
+from .backward_reference import BackwardReference, JudgedGradient
+from .backward_results import PARAMETER, BackwardError, BackwardLocation, ParameterDifference, gradient_shares
+from .backward_taps import STREAM, BackwardCall, BackwardTaps
 from .bounds import unit
 from .chosen import choose
 from .engine import REFERENCE
 from .execution import Prepare
-from .reference import kind_of, layer_of
-
-Spans = list[tuple[LossRow, slice]]
-"""Rows of a forward, each with its place in [N]."""
+from .names import kind_of, layer_of
 
 
 def locate_backward(
@@ -53,17 +50,19 @@ def locate_backward(
     prepare: Prepare | None = None,
     prepare_against: Prepare | None = None,
     progress: Progress = no_progress,
-) -> LocatedBackward:
-    """Take the gradient of recorded sequences' loss through two executions, and say where they part.
+) -> BackwardLocation:
+    """Find where the gradients of two executions of recorded sequences diverge: `tim-trace locate --backward`.
 
-    `arm` and `against` are arms as `gradient` takes them; `steps` names one step, of which the first optimizer step is taken;
-    `sequences` are chosen as in `locate`, and only their share of the loss is differentiated, in the forwards that they were recorded
-    in. `loss` says fields of the loss where the trace does not. Of each operator, what it passes on of what came back to it, and its
-    parameters' gradients, are held against float64 on the same numbers, with the execution's own weights: the first on the way back
-    that is beyond its bound (module `backward_bounds`) computes something else.
+    The chosen sequences' share of the recorded loss is differentiated through a, `arm` (by default as recorded), and b, `against` (by
+    default in float64), arms as `gradient` takes them, in the forwards that the sequences were recorded in. For each operator, the
+    gradient that it passes on, and those of its parameters, are compared with float64 on the same numbers and with the execution's
+    own weights, so that an earlier error does not count: the first on the way back that exceeds its bound (module
+    `backward_bounds`) computes something else.
 
-    `prepare` and `prepare_against` change a model of either side, once its weights are loaded. Nothing is written. Raises
-    CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
+    `steps` names one step; its first optimizer step is taken. `loss` gives fields of the loss that the trace does not have. `prepare`
+    and `prepare_against` change a model of either side, once its weights are loaded. The other options are those of `locate`.
+
+    Nothing is written. Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     arms = {side: parse_gradient_arm(text) if text else GradientArm() for side, text in ((A, arm), (B, against))}
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
@@ -74,35 +73,36 @@ def locate_backward(
     recorded = loss_of(run, hyperparameters(run), loss)
     passes = {name for each in arms.values() for name in passes_of(recorded, each)}
     update = updates(run, asked[0], passes, {})[0]
-    check_tokens([entry.row for entry in update.rows], run.model["config"])
-    chosen = choose(run, asked[0], [entry.row for entry in update.rows], sequences)
+    rows = [entry.row for entry in update.rows]
+    check_tokens(rows, run.model["config"])
+    chosen = choose(run, asked[0], rows, sequences)
     contract = run.train_contract(update.contract, update.loss_pass)
     names = {row.seq_id for row in chosen.rows}
-    sides = {
-        side: _Side(each, arms[side], contract, update, names, change)
+    a, b = (
+        _Side(each, arms[side], contract, update, names, change)
         for side, each, change in ((A, run, prepare), (B, other, prepare_against))
-    }
-    losses = {side: _loss(recorded, arms[side], update) for side in sides}
-    found = {}
-    with progress("taking gradients", sum(len(side.parts) for side in sides.values())) as advance:
-        for side, each in sides.items():
-            for part in each.parts:
-                each.take(part, losses[side])
-                advance(1)
-            found[side] = each
-    operators = tuple(error for side, each in found.items() for error in each.errors(side))
-    beyond = sorted((each for each in operators if each.ratio > BEYOND), key=lambda each: each.order)
-    parameters = tuple(_differences(found[A], found[B]))
-    norm_a, norm_b = (_norm(each.gradients) for each in found.values())
-    difference, cosine = _apart(
-        norm_a, norm_b, sum(found[A].dot(found[B], name) for name in found[A].every), _off(found[A], found[B])
     )
-    return LocatedBackward(
+    with progress("taking gradients", len(a.parts) + len(b.parts)) as advance:
+        for side, each in ((A, a), (B, b)):
+            step_loss = _loss(recorded, arms[side], update)
+            for part in each.parts:
+                each.take(part, step_loss)
+                advance(1)
+    operators = (*a.errors(A), *b.errors(B))
+    beyond = (each for each in operators if each.ratio > BEYOND)
+    parameters = list(_differences(a, b))
+    norm_a, norm_b = _norm(a.gradients), _norm(b.gradients)
+    dot = sum(_dot(a, b, name) for name in a.every)
+    difference, cosine = _apart(norm_a, norm_b, dot, sum(_square_off(a, b, name) for name in a.every))
+    return BackwardLocation(
         run=run.store.name, step=asked[0], policy_version=update.policy_version, a=arms[A].name, b=arms[B].name,
         chosen=chosen.how, num_sequences=len(names),
         num_tokens=sum(entry.num_tokens for entry in update.rows if entry.row.seq_id in names),
         norm_a=norm_a, norm_b=norm_b, difference=difference, cosine=cosine,
-        operators=operators, parameters=parameters, first=beyond[0] if beyond else None,
+        first=min(beyond, key=lambda each: each.order, default=None),
+        kinds=tuple(gradient_shares(parameters, operators, lambda each: (each.kind, None))),
+        layers=tuple(gradient_shares(parameters, operators, lambda each: ("", each.layer))),
+        parameters=tuple(sorted(parameters, key=lambda each: -each.share)), operators=operators,
     )  # fmt: skip
 
 
@@ -119,11 +119,19 @@ class _Part:
     """One forward with chosen sequences in it."""
 
     batch: ForwardBatch
-    chosen: Spans
+    chosen: list[tuple[LossRow, slice]]
+    """Rows of the forward, each with its place in [N]."""
+
+    def loss(self, loss: StepLoss, current_N: Any) -> Any:
+        """The chosen rows' share of the loss."""
+        import torch
+
+        taken = torch.cat([current_N[span] for _, span in self.chosen])
+        return loss([entry for entry, _ in self.chosen], taken)
 
 
 class _Side:
-    """One execution: its forwards and backwards, and what they introduced."""
+    """One execution: its forwards and backwards, and the errors they introduced."""
 
     def __init__(
         self,
@@ -160,16 +168,11 @@ class _Side:
         self.parts = list(self._parts(update, names))
         shape = {name: getattr(forward, name) for name in ("batch_size", "batch_tokens", "padding", "temperature")}
         plain = Arm(dtype="fp64", attention="eager", **shape)
-        self.reference = BackwardReference(GradientScorer(run, plain, contract, device), tensors)
-        self.reference.take_weights(self.model)
+        self._reference = BackwardReference(GradientScorer(run, plain, contract, device), tensors, self.model)
+        self.every = [name for name, _ in self.model.named_parameters()]
         self.gradients: dict[str, Any] = {}
         self._judged: dict[str, list[tuple[int, JudgedGradient]]] = {}
-        self._introduced: dict[str, list[tuple[float, float]]] = {}
-
-    @property
-    def every(self) -> list[str]:
-        """All parameters."""
-        return [name for name, _ in self.model.named_parameters()]
+        """Operator -> its place on the way back, and what was judged, in each forward."""
 
     def _parts(self, update: Update, names: set[str]) -> Iterator[_Part]:
         for rows in update.places.values():
@@ -188,62 +191,51 @@ class _Side:
                     yield _Part(batch, spans)
 
     def take(self, part: _Part, loss: StepLoss) -> None:
-        """Run one forward and backward, and hold it against float64."""
+        """Run one forward and backward, and compare it with float64."""
         import torch
 
         scorer = self.scorer
-        parameters = scorer.parameters
         taps, logprobs = BackwardTaps(self.model), BackwardCall()
         self.model.zero_grad(set_to_none=True)
-        double = next(self.model.parameters()).dtype == torch.float64
-        with ExitStack() as stack:
-            stack.enter_context(settings(scorer.contract["torch"], scorer.arm))
-            stack.enter_context(kernels.forced(scorer.arm.attention))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(keep_double() if double else nullcontext())
-            stack.enter_context(taps.visited.listening())
+        dtype = next(self.model.parameters()).dtype
+        with (
+            settings(scorer.contract["torch"], scorer.arm),
+            kernels.forced(scorer.arm.attention),
+            torch.enable_grad(),
+            keep_double() if dtype == torch.float64 else nullcontext(),
+            taps.listening(),
+        ):
             current_N = scorer._differentiable(part.batch)
             logprobs.gives = [current_N.detach().clone()]
             current_N.register_hook(lambda gradient: logprobs.came.update({0: gradient.detach().clone()}))
-            value = _part_loss(part, loss, current_N)
-            taps.visited.is_on = False
+            value = part.loss(loss, current_N)
+            taps.is_on = False
             value.backward()
-        gradients = {name: each.grad.detach() for name, each in parameters.items() if each.grad is not None}
+        gradients = {name: each.grad.detach() for name, each in scorer.parameters.items() if each.grad is not None}
         for name, gradient in gradients.items():
             known = self.gradients.get(name)
             self.gradients[name] = gradient.double() if known is None else known + gradient.double()
-        judged = self.reference.judge(
-            part.batch,
-            taps.calls,
-            logprobs,
-            gradients,
-            lambda current: _part_loss(part, loss, current),
-            self._head_dtype,
+        # Under autocast the head's projection is narrower than what it takes.
+        made = scorer.numerics
+        head_dtype = max(
+            (each for each in (made.projection_dtype, made.logits_dtype, dtype) if each is not None), key=unit
         )
-        self._keep(judged)
-        self.model.zero_grad(set_to_none=True)
-
-    @property
-    def _head_dtype(self) -> Any:
-        """The coarsest dtype that the head computes in: under autocast the projection is narrower than what it takes."""
-        made = self.scorer.numerics
-        dtypes = (made.projection_dtype, made.logits_dtype, next(self.model.parameters()).dtype)
-        return max((dtype for dtype in dtypes if dtype is not None), key=unit)
-
-    def _keep(self, judged: list[JudgedGradient]) -> None:
+        judged = self._reference.judge(
+            part.batch, taps.calls, logprobs, gradients, lambda current: part.loss(loss, current), head_dtype
+        )
         places: dict[str, int] = {}
         for each in judged:
             place = places.setdefault(each.operator, len(places))
             self._judged.setdefault(each.operator, []).append((place, each))
+        self.model.zero_grad(set_to_none=True)
 
     def introduced(self, parameter: str) -> float | None:
-        """Length of the own error of a parameter's operator, relative, the largest of its forwards."""
-        owner = self.reference.owner.get(parameter, "")
-        found = [each for _, each in self._judged.get(owner, []) if each.what == PARAMETER and each.size]
-        return max((each.error / each.size for each in found), default=None)
+        """Relative length of the error of a parameter's gradient, the largest of its operator's in any forward."""
+        found = [each for _, each in self._judged.get(parameter.rpartition(".")[0], []) if each.what == PARAMETER]
+        return max((each.error / each.size for each in found if each.size), default=None)
 
     def errors(self, side: str) -> Iterator[BackwardError]:
-        """What each operator introduced, in the order of the way back."""
+        """The error that each operator introduced, in the order of the way back."""
         rows = []
         for operator, found in self._judged.items():
             worst = max((each for _, each in found), key=lambda each: each.ratio)
@@ -252,7 +244,7 @@ class _Side:
                     side=side,
                     order=min(place for place, _ in found),
                     operator=operator,
-                    kind=kind_of_judged(operator),
+                    kind=STREAM if operator.endswith(f".{STREAM}") else kind_of(operator.removesuffix(".output")),
                     layer=layer_of(operator),
                     what=worst.what,
                     dtype=worst.dtype,
@@ -262,33 +254,23 @@ class _Side:
             )
         yield from sorted(rows, key=lambda row: row.order)
 
-    def dot(self, other: _Side, name: str) -> float:
-        """Of both gradients of a parameter."""
-        a, b = self.gradients.get(name), other.gradients.get(name)
-        return 0.0 if a is None or b is None else float((a * b).sum())
-
-    def square_off(self, other: _Side, name: str) -> float:
-        """|a - b|^2 of a parameter."""
-        a, b = self.gradients.get(name), other.gradients.get(name)
-        if a is None or b is None:
-            return sum(float(each.square().sum()) for each in (a, b) if each is not None)
-        return float((a - b).square().sum())
-
-
-def _part_loss(part: _Part, loss: StepLoss, current_N: Any) -> Any:
-    """The chosen rows' share of the loss."""
-    import torch
-
-    taken = torch.cat([current_N[span] for _, span in part.chosen])
-    return loss([entry for entry, _ in part.chosen], taken)
-
 
 def _norm(gradients: Mapping[str, Any]) -> float:
     return float(np.sqrt(sum(float(each.square().sum()) for each in gradients.values())))
 
 
-def _off(a: _Side, b: _Side) -> float:
-    return float(sum(a.square_off(b, name) for name in a.every))
+def _dot(a: _Side, b: _Side, name: str) -> float:
+    """Of both gradients of a parameter."""
+    ours, theirs = a.gradients.get(name), b.gradients.get(name)
+    return 0.0 if ours is None or theirs is None else float((ours * theirs).sum())
+
+
+def _square_off(a: _Side, b: _Side, name: str) -> float:
+    """|a - b|^2 of a parameter."""
+    ours, theirs = a.gradients.get(name), b.gradients.get(name)
+    if ours is None or theirs is None:
+        return sum(float(each.square().sum()) for each in (ours, theirs) if each is not None)
+    return float((ours - theirs).square().sum())
 
 
 def _apart(norm_a: float, norm_b: float, dot: float, square: float) -> tuple[float | None, float | None]:
@@ -298,13 +280,13 @@ def _apart(norm_a: float, norm_b: float, dot: float, square: float) -> tuple[flo
 
 
 def _differences(a: _Side, b: _Side) -> Iterator[ParameterDifference]:
-    total = _off(a, b)
-    for name in a.every:
-        square = a.square_off(b, name)
-        norms = [_norm({name: side.gradients[name]}) if name in side.gradients else 0.0 for side in (a, b)]
-        difference, cosine = _apart(norms[0], norms[1], a.dot(b, name), square)
+    squares = {name: _square_off(a, b, name) for name in a.every}
+    total = sum(squares.values())
+    for name, square in squares.items():
+        norm_a, norm_b = (_norm({name: side.gradients[name]}) if name in side.gradients else 0.0 for side in (a, b))
+        difference, cosine = _apart(norm_a, norm_b, _dot(a, b, name), square)
         yield ParameterDifference(
-            parameter=name, kind=kind_of(name.rpartition(".")[0]), layer=layer_of(name), norm_a=norms[0], norm_b=norms[1],
+            parameter=name, kind=kind_of(name.rpartition(".")[0]), layer=layer_of(name), norm_a=norm_a, norm_b=norm_b,
             difference=difference, cosine=cosine, share=square / total if total else 0.0,
             introduced_a=a.introduced(name), introduced_b=b.introduced(name),
         )  # fmt: skip

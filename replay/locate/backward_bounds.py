@@ -1,6 +1,6 @@
-"""How far from exact arithmetic the gradients may lie that an operator passes on, of what came back to it.
+"""Bounds of the rounding error of the gradients that an operator passes on, from what came back to it.
 
-A vector-Jacobian product is made of the same sums as a forward: of a linear layer Y = X W^T, dX = dY W (a sum over outputs) and
+A vector-Jacobian product has the same kind of sums as a forward: for a linear layer Y = X W^T, dX = dY W (a sum over outputs) and
 dW = dY^T X (a sum over tokens). Each sum has the bound of module `bounds`; sizes of rows and columns are lengths (Cauchy and
 Schwarz). Errors of intermediate results are followed to first order.
 
@@ -15,27 +15,27 @@ from typing import Any
 from .bounds import growth, unit
 
 _STEPS = 24.0
-"""Roundings of one number on its way through an elementwise backward."""
+"""Number of roundings of one number in an elementwise backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardRounding:
-    """The units of roundoff of a backward."""
+    """The roundoff of a backward's dtypes."""
 
     out: float
-    """Of the coarsest of what the operator took, gave and passed on."""
+    """Of the coarsest dtype among inputs, outputs and gradients."""
     sums: float
-    """In which sums are kept."""
+    """Of its sums."""
 
     @classmethod
     def of(cls, *values: Any) -> BackwardRounding:
-        """Of the tensors that take part; None is passed over."""
+        """From the tensors that take part; None is skipped."""
         out = max(unit(value.dtype) for value in values if value is not None and value.is_floating_point())
         return cls(out, min(max(out, 2.0**-53), 2.0**-24))
 
 
 def of_input(module: Any, x: Any, incoming: Any, exact: Any, rounding: BackwardRounding) -> Any:
-    """Of dX, of the shape of `exact` or to broadcast; x and incoming are the execution's, in float64."""
+    """Bound of dX, in the shape of `exact` or to broadcast; x and incoming are the execution's, in float64."""
     weight = getattr(module, "weight", None)
     kind = type(module).__name__
     if "Norm" in kind:
@@ -51,7 +51,7 @@ def of_input(module: Any, x: Any, incoming: Any, exact: Any, rounding: BackwardR
 
 
 def of_parameter(module: Any, name: str, x: Any, incoming: Any, exact: Any, rounding: BackwardRounding) -> Any:
-    """Of the gradient of a module's own parameter `name`, to broadcast to its shape."""
+    """Bound of the gradient of a module's own parameter `name`, to broadcast to its shape."""
     kind = type(module).__name__
     rows, columns = incoming.reshape(-1, incoming.shape[-1]), x.reshape(-1, x.shape[-1])
     number = growth(len(rows))
@@ -71,7 +71,7 @@ def of_parameter(module: Any, name: str, x: Any, incoming: Any, exact: Any, roun
 
 
 def of_between(exact: Any, contributions: Any, rounding: BackwardRounding, *, angles: int = 0) -> Any:
-    """Of sums, rotations and products between operators, relative to a token's largest number.
+    """Bound of sums, rotations and products between operators, relative to a token's largest number.
 
     `contributions` bounds the sizes of what was added; `angles` is the last position of a rotary.
     """
@@ -82,7 +82,7 @@ def of_between(exact: Any, contributions: Any, rounding: BackwardRounding, *, an
 def of_attention(
     states: tuple[Any, Any, Any], weights: Any, incoming: Any, scaling: float, rounding: BackwardRounding
 ) -> tuple[Any, Any, Any]:
-    """Of dQ, dK and dV.
+    """Bounds of dQ, dK and dV.
 
     states are queries [B, N, W, D], keys and values [B, G, W, D], weights P [B, N, W, W], incoming dO [B, N, W, D]. With
     dP = dO V^T and dS = P (dP - rowsum(P dP)): dV = P^T dO, dQ = scaling dS K, dK = scaling dS^T Q.
@@ -118,7 +118,7 @@ def _outputs_first(module: Any) -> Any:
 
 
 def _normalised(module: Any, x: Any) -> Any:
-    """Sizes of normalised inputs, with those of what a centring takes away."""
+    """Sizes of normalised inputs, including the mean that centring subtracts."""
     if _centres(module):
         spread = (x.var(-1, keepdim=True, unbiased=False) + _eps(module)).sqrt()
         return (x.abs() + x.mean(-1, keepdim=True).abs()) / spread

@@ -1,9 +1,8 @@
-"""What each operator's backward should have passed on for what came back to it, in float64.
+"""The recorded model in float64, which judges each operator's backward by what it should pass on for its own gradient.
 
-The recorded model runs forward and backward in float64 over an execution's own forward. At every operator's inputs and outputs,
-and at the residual stream into each layer, the execution's numbers are put in on the way forth, and its gradients on the way
-back. So each vector-Jacobian product, and what lies between two operators, is computed of the execution's own numbers, and no error
-that came before counts.
+It runs forward and backward over an execution's own forward. At every operator's inputs and outputs, and at the residual stream into
+each layer, the execution's numbers are put in on the way forth, and its gradients on the way back. So each vector-Jacobian product,
+and what lies between two operators, is computed from the execution's own numbers, and no earlier error counts.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from ..gradients.scorer import GradientScorer
 from . import backward_bounds as bounds
 from .backward_bounds import BackwardRounding
 from .backward_results import BETWEEN, DETACHED, INPUT, PARAMETER
-from .backward_taps import STREAM, BackwardCall, Visited
+from .backward_taps import BackwardCall, Visited
 from .bounds import growth
-from .reference import kind_of
-from .taps import ATTENTION, operators
+from .names import is_core
+from .taps import fitting
 
 HEAD, LOSS = "head", "loss"
 """What lies behind the last hidden states, and behind the log-probabilities."""
@@ -30,36 +29,33 @@ HEAD, LOSS = "head", "loss"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedGradient:
-    """One gradient of one forward, held against float64."""
+    """One gradient of one forward, compared with float64."""
 
     operator: str
     what: str
     dtype: str
     error: float
-    """Length of what was introduced."""
+    """Length of the error it introduced."""
     size: float
-    """Of the exact gradient."""
+    """Length of the exact gradient."""
     ratio: float
 
 
 class BackwardReference:
     """A model in float64 that judges the backward of executions."""
 
-    def __init__(self, scorer: GradientScorer, tensors: Mapping[str, Tensor]):
-        """`scorer` has an arm of float64 with unfused attention."""
+    def __init__(self, scorer: GradientScorer, tensors: Mapping[str, Tensor], executed: Any):
+        """`scorer` has an arm of float64 with unfused attention. The weights are those of the `executed` model: rounded or foreign
+        ones are no error of its backward.
+        """
+        import torch
+
         self.scorer = scorer
         self.model: Any = scorer.build()
         scorer.put(self.model, tensors)
         scorer.attach(self.model)
         self.model.eval()
-        self._modules = operators(self.model, adapters_apart=True)
-        self.owner = {name: name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False)}
-
-    def take_weights(self, model: Any) -> None:
-        """Use an execution's own weights: a rounded or foreign one is no error of its backward."""
-        import torch
-
-        held = dict(model.named_parameters(remove_duplicate=False))
+        held = dict(executed.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(held[name])
@@ -73,169 +69,164 @@ class BackwardReference:
         loss: Callable[[Any], Any],
         head_dtype: Any,
     ) -> list[JudgedGradient]:
-        """The gradients of one forward in the order of the way back, a parameter's behind its operator's."""
-        return _Backward(self, calls, logprobs, gradients, head_dtype).judged_of(batch, loss)
+        """Judge the gradients of one forward, in the order of the way back, each parameter's behind its operator's."""
+        import torch
 
-    def logprobs(self, batch: ForwardBatch) -> Any:
-        return self.scorer._scorer.logprobs(batch)
+        self.model.zero_grad(set_to_none=True)
+        found = _Backward(self.model, calls, logprobs, gradients, head_dtype)
+        with torch.enable_grad(), keep_double(), found.listening():
+            value = loss(found.logprobs_of(self.scorer._scorer.logprobs(batch)))
+            found.is_on = False
+            value.backward()
+        found.judge_parameters()
+        return found.judged
 
 
-class _Backward:
+class _Backward(Visited):
     """One forward and backward in float64 with an execution's numbers put in."""
 
     def __init__(
         self,
-        reference: BackwardReference,
+        model: Any,
         calls: Mapping[str, BackwardCall],
         logprobs: BackwardCall,
         gradients: Mapping[str, Any],
         head_dtype: Any,
     ):
-        self._reference, self._calls, self._logprobs, self._gradients = reference, calls, logprobs, gradients
+        super().__init__(model)
+        self._model, self._own, self._logprobs, self._gradients = model, calls, logprobs, gradients
         self._head_dtype = head_dtype
         self.judged: list[JudgedGradient] = []
+        self._parameters = {value: name for name, value in model.named_parameters()}
         self._more: dict[str, Any] = {}
+        """Call of an attention core -> its weights and scaling."""
         self._bounds: dict[str, Any] = {}
         """Parameter -> the sum of its bounds over calls."""
         self._contributions: dict[int, Any] = {}
+        """Address of a tensor -> sizes of the gradients that operators added to its own, per token."""
         self._held: list[Any] = []
         """Keeps addresses of tensors from being used again."""
         self._seen_hidden = False
 
-    def judged_of(self, batch: ForwardBatch, loss: Callable[[Any], Any]) -> list[JudgedGradient]:
-        import torch
-
-        reference = self._reference
-        for parameter in reference.model.parameters():
-            parameter.grad = None
-        visited = Visited(reference.model, self._before, self._after, self._stream)
-        with torch.enable_grad(), keep_double(), visited.listening():
-            found = self._put(reference.logprobs(batch), self._logprobs.gives[0], self._at_logprobs)
-            value = loss(found)
-            visited.is_on = False
-            value.backward()
-        self._parameters()
-        return self.judged
-
     def _put(self, value: Any, own: Any, note: Callable[[Any], Any]) -> Any:
+        """Put the execution's numbers in on the way forth, and what `note` makes of the gradient on the way back."""
         put = _function().apply(value, own.detach().reshape(value.shape).to(value.dtype), note)
         self._held += [value, put]
         return put
 
-    def _before(self, name: str, values: list[Any]) -> list[Any]:
-        call = self._calls.get(name)
+    # --- the way forth --------------------------------------------------------------------------------------------------
+
+    def takes(self, name: str, values: list[Any]) -> list[Any]:
+        call = self._own.get(name)
         return values if call is None else [self._taken(name, call, slot, each) for slot, each in enumerate(values)]
 
     def _taken(self, name: str, call: BackwardCall, slot: int, value: Any) -> Any:
-        if slot >= len(call.takes) or call.takes[slot].numel() != value.numel():
+        own, address = fitting(call.takes, slot, value), value.data_ptr()
+        if own is None:
             return value
-        own = call.takes[slot]
         if not value.requires_grad:
             return own.reshape(value.shape).to(value.dtype)
-        address = value.data_ptr()
 
         def note(exact: Any) -> Any:
             if not call.asks[slot]:
-                # What cut it off lies before this operator: it is seen there.
-                return exact
-            found = self._found(call.passed.get(slot), exact)
+                return exact  # what cut it off lies before this operator, and is seen there
+            found = _found(call.passed.get(slot), exact)
             contribution = found.abs().amax(-1).reshape(-1)
             known = self._contributions.get(address)
             if known is None or known.shape == contribution.shape:
                 self._contributions[address] = contribution if known is None else known + contribution
-            bound = self._input_bound(name, call, slot, exact)
-            self._add(name, INPUT, call.passed.get(slot), exact, bound)
+            self._add(name, INPUT, call.passed.get(slot), exact, self._input_bound(name, call, slot, exact))
             return found
 
         return self._put(value, own, note)
 
-    def _stream(self, name: str, values: list[Any]) -> list[Any]:
-        call = self._calls.get(name)
-        value = values[0]
+    def enters(self, name: str, value: Any) -> Any:
+        call = self._own.get(name)
         if call is None or not value.requires_grad:
-            return values
-        address = value.data_ptr()
+            return value
+        address, passed = value.data_ptr(), call.passed
 
         def note(exact: Any) -> Any:
-            found = self._found(call.passed.get(0), exact)
+            found = _found(passed.get(0), exact)
             self._contributions[address] = found.abs().amax(-1).reshape(-1)
-            rounding = BackwardRounding.of(call.takes[0], call.passed.get(0))
-            self._add(
-                name, BETWEEN, call.passed.get(0), exact, bounds.of_between(exact, self._largest(exact), rounding)
-            )
+            rounding = BackwardRounding.of(call.takes[0], passed.get(0))
+            bound = bounds.of_between(exact, self._largest(exact), rounding)
+            self._add(name, BETWEEN, passed.get(0), exact, bound)
             return found
 
-        return [self._put(value, call.takes[0], note)]
+        return self._put(value, call.takes[0], note)
 
-    def _after(self, name: str, more: Any, values: list[Any]) -> list[Any]:
-        call = self._calls.get(name)
+    def gives(self, name: str, more: Any, values: list[Any]) -> list[Any]:
+        call = self._own.get(name)
         self._more[name] = more
         return values if call is None else [self._given(name, call, slot, each) for slot, each in enumerate(values)]
 
     def _given(self, name: str, call: BackwardCall, slot: int, value: Any) -> Any:
-        if slot >= len(call.gives) or call.gives[slot].numel() != value.numel():
+        own = fitting(call.gives, slot, value)
+        if own is None:
             return value
-        own = call.gives[slot]
         if not value.requires_grad:
             return own.reshape(value.shape).to(value.dtype)
         kept: list[Any] = []
 
         def note(exact: Any) -> Any:
             came = call.came.get(slot)
-            found = self._found(came, exact)
             rounding = BackwardRounding.of(own, came, *call.takes)
             if not call.follows[slot]:
                 self._add(name, DETACHED, came, exact, bounds.of_between(exact, 0.0, rounding))
             else:
-                self._add(*self._between(name, exact, rounding, kept[0], own))
-            self._parameter_bounds(name, call, found)
+                self._judge_between(name, call, exact, rounding, kept[0], own)
+            found = _found(came, exact)
+            self._bound_parameters(name, call, found)
             return found
 
         put = self._put(value, own, note)
         kept.append(put.data_ptr())
         return put
 
-    def _between(self, name: str, exact: Any, rounding: BackwardRounding, address: int, own: Any) -> tuple[Any, ...]:
-        came = self._calls[name].came.get(0)
+    def logprobs_of(self, value: Any) -> Any:
+        """The execution's log-probabilities in the place of the float64 model's."""
+
+        def note(exact: Any) -> Any:
+            came = self._logprobs.came.get(0)
+            unit = 2.0**-24 if came is None or came.dtype.itemsize >= 4 else 2.0**-8
+            bound = (growth(exact.numel()) + 64.0) * unit * (exact.abs() + 1e-3 * exact.abs().max())
+            self._add(LOSS, BETWEEN, came, exact, bound)
+            return _found(came, exact)
+
+        return self._put(value, self._logprobs.gives[0], note)
+
+    # --- the way back ---------------------------------------------------------------------------------------------------
+
+    def _judge_between(
+        self, name: str, call: BackwardCall, exact: Any, rounding: BackwardRounding, address: int, own: Any
+    ) -> None:
+        """Judge what comes back to an operator's output; the first that comes back is behind the last hidden states."""
+        came = call.came.get(0)
         if not self._seen_hidden:
             self._seen_hidden = True
-            return HEAD, BETWEEN, came, exact, self._head_bound(own)
+            self._add(HEAD, BETWEEN, came, exact, self._head_bound(own))
+            return
         size = self._contributions.get(address)
         tokens = exact.shape[:-1]
         added = size.reshape(*tokens, 1) if size is not None and size.numel() == tokens.numel() else 0.0
         length = exact.shape[1] if exact.dim() > 2 else len(exact)
-        return f"{name}.output", BETWEEN, came, exact, bounds.of_between(exact, added, rounding, angles=length)
+        self._add(f"{name}.output", BETWEEN, came, exact, bounds.of_between(exact, added, rounding, angles=length))
 
     def _head_bound(self, hidden: Any) -> Any:
         """Of the gradient of the last hidden states: a projection, a log-softmax and their backward."""
-        weight = self._reference.model.get_output_embeddings().weight.detach()
-        rounding = BackwardRounding.of(self._of_head(), hidden)
-        lengths, rows = float(weight.norm(dim=-1).max()), float(hidden.double().norm(dim=-1).max())
+        import torch
+
+        weight = self._model.get_output_embeddings().weight
+        rounding = BackwardRounding.of(torch.empty(0, dtype=self._head_dtype), hidden)
+        lengths, rows = float(weight.detach().norm(dim=-1).max()), float(hidden.double().norm(dim=-1).max())
         per_logit = (growth(weight.shape[1]) * rounding.sums + 4.0 * rounding.out) * lengths * rows
         gradient = self._logprobs.came.get(0)
         largest = 0.0 if gradient is None else float(gradient.abs().max())
         off = 4.0 * per_logit + 24.0 * rounding.out + growth(len(weight)) * rounding.sums
         number = 1 if gradient is None else gradient.numel()
-        name = self._output_weight()
-        self._bounds[name] = self._bounds.get(name, 0.0) + off * largest * rows * number**0.5
-        return off * largest * float(weight.abs().max()) * 2.0
-
-    def _of_head(self) -> Any:
-        import torch
-
-        return torch.empty(0, dtype=self._head_dtype)
-
-    def _output_weight(self) -> str:
-        weight = self._reference.model.get_output_embeddings().weight
-        return str(next(name for name, value in self._reference.model.named_parameters() if value is weight))
-
-    def _at_logprobs(self, exact: Any) -> Any:
-        came = self._logprobs.came.get(0)
-        unit = 2.0**-24 if came is None or came.dtype.itemsize >= 4 else 2.0**-8
-        self._add(
-            LOSS, BETWEEN, came, exact, (growth(exact.numel()) + 64.0) * unit * (exact.abs() + 1e-3 * exact.abs().max())
-        )
-        return self._found(came, exact)
+        self._add_bound(weight, off * largest * rows * number**0.5)
+        return off * largest * float(weight.detach().abs().max()) * 2.0
 
     def _largest(self, exact: Any) -> Any:
         """[..., 1]: of the stream's gradient in the layers behind, a token's largest number so far."""
@@ -248,51 +239,47 @@ class _Backward:
         came = call.came.get(0)
         rounding = BackwardRounding.of(*call.takes, *call.gives, call.passed.get(slot))
         incoming = torch.zeros_like(call.gives[0]).double() if came is None else came.double()
-        if name.partition("#")[0].endswith(f".{ATTENTION}"):
+        if is_core(name):
             weights, scaling = self._more[name]
-            states = tuple(each.double() for each in call.takes[:3])
-            return bounds.of_attention(states, weights.detach(), incoming.transpose(1, 2), float(scaling), rounding)[
-                slot
-            ]
-        module = self._reference._modules[name.partition("#")[0]]
+            query, key, value = (each.double() for each in call.takes[:3])
+            of_states = bounds.of_attention(
+                (query, key, value), weights.detach(), incoming.transpose(1, 2), float(scaling), rounding
+            )
+            return of_states[slot]
         x = call.takes[slot].double().reshape(exact.shape)
         with torch.no_grad():
-            return bounds.of_input(module, x, incoming, exact, rounding)
+            return bounds.of_input(self.modules[name.partition("#")[0]], x, incoming, exact, rounding)
 
-    def _parameter_bounds(self, name: str, call: BackwardCall, incoming: Any) -> None:
+    def _bound_parameters(self, name: str, call: BackwardCall, incoming: Any) -> None:
         import torch
 
         plain = name.partition("#")[0]
-        module = self._reference._modules.get(plain)
+        module = self.modules.get(plain)
         if module is None or not call.takes:
             return
         for own, parameter in module.named_parameters(recurse=False):
             rounding = BackwardRounding.of(*call.takes, *call.gives, self._gradients.get(f"{plain}.{own}"))
             with torch.no_grad():
                 bound = bounds.of_parameter(module, own, call.takes[0].double(), incoming, parameter.grad, rounding)
-            first = next(key for key, value in self._reference.model.named_parameters() if value is parameter)
-            self._bounds[first] = self._bounds.get(first, 0.0) + bound
+            self._add_bound(parameter, bound)
 
-    def _parameters(self) -> None:
-        """Gradients of parameters, each behind the last gradient of its operator."""
-        for name, parameter in self._reference.model.named_parameters():
+    def _add_bound(self, parameter: Any, bound: Any) -> None:
+        name = self._parameters[parameter]
+        self._bounds[name] = self._bounds.get(name, 0.0) + bound
+
+    def judge_parameters(self) -> None:
+        """Judge the gradients of parameters, once the backward is over."""
+        for parameter, name in self._parameters.items():
             if parameter.grad is None:
                 continue
-            operator = self._reference.owner[name]
             found = self._gradients.get(name)
             kept = BackwardRounding.of(parameter if found is None else found)
             bound = self._bounds.get(name, 0.0) + 3.0 * kept.out * parameter.grad.abs()
-            size = float(parameter.grad.abs().max())
-            self._add(
-                operator, PARAMETER, found, parameter.grad, bound + 96.0 * kept.out * size * (name not in self._bounds)
-            )
-
-    def _found(self, own: Any, exact: Any) -> Any:
-        return exact.new_zeros(exact.shape) if own is None else own.reshape(exact.shape).to(exact.dtype)
+            bound = bound + 96.0 * kept.out * float(parameter.grad.abs().max()) * (name not in self._bounds)
+            self._add(name.rpartition(".")[0], PARAMETER, found, parameter.grad, bound)
 
     def _add(self, operator: str, what: str, own: Any, exact: Any, bound: Any) -> None:
-        found = self._found(own, exact)
-        off = (found - exact).abs()
+        off = (_found(own, exact) - exact).abs()
         floor = float(exact.abs().max()) * 2.0**-40 + 1e-38
         units = off / (bound + floor)
         self.judged.append(
@@ -305,6 +292,11 @@ class _Backward:
                 ratio=float(units.nan_to_num(nan=float("inf")).max()) if units.numel() else 0.0,
             )
         )
+
+
+def _found(own: Any, exact: Any) -> Any:
+    """An execution's gradient as float64's is; zeros if there is none."""
+    return exact.new_zeros(exact.shape) if own is None else own.reshape(exact.shape).to(exact.dtype)
 
 
 def _function() -> Any:
@@ -322,8 +314,3 @@ def _function() -> Any:
             return context.note(gradient.detach()), None, None
 
     return Put
-
-
-def kind_of_judged(operator: str) -> str:
-    """The kind of operator; what comes back to an operator's output has the operator's."""
-    return kind_of(operator.removesuffix(".output")) if not operator.endswith(f".{STREAM}") else STREAM

@@ -1,4 +1,4 @@
-"""How far from exact arithmetic an operator's result may lie, of what it was given.
+"""Bounds of an operator's rounding error, from its inputs.
 
 u is the unit roundoff of a dtype (half the distance of 1 to the next number). A sum of n products in precision u lies within
 g(n) u sum|a||b| of the exact one, in any order of adding: with certainty for g(n) = n (Higham, Accuracy and Stability of
@@ -20,13 +20,13 @@ from .taps import are_experts, is_adapted
 
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SAFETY = 8.0
-"""Of the probabilistic bound: lambda in the paper's terms."""
+"""lambda of the probabilistic bound, in the paper's terms."""
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that are one operation and round once."""
 _STEPS_OF_CODE = 4.0
-"""Roundoffs of a token's largest number that other code than the recorded model's may add: partial sums that cancel, parts of a product."""
+"""Roundoffs of a token's largest number that code other than the recorded model's may add: partial sums that cancel, parts of a product."""
 _ROWS = 64
-"""Queries whose scores exist at a time."""
+"""Number of queries whose scores exist at a time."""
 
 
 def unit(dtype: Any) -> float:
@@ -35,31 +35,31 @@ def unit(dtype: Any) -> float:
 
 
 def tiny(dtype: Any) -> float:
-    """The largest error of a number that lies below the dtype's range."""
+    """The largest error of a number below the dtype's range."""
     import torch
 
     return float(torch.finfo(dtype).smallest_normal * unit(dtype))
 
 
 def growth(length: int) -> float:
-    """g(n): how many units a sum of n products may be off, of the sum of its terms' sizes."""
+    """g(n): the error of a sum of n products, in units of roundoff of the sum of its terms' sizes."""
     return min(float(length), _SAFETY * math.sqrt(length)) + 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """The units of roundoff that an operator computes with."""
+    """The roundoff of an operator's dtypes."""
 
     given: Any
-    """torch's dtype of what it gives."""
+    """torch's dtype of its output."""
     taken: Any
-    """Of its first input."""
+    """The dtype of its first input."""
     weight: Any = None
-    """Of its weight; None without one."""
+    """The dtype of its weight; None without one."""
     recorded: Any = None
-    """Of the recorded weight, of which the operator's may be a rounded one."""
+    """The dtype of the recorded weight, which may have been rounded to the operator's."""
     adds: bool = False
-    """Whether its input is a sum that it made itself, and may have gone on with before it was rounded."""
+    """Whether it makes its input itself by adding two tensors, and may use the sum before it is rounded."""
 
     @property
     def out(self) -> float:
@@ -67,12 +67,12 @@ class Rounding:
 
     @property
     def sums(self) -> float:
-        """In which sums are kept: float32 for narrower numbers, as every matrix product of torch and vLLM."""
+        """Roundoff of its sums, which are kept in float32 for narrower numbers, as in every matrix product of torch and vLLM."""
         return min(max(self.out, 2.0**-53), 2.0**-24)
 
     @property
     def casts(self) -> float:
-        """Of inputs and weights that are rounded to a narrower dtype before they are multiplied."""
+        """Roundoff of inputs and weights that are rounded to a narrower dtype before they are multiplied."""
         found = 0.0
         if self.weight is not None and self.recorded is not None:
             found += max(unit(self.weight) - unit(self.recorded), 0.0)
@@ -83,7 +83,7 @@ class Rounding:
 
     @property
     def least(self) -> float:
-        """What a number may be off that is below the range of the narrower dtype that it is rounded to."""
+        """The error of a number below the range of the narrower dtype that it is rounded to."""
         narrower = [self.given] if unit(self.taken) < self.out else []
         if self.weight is not None and self.recorded is not None and unit(self.weight) > unit(self.recorded):
             narrower.append(self.weight)
@@ -93,10 +93,9 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """The bound of each number that a module gives, of the shape of `exact` or to broadcast.
+    """The bound of each number of a module's output, in the shape of `exact` or to broadcast.
 
-    `takes` are the inputs that the result was made of, in float64, `exact` what the float64 module makes of them. Where it `is_other_code`
-    each of its steps may round.
+    `takes` are its inputs in float64, `exact` the float64 module's output for them. With `is_other_code` each of its steps may round.
     """
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
@@ -115,10 +114,10 @@ def _of_module(
     if are_experts(module):
         return _experts(module, takes, exact, rounding) + floor
     if "Norm" in kind:
-        # Normalised numbers may lie below the dtype's range, too, before they are multiplied by a weight.
+        # Normalised numbers, too, may lie below the dtype's range before they are multiplied by a weight.
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
-        # Tables may be multiplied by a factor above 1, before they are rounded or behind.
+        # Tables may be multiplied by a factor above 1, before or after they are rounded.
         return (
             (2.0 * rounding.out) * max(1.0, float(exact.abs().amax()))
             - rounding.out
@@ -141,7 +140,7 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """[T, N, D]: a rotation of pairs, however they are paired, with tables of float32 angles.
+    """Bound [T, N, D] of a rotation of pairs, however they are paired, with tables of float32 angles.
 
     A rotation keeps the length of a pair, which is at most sqrt(2) times the largest number.
     """
@@ -150,19 +149,19 @@ def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Of one addition or product, element by element, with a factor before or after it."""
+    """Bound of one elementwise addition or product, with a factor before or after it."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """[T, H], of an MLP or an attention of which no operator was heard: relative to a token's largest number."""
+    """Bound [T, H] of an MLP or an attention whose operators were not observed, relative to a token's largest number."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Of an attention that a model computes by code of its own: relative to the largest number of all tokens, which have its values.
+    """Bound of an attention that a model computes by code of its own, relative to the largest number of all tokens.
 
-    Such code keeps to float32 in float64, too.
+    Such code keeps to float32 even in a float64 model.
     """
     length = max(exact.shape[0], exact.shape[-1])
     return (8.0 * growth(length) * max(rounding.sums, 2.0**-24) + 64.0 * rounding.out) * exact.abs().amax()
@@ -181,12 +180,12 @@ def of_attention(
     cut: float = 0.0,
     off: Sequence[Any] = (),
 ) -> Any:
-    """[T, N, D], to first order in the scores' errors.
+    """Bound [T, N, D] of an attention core, to first order in the scores' errors.
 
-    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` where
-    scores and softmax are rounded to the dtype that is given, as unfused attention does. `cut` is what each weighted value loses, as
-    a share of the largest one, where they are cut into slices (`exact.slices.matmul`). `off` bounds the errors that query and
-    key have, of their shapes; without it they are exact.
+    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` if
+    scores and softmax are rounded to the output's dtype, as in unfused attention. `cut` is what each weighted value loses, as a share
+    of the largest one, if they are cut into slices (`exact.slices.matmul`). `off` bounds the errors of query and key, in their
+    shapes; without it they are exact.
     """
     import torch
 
@@ -221,9 +220,9 @@ def of_attention(
 def of_logprobs(
     hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float, casts: float = 0.0
 ) -> Any:
-    """[T]: of a projection (left out without a weight) and a log-softmax; logits [T, V] are exact and after temperature.
+    """Bound [T] of a projection (none without a weight) and a log-softmax; logits [T, V] are exact and after temperature.
 
-    `casts` is what the projection's inputs and weights are rounded by before it, as `Rounding.casts`.
+    `casts` is as `Rounding.casts`, for the projection.
     """
     total = logits.logsumexp(-1, keepdim=True)
     per_logit = logits.abs().mul_(4.0 * out)
@@ -237,7 +236,7 @@ def of_logprobs(
 
 
 def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
-    """Of a linear layer; a router's, whose further results are scores of its choices, to first order."""
+    """Error bound of a linear layer; for a router also of its scores (`slot` above 0), to first order."""
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT
@@ -253,7 +252,7 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
-    """Of a projection with LoRA's or DoRA's adapters, apart or merged into its weight: W x + s B A x, of the rows' own length in DoRA."""
+    """Bound of a projection with LoRA or DoRA, apart or merged into its weight: W x + s B A x, with rows rescaled in DoRA."""
     base = module.base_layer
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
@@ -290,17 +289,17 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
     # Normalised numbers are rounded to the dtype that came in, before a wider weight is multiplied in.
     out = max(rounding.out, unit(rounding.taken))
-    # Of a sum that was not rounded each number is off, and so is their length, by one rounding each.
+    # If the sum was not rounded, each number and their length are off by one rounding each.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    # Code may round at each step: the mean, what is left without it, its square, their mean (the last two count half, under a root),
-    # the root, a quotient, a factor and a sum.
+    # Code may round at each step: the mean, the centred number, its square, their mean (the last two count half, under a root), the
+    # root, a quotient, a factor and a sum.
     rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
-        # A weight that is added to 1 is rounded where it is small, and may leave next to nothing.
+        # A weight that is added to 1 is rounded while it is small, and the sum may be next to nothing.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
         return (per_sum + (3.0 * out + of_sum if is_fused else rounds)) * exact.abs() + off
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
@@ -315,7 +314,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:
-    """Of the sum over a token's experts, each a gated layer: [T, H]."""
+    """Bound [T, H] of the sum over a token's experts, each a gated layer."""
     import torch
 
     x, chosen, shares = takes[0], takes[1], takes[2]
@@ -349,7 +348,7 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
 
 
 def _gated(module: Any, both: Any) -> tuple[Any, Any]:
-    """Sizes of what an expert makes of its first product [T, 2 I], and of the slopes by each number of that."""
+    """Sizes of an expert's gated product, from its first product [T, 2 I], and of the slopes by each number of that."""
     import torch
 
     with torch.enable_grad():
@@ -364,7 +363,7 @@ def _gated(module: Any, both: Any) -> tuple[Any, Any]:
 
 
 def _pairs(module: Any, both: Any) -> Any:
-    """[2, T, I]: the two numbers that each of an expert's inner ones is made of."""
+    """[2, T, I]: the gate and the up number of each of an expert's inner numbers."""
     import torch
 
     if getattr(module, "is_concatenated", True):
@@ -373,11 +372,11 @@ def _pairs(module: Any, both: Any) -> Any:
 
 
 def _whole(length: int, exact: Any, rounding: Rounding) -> Any:
-    """Of an operator whose inside is not known: relative to a token's largest number."""
+    """Bound of an operator whose inside is not known, relative to a token's largest number."""
     return (growth(length) * rounding.sums + 16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)
 
 
 def _rotary_angle(takes: tuple[Any, ...]) -> float:
-    """The largest angle of a table, up to a unit: the last position, the highest frequency being 1."""
+    """The largest angle of a table: the last position plus 2, since the highest frequency is 1."""
     positions = [value for value in takes if value is not None and not value.is_floating_point()]
     return float(positions[0].max()) + 2.0 if positions else 2.0

@@ -1,4 +1,4 @@
-"""Which sequences of a step are looked at."""
+"""Choose the sequences of a step that both executions run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Chosen:
 
     rows: tuple[RecordedRow, ...]
     how: str
-    """`worst`: the farthest apart of trainer and engine; `random`, or `named`."""
+    """`worst` for the largest mismatch between trainer and engine, `random`, or `named`."""
     groups: dict[str, str]
-    """Sequence -> its group of one prompt; its own name without one."""
+    """Sequence -> its prompt's group; its own name without one."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
-    """Read `8`, `random:8` or names. Raises InvalidOption for what names none."""
+    """Choose by `8`, `random:8` or names. Raises InvalidOption."""
     usable = [row for row in rows if row.scored.any()]
     by_name = {row.seq_id: row for row in usable}
     head, _, tail = text.rpartition(":")
@@ -59,7 +59,7 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
 
 
 def _apart(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict[str, float]:
-    """Sequence -> mean |train - rollout|, nats, where the engine's logprobs were recorded."""
+    """Sequence -> mean |train - rollout|, nats, if the engine's logprobs were recorded."""
     table = run.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == ROLLOUT), ["seq_id", "logprobs"])
     found = {}
     for seq_id, logprobs in zip(table["seq_id"].to_pylist(), table["logprobs"], strict=True):

@@ -1,27 +1,24 @@
 """The exact engine as one of the two executions: its own operators, under transformers' names.
 
-It keeps numbers in float64 tensors that hold what its dtype can; they are listened to in that dtype.
+It keeps numbers of its dtype in float64 tensors; they are observed in that dtype.
 
 Shapes: B rows of a forward, W its width, M = B W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from ...tracer.weights.reader import Tensor
 from ..backends.exact.attention import MOST_KEYS
 from ..backends.exact.model import ExactModel, Operator
 from ..backends.exact.slices import bits_for
 from ..batching import ForwardBatch
 from ..exact_scorer import ExactArmScorer
-from ..recorded import RecordedRow
-from .execution import Execution
-from .taps import Call, RowTaps, of_tokens, places, shape_of
+from .execution import Execution, Listening
+from .taps import Call, RowTaps, of_tokens, outputs_of, places, shape_of
 
 EXACT = "exact"
 
@@ -32,85 +29,62 @@ class ExactExecution(Execution):
     scorer_of = ExactArmScorer
     is_other_code = False
     rounds_scores = False
-    exact: ExactModel
-    """The engine's layers; `model` is the transformers model that holds their weights."""
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these weights. Raises CannotReplay."""
-        if self.model is None:
-            self.exact = self.scorer.build()
-            self.model = self.exact.held
-        self.scorer.put(self.exact, tensors)
-        if self._prepare is not None:
-            self._prepare(self.model)
-        self.scorer.attach(self.exact)
+    coarsest = None
+    """It rounds once, to the dtype of its outputs."""
+    _keeps_double = False
 
     @property
-    def coarsest(self) -> Any:
-        """It rounds once, to the dtype of what it gives."""
-        return None
+    def exact(self) -> ExactModel:
+        """The engine's layers."""
+        model: ExactModel = self.built
+        return model
+
+    @property
+    def model(self) -> Any:
+        """The transformers model that holds their weights."""
+        return self.exact.held
 
     @property
     def attention_cut(self) -> float:  # type: ignore[override]
-        """What its attention cuts off weighted values, as a share of the largest."""
+        """Part of the weighted values that its attention cuts off, as a share of the largest."""
         slices = self.exact.precision.slices
         return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
 
     @property
     def dtype(self) -> Any:
-        """torch's, of what operators give."""
+        """torch's dtype of the operators' outputs."""
         return self.exact.precision.dtype
 
-    def score(
-        self,
-        rows: Sequence[RecordedRow],
-        of: list[RecordedRow],
-        around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext(),
-    ) -> dict[str, np.ndarray]:
-        """Sequence -> [T] float64 log-probabilities, of some rows `of` a step, in the arm's batches."""
-        return self._scored(rows, of, around)
-
-    def _taps(self, wanted: Callable[[str], bool]) -> ExactTaps:
-        return ExactTaps(self.exact, wanted)
+    def _listening(self, wanted: Callable[[str], bool]) -> Listening:
+        return partial(_heard, self.exact, wanted)
 
 
-class ExactTaps:
-    """Keeps what the exact engine's operators take and give, for some rows of the forwards that run within it."""
+@contextmanager
+def _heard(
+    model: ExactModel, wanted: Callable[[str], bool], batch: ForwardBatch, chosen: Mapping[int, RowTaps]
+) -> Iterator[None]:
+    """Keep the inputs and outputs of the exact engine's operators in one forward, for some of its rows."""
+    import torch
 
-    def __init__(self, model: ExactModel, wanted: Callable[[str], bool]):
-        self._model, self._wanted = model, wanted
+    shape, dtype = shape_of(batch), model.precision.dtype
+    where = {index: torch.from_numpy(places(batch, index)).to(model.device) for index in chosen}
 
-    @contextmanager
-    def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
-        """Listen to one forward; `chosen` maps rows of it to what is kept of them."""
-        import torch
+    def kept(value: Any, index: int, operator: Operator) -> Any:
+        part = of_tokens(value, shape, where[index], heads_first=operator.is_heads_first)
+        return part.to(dtype) if part is not None and part.is_floating_point() else part
 
-        shape = shape_of(batch)
-        where = {index: torch.from_numpy(places(batch, index)).to(self._model.device) for index in chosen}
-        dtype = self._model.precision.dtype
+    def called(name: str, operator: Operator, original: Callable[..., Any], *args: Any) -> Any:
+        given = original(*args)
+        takes = args[:3] if operator.is_heads_first else args
+        for index, taps in chosen.items():
+            took = tuple(kept(value, index, operator) for value in takes)
+            if name.endswith("rotary_emb"):
+                took = (None, *took)  # transformers' takes hidden states before the positions
+            taps.calls[name] = Call(took, tuple(kept(value, index, operator) for value in outputs_of(given)))
+        return given
 
-        def kept(value: Any, index: int, operator: Operator) -> Any:
-            part = of_tokens(value, shape, where[index], heads_first=operator.is_heads_first)
-            return part.to(dtype) if part is not None and part.is_floating_point() else part
-
-        def listening(name: str, operator: Operator) -> Callable[..., Any]:
-            original = operator.call
-
-            def called(*args: Any) -> Any:
-                given = original(*args)
-                gives = given if isinstance(given, tuple) else (given,)
-                takes = args[:3] if operator.is_heads_first else args
-                for index, taps in chosen.items():
-                    took = tuple(kept(value, index, operator) for value in takes)
-                    if name.endswith("rotary_emb"):
-                        took = (None, *took)  # transformers' takes hidden states before the positions
-                    taps.calls[name] = Call(took, tuple(kept(value, index, operator) for value in gives))
-                return given
-
-            return called
-
-        with ExitStack() as stack:
-            for name, operator in self._model.operators().items():
-                if self._wanted(name):
-                    stack.enter_context(operator.replaced(listening(name, operator)))
-            yield
+    with ExitStack() as stack:
+        for name, operator in model.operators().items():
+            if wanted(name):
+                stack.enter_context(operator.replaced(partial(called, name, operator, operator.call)))
+        yield

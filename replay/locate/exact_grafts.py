@@ -11,14 +11,15 @@ from typing import Any
 
 from ..backends.exact.model import ExactModel, Operator, seen_by_window
 from ..backends.exact.scorer import laid
-from ..batching import ForwardBatch, PaddedBatch
+from ..batching import ForwardBatch
 from ..recorded import RecordedRow
 from .exact_execution import ExactExecution
 from .execution import Execution
 from .grafts import Graft, cast
-from .taps import ATTENTION, tensors_of
+from .names import is_core
+from .taps import tensors_of
 
-_ROTARY, _EXPERTS, _EMBEDDING = "rotary_emb", "experts", "embed_tokens"
+_ROTARY, _EMBEDDING = "rotary_emb", "embed_tokens"
 
 
 class ExactModule:
@@ -28,7 +29,7 @@ class ExactModule:
         self._kind, self._operator, self._dtype = name.rpartition(".")[2], operator, dtype
 
     def parameters(self) -> Iterator[Any]:
-        """None that say a dtype."""
+        """None: its dtype is that of its model."""
         return iter(())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,14 +42,11 @@ class ExactModule:
         wide = [cast(value, torch.float64) for value in takes]
         shape = wide[0].shape
         if self._kind == _EMBEDDING:
-            given = self._operator.call(wide[0].flatten()).unflatten(0, shape)
-        elif self._kind == _ROTARY:
-            given = self._operator.call(wide[0])
-        else:
-            given = self._operator.call(wide[0].reshape(-1, shape[-1]), *wide[1:])
+            return self._operator.call(wide[0].flatten()).unflatten(0, shape).to(self._dtype)
+        given = self._operator.call(*wide if self._kind == _ROTARY else (wide[0].reshape(-1, shape[-1]), *wide[1:]))
         if isinstance(given, tuple):
             return tuple(cast(part, self._dtype) for part in given)
-        return given.reshape(*shape[:-1], -1).to(self._dtype) if self._kind != _EMBEDDING else given.to(self._dtype)
+        return given.reshape(*shape[:-1], -1).to(self._dtype)
 
 
 class ExactGiver(Graft):
@@ -60,12 +58,12 @@ class ExactGiver(Graft):
         self.theirs = {
             name: ExactModule(name, operator, giver.dtype)
             for name, operator in self._exact.operators().items()
-            if not name.endswith(f".{ATTENTION}")
+            if not is_core(name)
         }
 
     @contextmanager
     def as_giver(self) -> Iterator[None]:
-        """The exact engine's own surroundings: what it rounds is to be rounded, also in a taker of float64."""
+        """The exact engine's own surroundings: it rounds in a taker of float64, too."""
         import torch
 
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast(self.first.device.type, enabled=False):
@@ -87,52 +85,44 @@ class ExactGiver(Graft):
             states = [state.double() for state in (query, key, value)]
             cache = self._exact.caches(len(rows_BW), rows_BW.shape[1])[0]
             seen = seen_by_window(rows_BW, positions_BW, 0, {window})[window]
-            given = operator.call(*states, cache, seen)
-            return given.transpose(1, 2).to(self._dtype), None
+            return operator.call(*states, cache, seen).transpose(1, 2).to(self.first.dtype), None
 
         return attend
 
 
-class ExactTaker:
+class ExactTaker(Graft):
     """Puts operators of transformers, or of another exact engine, into the exact engine while it runs."""
 
     def __init__(self, taker: ExactExecution, giver: Execution):
-        self.taker = taker
-        self._ours = taker.exact.operators()
+        super().__init__(taker, giver)
+        self._operators = taker.exact.operators()
         self._precision = taker.exact.precision
-        self._giver = ExactGiver(giver, giver) if isinstance(giver, ExactExecution) else Graft(giver, giver)
+        self._by = ExactGiver(giver, giver) if isinstance(giver, ExactExecution) else Graft(giver, giver)
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """The operators that can be put in: those that both have; attention where it has a mask of its own."""
-        scorer = self.taker.scorer
-        batches = scorer.batches(scorer.together(list(rows), of))
-        are_padded = all(isinstance(batch, PaddedBatch) for batch in batches)
-        return [name for name in self._ours if name in self._giver.theirs or (are_padded and _is_core(name))]
-
-    def score(self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, Any]:
-        """Sequence -> [T] float64 log-probabilities of the taker's, of some rows `of` a step, with these operators the giver's."""
-        return self.taker.score(rows, of, lambda batch: self.put(names, batch))
+        cores = set(self.cores(rows, of, filter(is_core, self._operators)))
+        return [name for name in self._operators if name in self._by.theirs or name in cores]
 
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
-        """Within it a forward of the taker computes these operators as the giver does."""
-        masks = self._giver.masks_of(batch) if any(map(_is_core, names)) else {}
+        masks = self._by.masks_of(batch) if any(map(is_core, names)) else {}
         with ExitStack() as stack:
             for name in names:
-                by = self._core(self._ours[name], masks[name]) if _is_core(name) else self._module(name)
-                stack.enter_context(self._ours[name].replaced(by))
+                operator = self._operators[name]
+                by = self._core(operator, masks[name]) if is_core(name) else self._module(name, operator)
+                stack.enter_context(operator.replaced(by))
             yield
 
-    def _module(self, name: str) -> Callable[..., Any]:
-        original, theirs = self._ours[name].call, self._giver.theirs[name]
+    def _module(self, name: str, operator: Operator) -> Callable[..., Any]:
+        original, theirs = operator.call, self._by.theirs[name]
 
         def called(*args: Any) -> Any:
             given = original(*args)
-            dtype = next(theirs.parameters(), self._giver.first).dtype
+            dtype = next(theirs.parameters(), self._by.first).dtype
             takes = [cast(value, dtype) for value in args]
-            if name.endswith(_ROTARY):  # of hidden states transformers' reads the dtype alone
-                takes.insert(0, self._giver.first)
-            with self._giver.as_giver():
+            if name.endswith(_ROTARY):  # transformers' reads the dtype of the hidden states alone
+                takes.insert(0, self._by.first)
+            with self._by.as_giver():
                 new = theirs(*takes)
             if isinstance(given, tuple):
                 return tuple(self._as_given(part, old) for part, old in zip(new, given, strict=True))
@@ -146,8 +136,8 @@ class ExactTaker:
 
         def called(query: Any, key: Any, value: Any, *rest: Any) -> Any:
             given = original(query, key, value, *rest)
-            states = [cast(state, self._giver.first.dtype) for state in (query, key, value)]
-            with self._giver.as_giver():
+            states = [cast(state, self._by.first.dtype) for state in (query, key, value)]
+            with self._by.as_giver():
                 new = function(theirs, *states, attention_mask, **words)[0]
             return self._as_given(new.transpose(1, 2), given)
 
@@ -157,7 +147,3 @@ class ExactTaker:
         """What was computed, as the exact engine keeps numbers: what its dtype can hold, in float64."""
         new = new.reshape(given.shape)
         return self._precision.round(new.double()) if new.is_floating_point() else new
-
-
-def _is_core(name: str) -> bool:
-    return name.endswith(f".{ATTENTION}")

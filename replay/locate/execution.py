@@ -1,10 +1,10 @@
-"""One of the two executions that are compared: an arm's model, which can be listened to and changed while it scores."""
+"""One of the two executions that are compared: an arm's model, which can be observed and changed while it scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from .taps import RowTaps, Taps
 
 Prepare = Callable[[Any], None]
 """Changes a model, once its weights are loaded."""
+Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
+"""Listens to one forward; maps its rows to where their numbers are kept."""
 
 
 class Execution:
@@ -32,9 +34,9 @@ class Execution:
 
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
-    """What its attention cuts off weighted values, as a share of the largest."""
+    """Part of the weighted values that its attention cuts off, as a share of the largest."""
     reference: Reference | None = None
-    """The recorded model, whose operators are heard here whatever modules stand in their places."""
+    """The recorded model, whose operators are observed here, whatever modules compute them."""
 
     def __init__(
         self,
@@ -46,22 +48,28 @@ class Execution:
         *,
         calls_whole_model: bool = False,
     ):
-        """Raises CannotReplay for an arm whose operators cannot be heard."""
+        """Raise CannotReplay for an arm whose operators cannot be observed."""
         check_heard(arm)
         self.arm, self.run = arm, run
         self._prepare = prepare
         self.scorer = self.scorer_of(run, arm, contract, device)
         self.scorer.calls_whole_model = calls_whole_model
-        self.model: Any = None
+        self.built: Any = None
+        """What the scorer built."""
+
+    @property
+    def model(self) -> Any:
+        """The model with the weights."""
+        return self.built
 
     @property
     def is_other_code(self) -> bool:
-        """Whether the model is not transformers' own, as the trace names it."""
+        """Whether the model is a user's, not the one of transformers that the trace names."""
         return self._prepare is not None or self.run.model_factory is not None
 
     @property
     def is_adapted(self) -> bool:
-        """Whether it runs with adapters, so that its weights are not the recorded ones."""
+        """Whether it has adapters, so that its weights are not the recorded ones."""
         return self.scorer.adapter is not None
 
     @property
@@ -70,36 +78,27 @@ class Execution:
         return self.scorer.numerics
 
     @property
-    def config(self) -> Any:
-        """transformers' config of the model."""
-        return self.model.config
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-        return int(next(self.model.parameters()).element_size())
-
-    @property
     def head(self) -> str:
         """The name of the module that gives logits."""
-        return head_name(self.model)
+        head = self.model.get_output_embeddings()
+        return next((name for name, module in self.model.named_modules() if module is head), "")
 
     @property
     def rounds_scores(self) -> bool:
-        """Whether scores and softmax are rounded to the dtype, or may be: torch chooses its kernel by itself."""
+        """Whether attention may round scores and softmax to the dtype; torch chooses its kernel by itself."""
         return self.arm.attention is None or KERNELS[self.arm.attention].rounds_scores
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these weights. Raises CannotReplay."""
-        if self.model is None:
-            self.model = self.scorer.build()
-        self.scorer.put(self.model, tensors)
+        if self.built is None:
+            self.built = self.scorer.build()
+        self.scorer.put(self.built, tensors)
         if self._prepare is not None:
             self._prepare(self.model)
-        self.scorer.attach(self.model)
+        self.scorer.attach(self.built)
 
     def made_by(self) -> Contract:
-        """The contract of what it gives; of kernels nothing is known before it ran."""
+        """The contract of its results, without kernels, which are not known before it ran."""
         return self.scorer.made_by() | {"attention_kernels": None}
 
     @property
@@ -109,7 +108,7 @@ class Execution:
 
     @property
     def coarsest(self) -> Any:
-        """torch's coarsest dtype of its weights, which is that of its numbers, too; None where these may be narrower."""
+        """The coarsest dtype of its weights, below which its numbers are not rounded; None if they may be."""
         if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
             return None
         return max(
@@ -118,7 +117,7 @@ class Execution:
         )  # fmt: skip
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """The weights that it computes with."""
+        """Name and value of the weights it computes with."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             yield name, parameter.detach()
 
@@ -128,25 +127,14 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext(),
     ) -> dict[str, np.ndarray]:
-        """Sequence -> [T] float64 log-probabilities, of some rows `of` a step, in the arm's batches."""
-        import torch
-
-        double = next(self.model.parameters()).dtype == torch.float64
+        """Sequence -> [T] float64 log-probabilities, of some rows `of` a step, in the arm's batches; each forward runs within `around`."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
-            with keep_double() if double else nullcontext(), around(batch):
+            with keep_double() if self._keeps_double else nullcontext(), around(batch):
                 yield
 
-        return self._scored(rows, of, both)
-
-    def _scored(
-        self,
-        rows: Sequence[RecordedRow],
-        of: list[RecordedRow],
-        around: Callable[[ForwardBatch], AbstractContextManager[Any]],
-    ) -> dict[str, np.ndarray]:
-        self.scorer.around = around
+        self.scorer.around = both
         try:
             scored = self.scorer.score(self.scorer.together(list(rows), of))
         finally:
@@ -158,11 +146,18 @@ class Execution:
             if row.seq_id in wanted
         }
 
+    @property
+    def _keeps_double(self) -> bool:
+        """Whether torch has to keep every number in float64."""
+        import torch
+
+        return bool(next(self.model.parameters()).dtype == torch.float64)
+
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """The same, and what operators took and gave for these rows."""
-        taps = self._taps(wanted)
+        """The same, and the inputs and outputs of the operators that `wanted` selects."""
+        heard_in = self._listening(wanted)
         found: dict[str, RowTaps] = {}
         names = {row.seq_id for row in rows}
 
@@ -173,33 +168,20 @@ class Execution:
                 for index, row in enumerate(batch.rows)
                 if row.seq_id in names
             }
-            with taps.heard(batch, chosen) if chosen else nullcontext():
+            with heard_in(batch, chosen) if chosen else nullcontext():
                 yield
 
         return self.score(rows, of, heard), found
 
-    def _taps(self, wanted: Callable[[str], bool]) -> AnyTaps:
-        if self.reference is None:
-            return Taps(self.model, wanted)
+    def _listening(self, wanted: Callable[[str], bool]) -> Listening:
+        """Listen to the operators that are wanted."""
+        assert self.reference is not None
         attentions = self.reference.attentions if self.is_other_code else ()
-        return Taps(self.model, wanted, self.reference.operators, attentions)
-
-
-class AnyTaps(Protocol):
-    """Keeps what operators take and give."""
-
-    def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> AbstractContextManager[None]:
-        """Listen to one forward; `chosen` maps rows of it to what is kept of them."""
-
-
-def head_name(model: Any) -> str:
-    """The name of the module that gives logits."""
-    head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), "")
+        return Taps(self.model, wanted, self.reference.operators, attentions).heard
 
 
 def check_heard(arm: Arm) -> None:
-    """Raise CannotReplay for an arm whose operators cannot be listened to."""
+    """Raise CannotReplay for an arm whose operators cannot be observed."""
     for name in arm.unheard:
         raise CannotReplay(
             f"arm {arm.name}: operators are compared in one forward per row that runs them all; leave {phrase(name, getattr(arm, name))} out"

@@ -1,4 +1,4 @@
-"""The last operators: the head's projection and the log-softmax, held against float64.
+"""The last operators: the head's projection and the log-softmax, compared with float64.
 
 Shapes: T response tokens, H hidden width, V vocabulary.
 """
@@ -13,20 +13,23 @@ from ...tracer.logits import scaled
 from ..recorded import RecordedRow
 from . import bounds
 from .bounds import Rounding
-from .reference import Judged, Reference, judged
+from .judged import Judged, judged
+from .reference import Reference
 from .taps import RowTaps
 from .vllm_execution import AnyExecution
 
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
-"""What lies behind the head. Of code of the user's it is what that code makes of the head's result (a scale, a cap): the log-softmax is ours."""
+"""What follows the head; with a user's code, what that code makes of the head's result (a scale, a cap), since the log-softmax is ours."""
 Head = list[tuple[Judged, np.ndarray]]
-"""What lies behind the last hidden states; beside each operator, [T] nats: what its own error adds to the log-probabilities."""
+"""The operators behind the last hidden states, each with what its own error adds to the log-probabilities, [T] nats."""
+_LAST = 1 << 40
+"""The place of the head among operators: behind all layers."""
 
 
 def judge_head(
-    execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray, order: int
+    execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """What lies behind the last hidden states; in one where the projection is no call of its own."""
+    """Judge what lies behind the last hidden states: as one operator if the projection is not called by itself."""
     import torch
 
     name = execution.head
@@ -53,14 +56,14 @@ def judge_head(
         if made is not None:
             made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
-            # A vocabulary that is filled up has more rows, and whether they count is the log-softmax's; one with fewer has lost some.
+            # A padded vocabulary has more rows, whose effect counts with the log-softmax; one with fewer rows has lost some.
             made = torch.nn.functional.pad(
                 made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
             )
             made_TV = scaled(made.double(), config) / numerics.temperature
             exact_T = _logprobs(made_TV, ids_T)
             own = exact_T - _logprobs(scaled(logits_TV, config) / numerics.temperature, ids_T)
-            each = judged(name, name.rpartition(".")[2], None, order, made, logits_TV, bound)
+            each = judged(name, name.rpartition(".")[2], _LAST, made, logits_TV, bound)
             found.append((each, np.asarray(own.cpu())))
             logits_TV, weight, out = made_TV, None, bounds.unit(made.dtype)
         else:
@@ -75,7 +78,7 @@ def judge_head(
         values_T = torch.from_numpy(np.asarray(logprobs_T, np.float64)).to(exact_T.device)
         scored_T = torch.from_numpy(row.scored).to(exact_T.device)
         if bool(scored_T.any()):
-            each = judged(kind, kind, None, order + 1, values_T[scored_T], exact_T[scored_T], bound_T[scored_T])
+            each = judged(kind, kind, _LAST + 1, values_T[scored_T], exact_T[scored_T], bound_T[scored_T])
             found.append((each, np.asarray((values_T - exact_T).cpu())))
     return found
 
@@ -85,6 +88,6 @@ def _logprobs(logits_TV: Any, ids_T: Any) -> Any:
 
 
 def final_hidden(taps: RowTaps, head: str) -> Any:
-    """[T, H] of prompt and response: what the last operator before the head gave."""
+    """[T, H] of prompt and response: the output of the last operator before the head."""
     calls = [call for name, call in taps.calls.items() if name != head]
     return calls[-1].gives[0] if calls and calls[-1].gives else None

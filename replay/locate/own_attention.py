@@ -1,4 +1,4 @@
-"""Queries and keys of an attention that a model computes by code of its own: what its first product of the form of scores multiplies.
+"""Queries and keys of an attention that is code of its own: the factors of its first product that looks like scores.
 
 Shapes: B rows of a forward, W its width, N heads, D head width, T tokens of a row.
 """
@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 States = tuple[Any, Any]
-"""Queries and keys, [B, N, W, D] each; keys may be repeated to as many heads as queries have, or queries be scaled."""
+"""Queries and keys, [B, N, W, D] each; keys may be repeated to the number of query heads, and queries scaled."""
 
 
 def hearing(shape: tuple[int, int]) -> Any:
     """A context for one call of an attention layer; its `states` are the queries and keys of a forward [B, W], or None.
 
-    `pass_over` has it listen no more.
+    `pass_over` ends the listening.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -59,7 +59,7 @@ def hearing(shape: tuple[int, int]) -> Any:
 
 
 def _of_forward(query: Any, key: Any, shape: tuple[int, int]) -> States | None:
-    """The two factors of scores, if that is what they are: rows, heads, tokens of one forward, head width."""
+    """The two factors of scores, if they have rows, heads, tokens of one forward and head width; else None."""
     B, W = shape
     is_product = query.dim() == key.dim() > 2 and query.shape[-1] == key.shape[-1]
     if not is_product or not query.shape[-2] == key.shape[-2] == W:
@@ -71,7 +71,7 @@ def _of_forward(query: Any, key: Any, shape: tuple[int, int]) -> States | None:
 
 
 def _of_einsum(equation: Any, first: Any, second: Any, shape: tuple[int, int]) -> States | None:
-    """The same of a sum over one letter, with rows before all others and two letters for tokens."""
+    """The same for an einsum over one letter, with rows before all others and two letters for tokens."""
     if not isinstance(equation, str) or "." in equation:
         return None
     terms, _, result = equation.replace(" ", "").partition("->")

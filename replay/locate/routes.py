@@ -1,4 +1,4 @@
-"""A mixture's choices of experts, of one execution given to the other, where the two differ.
+"""Give one execution the other's choices of experts, where the two differ.
 
 Shapes: T tokens of a sequence, L routers, S experts of a token.
 """
@@ -28,7 +28,7 @@ def choices(
 ) -> dict[str, Routing]:
     """Sequence -> ids [T, L, S] and weights [T, L, S] that an execution's routers chose, of some rows `of` a step.
 
-    `wanted` says of a router's name whether it counts; of others the ids are NOT_ROUTED.
+    `wanted` selects routers by name; the ids of others are NOT_ROUTED.
     """
     found: dict[str, Routing] = {}
     names, own = {row.seq_id for row in rows}, _names(giver)
@@ -64,8 +64,8 @@ def score_with(
 ) -> dict[str, np.ndarray]:
     """Sequence -> [T] float64 log-probabilities of the taker's, with these choices wherever it would use other experts.
 
-    A token with the same set of experts keeps the taker's own weights and order: else what lies before a router would come
-    along. Neighbours of a forward that are not among the rows choose for themselves.
+    A token with the same set of experts keeps the taker's own weights and order, so that no earlier difference comes along. Other
+    rows of a forward choose for themselves.
     """
     if isinstance(taker, VllmExecution):
         with _forced_in_engine(taker, chosen, rows):
@@ -91,7 +91,7 @@ def score_with(
 
 @contextmanager
 def _forced(taker: ExactExecution, table: Table, names: Sequence[str]) -> Iterator[None]:
-    """Within it the exact engine's routers give what a table says."""
+    """Within it the exact engine's routers choose as a table says."""
     operators, precision = taker.exact.operators(), taker.exact.precision
 
     def given(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +111,7 @@ def _forced(taker: ExactExecution, table: Table, names: Sequence[str]) -> Iterat
 def _forced_in_engine(
     taker: VllmExecution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow]
 ) -> Iterator[None]:
-    """Within it vLLM's routers give these choices wherever they would use other experts."""
+    """Within it vLLM's routers make these choices wherever they would use other experts."""
     import torch
 
     now: list[Span] = []
@@ -156,7 +156,7 @@ def _names(execution: AnyExecution) -> list[str]:
 
 
 def _stacked(taps: RowTaps, names: Sequence[str], slot: int) -> np.ndarray:
-    """[T, L, ...] of what routers gave."""
+    """[T, L, ...] of the routers' outputs."""
     import torch
 
     stacked = torch.stack([cast(taps.calls[name].gives[slot], torch.float64) for name in names], dim=1)

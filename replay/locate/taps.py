@@ -1,43 +1,40 @@
-"""What the operators of a forward took and gave, for some of its rows.
+"""The inputs and outputs of a forward's operators, for some of its rows.
 
 Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response), N heads, G key-value heads, D head width.
 """
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..batching import ForwardBatch, PaddedBatch, SharedBatch
 from ..prefix_tree import TreeBatch
+from .names import core_name, layer_modules, layer_of
 from .own_attention import hearing
 
-ATTENTION = "attention"
-"""What is appended to the name of an attention layer for its core: scores, mask, softmax and values, after the rotary."""
-_PASSED_OVER = ("Dropout", "Identity")
+_SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
-"""Tensors that are looked at for one that is kept already."""
-LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)$")
-"""The name of a layer, which holds operators."""
+"""Tensors kept last, among which one that is to be kept again is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator, for one row: tensors of [T, ...]; None where a tensor is not of tokens."""
+    """One call of an operator, for one row: tensors [T, ...], and None for tensors that have no axis of tokens."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """Whether it takes two tensors and adds them first: `takes` has their sum as it was rounded, and it may go on unrounded."""
+    """Whether it first adds two inputs: `takes` has their rounded sum, and it may use the unrounded one."""
     is_other_code: bool = False
-    """Whether it is computed here by other code than the recorded model's, which may round at each step."""
+    """Whether code other than the recorded model's computes it, which may round at each step."""
 
 
 @dataclass(slots=True)
@@ -47,15 +44,25 @@ class RowTaps:
     calls: dict[str, Call] = field(default_factory=dict)
     """Operator -> its call, in the order in which operators ran."""
     entered: dict[int, Any] = field(default_factory=dict)
-    """Layer -> [T, H], what it took, where a layer is a module that is called."""
+    """Layer -> its input, [T, H], if the layer is a module that is called."""
     mixed: dict[str, Any] = field(default_factory=dict)
-    """Mixture of experts -> [T, H], what it gave."""
+    """Mixture of experts -> its output, [T, H]."""
     multiplied: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Attention that is code of its own -> queries and keys that it multiplies, [T, N, D] each; scaled and repeated, perhaps."""
+    """Core of an attention that is code of its own -> the queries and keys it multiplies, [T, N, D] each; perhaps scaled and repeated."""
+
+    @property
+    def first_position(self) -> int:
+        """The position of the row's first token: padding on the left moves it."""
+        for name, call in self.calls.items():
+            if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
+                for value in call.takes:
+                    if value is not None and not value.is_floating_point():
+                        return int(value.flatten()[0])
+        return 0
 
 
 def places(batch: ForwardBatch, index: int) -> np.ndarray:
-    """[T] int64: places of a row's prompt and response in the rows of a forward, laid end to end."""
+    """[T] int64: places of a row's prompt and response in a forward's rows, laid end to end."""
     row = batch.rows[index]
     if isinstance(batch, PaddedBatch):
         start = index * batch.width + int(batch.first_B[index]) - len(row.prompt_ids)
@@ -75,16 +82,16 @@ def shape_of(batch: ForwardBatch) -> tuple[int, int]:
 
 
 def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str] = ()) -> dict[str, Any]:
-    """Name -> module of everything in a model that computes and holds no other module; a mixture's experts are one.
+    """Name -> module of the operators of a model: modules that compute and hold no other module.
 
-    So is a projection with its adapters, as it is where they are merged into it, unless they are to be `adapters_apart`, and so is
-    each of the names in `also`, whatever stands there: operators of another model that this one may compute in several modules, or not at all.
+    A mixture's experts are one operator, and so is a projection with its adapters, unless `adapters_apart`. Each name in `also` is one,
+    whatever module it is here: an operator of another model, which this one may compute in several modules, or not at all.
     """
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
     for name, module in model.named_modules():
         is_named = name in also
-        if not name or name.startswith(whole or (" ",)) or (type(module).__name__ in _PASSED_OVER and not is_named):
+        if not name or name.startswith(whole or (" ",)) or (type(module).__name__ in _SKIPPED and not is_named):
             continue
         if is_named or are_experts(module) or _is_router(module) or (is_adapted(module) and not adapters_apart):
             found[name] = module
@@ -107,7 +114,7 @@ def _is_router(module: Any) -> bool:
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Name -> module of what holds experts, and adds up what they give, with a shared one where there is one."""
+    """Name -> module of each mixture of experts, which adds up its experts, including a shared one."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
@@ -124,7 +131,7 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """[T, ...] of a tensor of a forward [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; None for one that is not of tokens.
+    """[T, ...]: a row's part of a forward's tensor [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; None without an axis of tokens.
 
     With `heads_first` the tensor is [B, N, W, D], whatever N is.
     """
@@ -171,13 +178,19 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
     return shaped.to(template.dtype) if template.is_floating_point() else shaped
 
 
+def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
+    """An execution's tensor that can stand where the float64 model has `value`; None if there is none of that size."""
+    own = found[slot] if slot < len(found) else None
+    return None if own is None or own.numel() != value.numel() else own
+
+
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors among a call's arguments, in their order, those in lists, dicts and dataclasses too; those by name come last, sorted."""
+    """The tensors among a call's arguments, also in lists, dicts and dataclasses, in order; keywords come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
 def outputs_of(value: Any) -> list[Any]:
-    """The tensors that a call gave, alone or in tuples, lists, dicts and dataclasses, in their order."""
+    """The tensors of a result, alone or in tuples, lists, dicts and dataclasses, in order."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -196,7 +209,7 @@ def with_tensors(
 
 
 def with_outputs(value: Any, new: Sequence[Any]) -> Any:
-    """What a call gave, with other tensors, in the order of `outputs_of`."""
+    """A result with other tensors, in the order of `outputs_of`."""
     return _replaced(value, iter(new))
 
 
@@ -208,7 +221,7 @@ def _replaced(value: Any, rest: Iterator[Any]) -> Any:
     if not (parts := _parts(value)):
         return value
     new = [_replaced(part, rest) for part in parts]
-    if isinstance(value, dict):  # those of transformers, too, which know what they hold under names of their own
+    if isinstance(value, dict):  # transformers' own ones, too, which have their items as attributes
         changed = copy(value)
         for name, part in zip(list(value), new, strict=True):
             changed[name] = part
@@ -237,7 +250,7 @@ Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], An
 
 @contextmanager
 def attention_around(around: Around) -> Iterator[None]:
-    """Have every attention function of transformers called through `around`."""
+    """Call every attention function of transformers through `around`."""
     from transformers.modeling_utils import AttentionInterface
 
     original = AttentionInterface.get_interface
@@ -257,157 +270,166 @@ def attention_around(around: Around) -> Iterator[None]:
         AttentionInterface.get_interface = original
 
 
+@contextmanager
+def hooked(
+    modules: Mapping[str, Any],
+    before: Callable[..., Any] | None = None,
+    after: Callable[..., Any] | None = None,
+    *,
+    after_errors: bool = False,
+) -> Iterator[None]:
+    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around each call of these modules.
+
+    What they return replaces the arguments and the result, as with torch's hooks. With `after_errors`, `after` also follows a call
+    that raised.
+    """
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            if before is not None:
+                stack.callback(module.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
+            if after is not None:
+                handle = module.register_forward_hook(partial(after, name), with_kwargs=True, always_call=after_errors)
+                stack.callback(handle.remove)
+        yield
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The hidden states among the arguments of a layer or of experts."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
 class Taps:
-    """Keeps what a model's operators take and give, for some rows of the forwards that run within it."""
+    """Keeps the inputs and outputs of a model's operators, for some rows of the forwards that run meanwhile."""
 
     def __init__(
         self,
         model: Any,
-        wanted: Callable[[str], bool] = lambda name: True,
+        wanted: Callable[[str], bool],
         recorded: Mapping[str, Any] | None = None,
         attentions: Sequence[str] = (),
     ):
-        """`wanted` says of an operator's name whether it is kept; `recorded` are the recorded model's operators, and `attentions` the
-        names of its attention layers where this model's may be code of its own.
+        """`wanted` selects operators by name; `recorded` are the recorded model's operators, and `attentions` the names of its
+        attention layers, where this model may compute them by code of its own.
         """
-        self._model = model
-        self._wanted = wanted
-        self._operators = operators(model, also=recorded or ())
-        self._other = {
-            name for name, module in self._operators.items() if _is_other_code(module, (recorded or {}).get(name))
-        }
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._attentions = [name for name in attentions if name in self._names.values()]
+        recorded = recorded or {}
+        self._device = next(model.parameters()).device
+        modules = dict(model.named_modules())
+        every = operators(model, also=recorded)
+        self._operators = {name: module for name, module in every.items() if wanted(name)}
+        self._other = {name for name, module in every.items() if _is_other_code(module, recorded.get(name))}
+        self._cores = {
+            id(module): core_name(name) for name, module in modules.items() if wanted(core_name(name))
+        }  # fmt: skip
+        self._layers = {name: module for name, module in layer_modules(model).items() if wanted(name)}
+        self._mixtures = {name: module for name, module in mixtures(model).items() if wanted(name)}
+        self._attentions = {name: modules[name] for name in attentions if name in modules and wanted(name)}
 
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
-        """Listen to one forward; `chosen` maps rows of it to what is kept of them."""
+        """Listen to one forward; `chosen` maps its rows to where their numbers are kept."""
+        forward = _HeardForward(batch, chosen, self._device, self._other, self._cores)
+        with (
+            hooked(self._layers, forward.enters),
+            hooked(self._mixtures, after=forward.mixed),
+            hooked(self._attentions, forward.attends, forward.attended, after_errors=True),
+            hooked(self._operators, forward.takes, forward.gives),
+            attention_around(forward.core),
+        ):
+            yield
+
+
+class _HeardForward:
+    """One forward that is listened to."""
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        chosen: Mapping[int, RowTaps],
+        device: Any,
+        other: Collection[str],
+        cores: Mapping[int, str],
+    ):
         import torch
 
-        device = next(self._model.parameters()).device
-        shape = shape_of(batch)
-        where = {index: torch.from_numpy(places(batch, index)).to(device) for index in chosen}
+        self._chosen, self._other, self._cores = chosen, other, cores
+        self._shape = shape_of(batch)
+        self._places = {index: torch.from_numpy(places(batch, index)).to(device) for index in chosen}
+        self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
+        self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
+        """Running operator -> row -> its inputs, which it may change in place."""
+        self._within: list[Any] = []
+        """The running attention, which is listened to for code of its own."""
 
-        recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
+    def _kept(self, value: Any, index: int) -> Any:
+        """A row's part of a tensor; one that an operator gives and others take is kept once."""
+        if value.is_inference():
+            return of_tokens(value, self._shape, self._places[index])
+        for tensor, version, parts in self._recent:
+            if tensor is value and version == value._version and index in parts:
+                return parts[index]
+        part = of_tokens(value, self._shape, self._places[index])
+        self._recent.append((value, value._version, {index: part}))
+        return part
 
-        def kept(value: Any, index: int) -> Any:
-            """A row's part of a tensor; what one operator gives and others take is kept once."""
-            if value.is_inference():
-                return of_tokens(value, shape, where[index])
-            for tensor, version, parts in recent:
-                if tensor is value and version == value._version and index in parts:
-                    return parts[index]
-            part = of_tokens(value, shape, where[index])
-            recent.append((value, value._version, {index: part}))
-            return part
+    def _of_heads(self, value: Any, index: int) -> Any:
+        return of_tokens(value, self._shape, self._places[index], heads_first=True)
 
-        taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Operator that runs -> row -> what it took: it may change that in place."""
+    def _keep(self, name: str, gives: Sequence[Any]) -> None:
+        takes = self._taken.pop(name)
+        for index, taps in self._chosen.items():
+            given = tuple(self._kept(value, index) for value in gives)
+            taps.calls[_unused(name, taps.calls)] = Call(takes[index], given, is_other_code=name in self._other)
 
-        def take(name: str, values: list[Any], *, core: bool = False) -> None:
-            taken[name] = {
-                index: tuple(
-                    of_tokens(value, shape, where[index], heads_first=True) if core else kept(value, index)
-                    for value in values
-                )
-                for index in chosen
-            }
+    def enters(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        import torch
 
-        def keep(name: str, gives: list[Any]) -> None:
-            takes = taken.pop(name)
-            for index, taps in chosen.items():
-                taps.calls[_unused(name, taps.calls)] = Call(
-                    takes[index], tuple(kept(value, index) for value in gives), is_other_code=name in self._other
-                )
+        layer, hidden = layer_of(name), hidden_of(args, kwargs)
+        if isinstance(hidden, torch.Tensor) and layer is not None:
+            for index, taps in self._chosen.items():
+                taps.entered[layer] = self._kept(hidden, index)
 
-        within: list[Any] = []
-        """The attention that runs, which is listened to for code of its own."""
+    def mixed(self, name: str, _module: Any, _args: Any, _kwargs: Any, given: Any) -> None:
+        for value in outputs_of(given)[:1]:
+            for index, taps in self._chosen.items():
+                taps.mixed[name] = self._kept(value, index)
 
-        def around(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            for attention in within:
-                attention.pass_over()
-            name = core_name(self._names.get(id(module), ""))
-            if not self._wanted(name):
-                return original(module, *args, **kwargs)
-            take(name, list(args[:3]), core=True)
-            given = original(module, *args, **kwargs)
-            keep(name, [given[0]])
-            return given
+    def takes(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = tensors_of(args, kwargs)
+        self._taken[name] = {index: tuple(self._kept(value, index) for value in values) for index in self._chosen}
 
-        def attending(_module: Any, _args: Any) -> None:
-            within.append(hearing(shape).__enter__())
+    def gives(self, name: str, _module: Any, _args: Any, _kwargs: Any, given: Any) -> None:
+        self._keep(name, outputs_of(given))
 
-        def attended(name: str) -> Callable[..., None]:
-            def multiply(_module: Any, _args: Any, _given: Any) -> None:
-                attention = within.pop()
-                attention.__exit__(None, None, None)
-                for index, taps in chosen.items() if attention.states is not None else ():
-                    query, key = (of_tokens(each, shape, where[index], heads_first=True) for each in attention.states)
-                    taps.multiplied[name] = query, key
+    def core(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for attention in self._within:
+            attention.pass_over()
+        name = self._cores.get(id(module))
+        if name is None:
+            return original(module, *args, **kwargs)
+        self._taken[name] = {index: tuple(self._of_heads(value, index) for value in args[:3]) for index in self._chosen}
+        given = original(module, *args, **kwargs)
+        self._keep(name, [given[0]])
+        return given
 
-            return multiply
+    def attends(self, _name: str, _module: Any, _args: Any, _kwargs: Any) -> None:
+        self._within.append(hearing(self._shape).__enter__())
 
-        def mixing(name: str) -> Callable[..., None]:
-            def mix(_module: Any, _args: Any, given: Any) -> None:
-                for value in outputs_of(given)[:1]:
-                    for index, taps in chosen.items():
-                        taps.mixed[name] = kept(value, index)
-
-            return mix
-
-        def entering(layer: int) -> Callable[..., None]:
-            def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                hidden = args[0] if args else kwargs.get("hidden_states")
-                if isinstance(hidden, torch.Tensor):
-                    for index, taps in chosen.items():
-                        taps.entered[layer] = kept(hidden, index)
-
-            return enter
-
-        handles = []
-        for name, module in self._model.named_modules():
-            if (found := LAYER_NAME.search(name)) and self._wanted(name):
-                handles.append(module.register_forward_pre_hook(entering(int(found[1])), with_kwargs=True))
-        for name, module in mixtures(self._model).items():
-            if self._wanted(name):
-                handles.append(module.register_forward_hook(mixing(name)))
-        for name in self._attentions:
-            if self._wanted(name):
-                module = self._model.get_submodule(name)
-                handles.append(module.register_forward_pre_hook(attending))
-                handles.append(module.register_forward_hook(attended(core_name(name)), always_call=True))
-        for name, module in self._operators.items():
-            if self._wanted(name):
-
-                def before(_module: Any, args: Any, kwargs: Any, name: str = name) -> None:
-                    take(name, tensors_of(args, kwargs))
-
-                def after(_module: Any, _args: Any, given: Any, name: str = name) -> None:
-                    keep(name, outputs_of(given))
-
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(module.register_forward_hook(after))
-        try:
-            with attention_around(around):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def attended(self, name: str, _module: Any, _args: Any, _kwargs: Any, _given: Any) -> None:
+        attention = self._within.pop()
+        attention.__exit__(None, None, None)
+        for index, taps in self._chosen.items() if attention.states is not None else ():
+            query, key = (self._of_heads(each, index) for each in attention.states)
+            taps.multiplied[core_name(name)] = query, key
 
 
 def attention_layers(model: Any) -> list[str]:
-    """The names of the modules whose core attention is: those with a query's projection, or all of them at once."""
+    """The names of the attention layers: modules with a query's projection, or one of queries, keys and values."""
     words = ("q_proj", "query_key_value", "c_attn", "qkv_proj")
     return [
         name
         for name, module in model.named_modules()
         if name and any(hasattr(module, word) for word in words) and not name.endswith("mlp")
     ]
-
-
-def core_name(attention: str) -> str:
-    """The name of an attention layer's core."""
-    return f"{attention}.{ATTENTION}"
 
 
 def _unused(name: str, calls: Mapping[str, Call]) -> str:

@@ -1,7 +1,7 @@
-"""What a `locate` that was interrupted has done, so that the same question goes on where it was.
+"""The finished parts of an interrupted `locate`, from which the same question continues.
 
-A document for each sequence and patch lies beside the results, `locate/<id>-unfinished-*.json`, written whole. They count where
-`locate/<id>-unfinished.json` says that all was as it is now: the weights, the sequences, the versions and the machine.
+Each sequence and patch has a document beside the results, `locate/<id>-unfinished-*.json`, written whole. They count if
+`locate/<id>-unfinished.json` has the present weights, sequences, versions and machine.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from ...schemas.documents import read_document, to_document
 from ...schemas.errors import DamagedTrace, TimTraceError, tell_damage
 from ...schemas.layout import LOCATE
 from ...tracer.located.result_files import UNFINISHED, unfinished_names
-from ...tracer.located.result_header import LocateQuestion
-from ...tracer.located.results import PatchedSequence
+from ...tracer.located.results import LocateQuestion, Patch
 from ...tracer.store import Store, first_line
 from ...tracer.whole_file import check_inside, write_part
-from .judged_sequence import JudgedSequence
-from .question import question_id
+from ..arms import Arm, parse_arm
+from .sequence import JudgedSequence
 
 _WHAT = "what an interrupted locate had done"
 
@@ -33,40 +32,33 @@ Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Patch:
-    """One patch of all sequences."""
-
-    sequences: tuple[PatchedSequence, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Surroundings:
-    """In what the parts were made."""
+    """Everything that decides the bits of the parts."""
 
     digest: str
-    """Of everything that decides their bits, but for `tapped_bytes`."""
+    """Of all but `tapped_bytes`."""
     tapped_bytes: int
-    """What operators' numbers might take in memory: it decides which sequences run beside each other."""
+    """Memory for operators' numbers, which decides which sequences run together."""
 
     @property
     def id(self) -> str:
-        """Every part names it, so that none counts in other surroundings."""
+        """Every part has it, so that none counts in other surroundings."""
         return short_hash(canonical_json(asdict(self)).encode())
 
 
 class Unfinished:
-    """The parts of one question that are done. Where nothing can be written nothing is kept, and the work goes on all the same."""
+    """The finished parts of one question. If nothing can be written, the work goes on without them."""
 
     def __init__(self, store: Store, question: LocateQuestion):
-        """The question's step is that of `begin`."""
+        """`begin` sets the question's step."""
         self._store, self._question = store, question
         self._surroundings: _Surroundings | None = None
         self._writes = store.is_local
 
     def begin(self, step: int, deciding: dict[str, Any], tapped_bytes: int, most_bytes: int) -> int:
-        """Say what the work is done in; parts of other surroundings are removed.
+        """Set the surroundings, and remove parts of other ones.
 
-        Returns how many bytes operators' numbers may take: as many as when it was interrupted, up to `most_bytes`, else
+        Return how many bytes operators' numbers may take: as many as before the interruption, up to `most_bytes`, else
         `tapped_bytes`.
         """
         self._question = replace(self._question, step=step)
@@ -81,22 +73,21 @@ class Unfinished:
         return tapped_bytes
 
     def sequence(self, number: int, seq_id: str) -> JudgedSequence | None:
-        """A sequence that is done; None where it is not."""
+        """A finished sequence; None if it is not finished."""
         found = self._part(f"sequence-{number}", JudgedSequence)
         return found if found is not None and found.seq_id == seq_id else None
 
     def add_sequence(self, number: int, found: JudgedSequence) -> None:
-        """Keep a sequence that is done."""
+        """Keep a finished sequence."""
         self._add(f"sequence-{number}", found)
 
-    def patch(self, taker: str, number: int) -> tuple[PatchedSequence, ...] | None:
-        """A patch that is done; None where it is not."""
-        found = self._part(f"patch-{taker}-{number}", _Patch)
-        return None if found is None else found.sequences
+    def patch(self, taker: str, number: int) -> Patch | None:
+        """A finished patch; None if it is not finished."""
+        return self._part(f"patch-{taker}-{number}", Patch)
 
-    def add_patch(self, taker: str, number: int, found: tuple[PatchedSequence, ...]) -> None:
-        """Keep a patch that is done."""
-        self._add(f"patch-{taker}-{number}", _Patch(sequences=found))
+    def add_patch(self, taker: str, number: int, found: Patch) -> None:
+        """Keep a finished patch."""
+        self._add(f"patch-{taker}-{number}", found)
 
     def remove(self) -> None:
         """Remove all parts of the question."""
@@ -113,7 +104,7 @@ class Unfinished:
         return self._read(self._name(part), kind, is_part=True)
 
     def _read(self, relative: str, kind: type[Part], *, is_part: bool = False) -> Part | None:
-        """A document of these surroundings; one that is damaged is told, and its work is done again."""
+        """Read a document of these surroundings; warn of a damaged one, whose work is done again."""
         where = self._store.shown(relative)
         try:
             values = read_document(self._store.read_json(relative), where, _WHAT, needs_checksum=True)
@@ -140,5 +131,20 @@ class Unfinished:
             return
         try:
             write_part(Path(self._store.root), relative, to_document(values).encode())
-        except OSError:  # that the result cannot be kept either is said at the end
+        except OSError:  # the end reports that the result cannot be kept either
             self._writes = False
+
+
+def question_id(question: LocateQuestion) -> str:
+    """Return the XXH3-64 of a question's canonical JSON, 16 hexadecimal digits; arms count by their changes, not their spelling."""
+    asked: dict[str, Any] = asdict(question) | {"arm": _changes(question.arm), "against": _changes(question.against)}
+    if question.operators is None:  # questions of earlier releases had none
+        del asked["operators"]
+    return short_hash(canonical_json(asked).encode())
+
+
+def _changes(text: str | None) -> dict[str, Any]:
+    """Return what an arm changes, without its name: settings of later releases change no id."""
+    recorded = asdict(Arm())
+    given = asdict(Arm() if text is None else parse_arm(text))
+    return {name: value for name, value in given.items() if name != "name" and value != recorded[name]}

@@ -1,7 +1,7 @@
 """vLLM as one of the two executions: its own model, listened to under transformers' names.
 
 vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens come in one forward, in chunks, or
-one by one; they are joined in their order here. Projections that vLLM computes at once are divided into those that transformers has.
+one by one; here they are joined in order. Projections that vLLM fuses are split into those that transformers has.
 
 Shapes: W tokens of a forward, T tokens of a sequence (prompt and response), N heads, G key-value heads, D head width.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,18 +27,19 @@ from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
 from ..vllm_scorer import VllmScorer
 from .execution import Execution, check_heard
-from .taps import Call, RowTaps, core_name
+from .names import core_name
+from .taps import Call, RowTaps, hidden_of, hooked
 
 VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")
-"""Modules that run for the response's tokens alone, after the forward."""
+"""Modules that run only for the response's tokens, after the forward."""
 _FUSED = ("act_fn",)
-"""Modules that compute what transformers does in a module and outside of one; what they give is seen where it is taken."""
+"""Modules that fuse a module of transformers with code outside of one; their outputs are seen where they are taken."""
 _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""A sequence, where its tokens lie in a forward, and the first one's place in the sequence."""
+"""A sequence, the places of its tokens in a forward, and the first one's place in the sequence."""
 
 
 class VllmExecution:
@@ -49,6 +50,8 @@ class VllmExecution:
     attention_cut = 0.0
     coarsest = None
     is_adapted = False
+    head = "lm_head"
+    """transformers' name of the module that gives logits."""
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class VllmExecution:
         device: str,
         prepare: Callable[[Any], None] | None = None,
     ):
-        """Raises CannotReplay for an arm whose operators cannot be heard."""
+        """Raise CannotReplay for an arm whose operators cannot be observed."""
         check_heard(arm)
         if run.model_factory is not None:
             raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; leave the factory of this side out")
@@ -66,11 +69,11 @@ class VllmExecution:
             check_mixture(run.model, arm.name)
         self.arm, self.run = arm, run
         self._prepare = prepare
-        self.numerics = _EngineNumerics(arm, contract)
+        self.numerics = _EngineNumerics(Numerics(arm, contract).temperature)
         self._scorer = _EagerScorer(run, arm, contract, device)
         self._engine: Any = None
         self.takes_whole_rows = True
-        """Whether every sequence so far went through the engine in one forward."""
+        """Whether the engine has run every sequence so far in one forward."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these weights. Raises CannotReplay."""
@@ -87,37 +90,22 @@ class VllmExecution:
         """vLLM's own."""
         return self._engine.llm.apply_model(lambda model: model)[0]
 
-    @property
-    def config(self) -> Any:
-        """transformers' config of the model."""
-        return self.model.config
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-        return int(next(self.model.parameters()).element_size())
-
-    @property
-    def head(self) -> str:
-        """The name of the module that gives logits, as transformers has it."""
-        return "lm_head"
-
     def made_by(self) -> Contract:
-        """The contract of what it gives, less the folder that its weights are read from, which is another one every time."""
+        """The contract of its results, without the folder of its weights, which changes every time."""
         made = self._scorer.made_by()
         return made | {"config": _without(made.get("config") or {}, "model_config", "model")}
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter -> torch's dtype, by transformers' names; of a mixture's experts it is not asked."""
+        """Parameter -> torch's dtype, by transformers' names, without a mixture's experts."""
         return {name: tensor.dtype for name, tensor in self._held(with_experts=False)}
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """The engine's weights by transformers' names; what it computes at once is divided, what fills up is left out."""
+        """The engine's weights by transformers' names: fused ones are split, padding is left out."""
         return self._held(with_experts=True)
 
     def _held(self, *, with_experts: bool) -> Iterator[tuple[str, Any]]:
-        model, vocabulary = self.model, self.config.vocab_size
+        model = self.model
         parts = dict(names(model))
         modules = dict(model.named_modules())
         for name, module in modules.items():
@@ -132,13 +120,13 @@ class VllmExecution:
                 sizes = modules[module].output_partition_sizes
                 yield from zip((f"{each}.{leaf}" for each in whose), value.split(sizes), strict=True)
             elif module.rpartition(".")[2] in ("embed_tokens", "lm_head"):
-                yield name, value[:vocabulary]
+                yield name, value[: model.config.vocab_size]
             else:
                 yield name, value
 
     def score(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, np.ndarray]:
-        """Sequence -> [T] float64 log-probabilities of some rows `of` a step, in batches of the engine's."""
-        # Decoding, the last token is sampled and never taken; one more lets it be.
+        """Sequence -> [T] float64 log-probabilities of some rows `of` a step, in the engine's batches."""
+        # Decoding samples the last token without running it; one more token makes it run.
         asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
         scored = self._scorer.score(self._scorer.together(asked, of))
         return {
@@ -149,7 +137,7 @@ class VllmExecution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """The same, and what operators took and gave for these rows."""
+        """The same, and the inputs and outputs of the operators that `wanted` selects."""
         taps = _EngineTaps(self.model, wanted)
         with self.following(rows, taps.begin), taps.heard():
             values = self.score(rows, of)
@@ -157,7 +145,7 @@ class VllmExecution:
 
     @contextmanager
     def following(self, rows: Sequence[RecordedRow], begin: Callable[[list[Span], Any], None]) -> Iterator[None]:
-        """Within it `begin` is called before each forward, with whose tokens are where in it, and their positions [W]."""
+        """Call `begin` before each forward within, with its sequences' spans and its positions [W]."""
         runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         batch = _Batch(runner, rows, self._scorer.decodes)
         lengths = {row.seq_id: row.num_tokens for row in rows}
@@ -177,22 +165,15 @@ class VllmExecution:
 AnyExecution = Execution | VllmExecution
 
 
-@dataclass(frozen=True, slots=True)
-class _EngineNumerics:
-    """What lies behind the last hidden states in vLLM: the head in the engine's dtype, and a log-softmax in float32."""
+class _EngineNumerics(NamedTuple):
+    """How vLLM computes behind the last hidden states: the head in the engine's dtype, and a log-softmax in float32."""
 
-    arm: Arm
-    contract: Contract
-
-    projection_dtype = None
-
-    @property
-    def temperature(self) -> float:
-        return Numerics(self.arm, self.contract).temperature
+    temperature: float
+    projection_dtype: None = None
 
 
 class _EagerScorer(VllmScorer):
-    """An engine whose every operator runs by itself, on every token."""
+    """An engine that runs every operator by itself, on every token."""
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
@@ -204,12 +185,12 @@ class _EagerScorer(VllmScorer):
 
 
 class _Batch:
-    """Whose tokens are where in the forward that is about to run."""
+    """Finds the sequences' tokens in the forward that is about to run."""
 
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        """Tokens -> the sequences that have them and whose request was not seen yet."""
+        """Tokens -> sequences of these tokens whose request was not seen yet."""
         for row in rows:
             self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
         self._known: dict[str, str] = {}
@@ -243,7 +224,7 @@ class _Batch:
 
 
 def _without(values: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
-    """Settings less one of a part."""
+    """Settings without one in a part of them."""
     return {**values, part: {key: value for key, value in (values.get(part) or {}).items() if key != name}}
 
 
@@ -253,7 +234,7 @@ def _longer(row: RecordedRow) -> RecordedRow:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Module of vLLM's -> the operators that transformers has in its place. Raises CannotReplay for one without."""
+    """Module of vLLM -> the operators that transformers has in its place. Raises CannotReplay for a module without any."""
     packed = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[str]] = {}
     of_experts = mixtures(model)
@@ -284,36 +265,62 @@ def names(model: Any) -> dict[str, list[str]]:
 
 
 def _computes(module: Any) -> bool:
-    """Whether a module has weights of its own, which one of transformers' has too."""
+    """Whether a module has weights of its own; then transformers has it, too."""
     return any(True for _ in module.parameters(recurse=False))
 
 
+def states_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Queries, keys and values among the arguments of an attention."""
+    return [*args, *(kwargs[word] for word in ("query", "key", "value") if word in kwargs)][:3]
+
+
+@contextmanager
+def mixture_around(
+    module: Any, choose: Callable[[Select, Any, Any], tuple[Any, Any]], computed: Callable[..., Any]
+) -> Iterator[None]:
+    """Call a mixture's choice of experts through `choose`, and `computed(hidden, weights, experts, given)` behind the mixture.
+
+    What that returns takes the place of the mixture's output, unless it is None.
+    """
+    chosen: list[tuple[Any, Any]] = []
+
+    def chose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
+        chosen.append(choose(select, hidden, logits))
+        return chosen[-1]
+
+    def after(_name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+        return computed(hidden_of(args, kwargs), *chosen.pop(), given)
+
+    with hooked({"": module}, after=after), selecting(module, chose):
+        yield
+
+
 class _EngineTaps:
-    """Keeps what vLLM's operators take and give, by sequence, in the order of its tokens."""
+    """Keeps the inputs and outputs of vLLM's operators, by sequence, in the order of its tokens."""
 
     def __init__(self, model: Any, wanted: Callable[[str], bool]):
-        self._model, self._wanted = model, wanted
+        self._modules, self._wanted = dict(model.named_modules()), wanted
         self._names = names(model)
         self._spans: list[Span] = []
-        self._positions: Any = None
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
         """Sequence -> operator -> its calls, each with the first token's place."""
 
-    def begin(self, spans: list[Span], positions_W: Any) -> None:
+    def begin(self, spans: list[Span], _positions_W: Any) -> None:
         """A forward is about to run."""
-        self._spans, self._positions = spans, positions_W
+        self._spans = spans
 
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Listen to the forwards within."""
         hooks = {"attn": self._attention, _ROTARY: self._rotary}
         with ExitStack() as stack:
-            for name, module in self._model.named_modules():
+            for name, module in self._modules.items():
                 if is_mixture(module):
                     stack.enter_context(self._mixture(name, module))
                 elif name in self._names:
-                    hook = hooks.get(name.rpartition(".")[2], self._operator)
-                    stack.callback(module.register_forward_hook(hook(name, module), with_kwargs=True).remove)
+                    stack.enter_context(
+                        hooked({name: module}, after=hooks.get(name.rpartition(".")[2], self._operator))
+                    )
             yield
 
     def found(self, rows: Sequence[RecordedRow]) -> dict[str, RowTaps]:
@@ -337,68 +344,47 @@ class _EngineTaps:
     @contextmanager
     def _mixture(self, name: str, module: Any) -> Iterator[None]:
         gate, experts = self._names[name]
-        chosen: list[tuple[Any, Any]] = []
 
         def choose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
             given = select(hidden, logits)
-            weights, ids = in_order(*given)
-            self._keep(gate, [hidden], [logits, weights, ids])
-            chosen.append((ids, weights))
+            self._keep(gate, [hidden], [logits, *in_order(*given)])
             return given
 
-        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
-            self._keep(experts, [args[0] if args else kwargs["hidden_states"], *chosen.pop()], [given])
+        def computed(hidden: Any, weights: Any, ids: Any, given: Any) -> None:
+            weights, ids = in_order(weights, ids)
+            self._keep(experts, [hidden, ids, weights], [given])
 
-        handle = module.register_forward_hook(heard, with_kwargs=True)
-        try:
-            with selecting(module, choose):
-                yield
-        finally:
-            handle.remove()
+        with mixture_around(module, choose, computed):
+            yield
 
-    def _attention(self, name: str, module: Any) -> Callable[..., None]:
+    def _attention(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
         (core,) = self._names[name]
-
-        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
-            states = [*args, *(kwargs[word] for word in ("query", "key", "value") if word in kwargs)][:3]
-            self._keep(core, [state.reshape(len(state), -1, module.head_size) for state in states], [given])
-
-        return heard
-
-    def _rotary(self, name: str, _module: Any) -> Callable[..., None]:
-        (rotary,) = self._names[name]
-
-        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _given: Any) -> None:
-            positions = args[0] if args else kwargs["positions"]
-            if not self._has(rotary):  # one for all layers
-                self._keep(rotary, [None, positions], [None, None])
-
-        return heard
-
-    def _has(self, name: str) -> bool:
-        return (
-            any(any(first == place for place, _ in self._pieces[seq_id][name]) for seq_id, _, first in self._spans)
-            or not self._spans
+        self._keep(
+            core, [state.reshape(len(state), -1, module.head_size) for state in states_of(args, kwargs)], [given]
         )
 
-    def _operator(self, name: str, module: Any) -> Callable[..., None]:
+    def _rotary(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _given: Any) -> None:
+        (rotary,) = self._names[name]
+        is_kept = not self._spans or any(
+            first == place for seq_id, _, first in self._spans for place, _ in self._pieces[seq_id][rotary]
+        )
+        if not is_kept:  # one for all layers
+            self._keep(rotary, [None, args[0] if args else kwargs["positions"]], [None, None])
+
+    def _operator(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
         theirs = self._names[name]
-
-        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
-            taken = args[0] if args else next(iter(kwargs.values()))
-            outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
-            adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
-            if adds:
-                taken = outputs[1]  # a norm that adds to the residual stream first gives the sum as well
-            parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
-            for each, part in zip(theirs, parts, strict=True):
-                self._keep(each, [taken], [part], adds=adds)
-
-        return heard
+        taken = args[0] if args else next(iter(kwargs.values()))
+        outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
+        adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
+        if adds:
+            taken = outputs[1]  # a norm that adds to the residual stream first gives the sum as well
+        parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
+        for each, part in zip(theirs, parts, strict=True):
+            self._keep(each, [taken], [part], adds=adds)
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
-    """One call of all tokens, out of those of its parts; what was computed again after it was dropped counts once."""
+    """Join the calls of parts of a sequence; tokens that were dropped and computed again count once."""
     import torch
 
     def whole(values: list[tuple[int, Any]]) -> Any:

@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.vllm_mixture import Select, in_order, is_mixture, selecting
+from ..backends.vllm_mixture import Select, in_order, is_mixture
 from ..batching import PaddedBatch
 from ..recorded import RecordedRow
+from .cores import ROTARY
 from .exact_execution import ExactExecution
 from .exact_grafts import ExactGiver, ExactTaker
 from .execution import Execution
 from .grafts import Graft, as_given, cast
-from .reference import ROTARY
-from .taps import attention_layers, core_name, operators
-from .vllm_execution import AnyExecution, Span, VllmExecution, names
+from .names import core_name
+from .taps import attention_layers, hooked, operators
+from .vllm_execution import AnyExecution, Span, VllmExecution, mixture_around, names, states_of
 
 _ROTATES = "apply_rotary_pos_emb"
 """transformers' function that turns queries and keys, in the module of each model."""
@@ -29,34 +30,33 @@ _ACTIVATION = "act_fn"
 
 
 class VllmTaker:
-    """Puts operators of transformers into vLLM's model while it runs."""
+    """Puts operators of transformers, or of the exact engine, into vLLM's model while it runs."""
 
     def __init__(self, taker: VllmExecution, giver: Execution):
         self.taker = taker
-        self._as_itself = ExactGiver(giver, giver) if isinstance(giver, ExactExecution) else Graft(giver, giver)
-        self._giver = giver
-        self._theirs = self._as_itself.theirs
+        self._by = ExactGiver(giver, giver) if isinstance(giver, ExactExecution) else Graft(giver, giver)
+        self._is_exact = isinstance(giver, ExactExecution)
         self._modules = dict(giver.model.named_modules())
+        self._layers = attention_layers(giver.model)
         self._names = names(taker.model)
         self._spans: list[Span] = []
         self._rows: dict[str, RecordedRow] = {}
         self._masks: dict[str, dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """The operators that can be put in; attention where vLLM has whole sequences in a forward."""
-        found = [each for parts in self._names.values() for each in parts if each in self._theirs]
-        layers = attention_layers(self._giver.model)
-        found += [name for name in self._theirs if name.endswith(f".{_ACTIVATION}")]
-        if not isinstance(self._giver, ExactExecution) and self._rotation(layers[0]) is not None:
-            found += [f"{layer}.{ROTARY}" for layer in layers]
+        """The operators that can be put in; attention if vLLM has whole sequences in a forward."""
+        found = [each for parts in self._names.values() for each in parts if each in self._by.theirs]
+        found += [name for name in self._by.theirs if name.endswith(f".{_ACTIVATION}")]
+        if not self._is_exact and self._rotation(self._layers[0]) is not None:
+            found += [f"{layer}.{ROTARY}" for layer in self._layers]
         if self.taker.takes_whole_rows:
-            found += [core_name(layer) for layer in layers]
+            found += [core_name(layer) for layer in self._layers]
         return [name for name in found if not name.endswith("rotary_emb")]
 
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Sequence -> [T] float64 log-probabilities of vLLM's, of some rows `of` a step, with these operators transformers'."""
+        """Sequence -> vLLM's log-probabilities, [T] float64, of some rows `of` a step, with these operators the giver's."""
         self._rows = {row.seq_id: row for row in rows}
         with self.taker.following(rows, self._begin), self._put(names):
             return self.taker.score(rows, of)
@@ -66,93 +66,90 @@ class VllmTaker:
 
     @contextmanager
     def _put(self, names: Collection[str]) -> Iterator[None]:
+        modules = dict(self.taker.model.named_modules())
+        cores = {
+            f"{layer}.attn": modules[f"{layer}.attn"]
+            for layer in self._layers
+            if core_name(layer) in names and f"{layer}.attn" in modules
+        }
+        plain = {
+            name: modules[name]
+            for name, theirs in self._names.items()
+            if name not in cores and not is_mixture(modules[name]) and any(each in names for each in theirs)
+        }
+
+        def computed(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+            return self._operator(name, module, args, kwargs, given, names)
+
         with ExitStack() as stack:
-            for layer in attention_layers(self._giver.model):
+            for layer in self._layers:
                 if f"{layer}.{ROTARY}" in names:
                     stack.enter_context(self._rotated(layer))
-            for name, module in self.taker.model.named_modules():
-                layer, _, last = name.rpartition(".")
-                hook: Callable[..., Any] | None = None
+            for name, module in modules.items():
                 if is_mixture(module):
                     stack.enter_context(self._mixture(name, module, names))
-                elif name.endswith(f".{_ACTIVATION}") and name in names:
-                    hook = self._activation(name)
-                elif core_name(layer) in names and last == "attn":
-                    hook = self._attention(layer, module)
-                elif any(each in names for each in self._names.get(name, ())):
-                    hook = self._operator(name, module, names)
-                if hook is not None:
-                    stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            activations = {
+                name: modules[name] for name in names if name.endswith(f".{_ACTIVATION}") and name in modules
+            }
+            stack.enter_context(hooked(activations, after=self._activation))
+            stack.enter_context(hooked(cores, after=self._attention))
+            stack.enter_context(hooked(plain, after=computed))
             yield
 
-    def _computed(self, name: str, value: Any, given: Any) -> Any:
-        """What transformers' operator makes of what vLLM's took, in the dtype of what that gave."""
-        return as_given(self._called(name, value), given).reshape(given.shape)
-
     def _called(self, name: str, *values: Any) -> Any:
-        theirs = self._theirs[name]
-        dtype = next(theirs.parameters(), self._as_itself.first).dtype
-        with self._as_itself.as_giver():
+        """The result of the giver's operator for inputs of vLLM's."""
+        theirs = self._by.theirs[name]
+        dtype = next(theirs.parameters(), self._by.first).dtype
+        with self._by.as_giver():
             return theirs(*(cast(value, dtype) for value in values))
 
-    def _operator(self, name: str, module: Any, names: Collection[str]) -> Callable[..., Any]:
+    def _operator(
+        self,
+        name: str,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Any,
+        names: Collection[str],
+    ) -> Any:
+        import torch
+
         theirs = self._names[name]
-
-        def graft(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
-            outputs = list(given) if isinstance(given, tuple) else [given]
-            taken = args[0] if args else next(iter(kwargs.values()))
-            if len(args) + len(kwargs) > 1 and len(outputs) > 1 and outputs[1] is not None:
-                taken = outputs[1]
-            if len(theirs) == 1:
-                outputs[0] = self._computed(name, taken, outputs[0])
-            else:
-                import torch
-
-                parts = outputs[0].split(module.output_partition_sizes, dim=-1)
-                outputs[0] = torch.cat(
-                    [self._computed(each, taken, part) if each in names else part for each, part in zip(theirs, parts, strict=True)],
-                    dim=-1,
-                )  # fmt: skip
-            return tuple(outputs) if isinstance(given, tuple) else outputs[0]
-
-        return graft
+        outputs = list(given) if isinstance(given, tuple) else [given]
+        taken = args[0] if args else next(iter(kwargs.values()))
+        if len(args) + len(kwargs) > 1 and len(outputs) > 1 and outputs[1] is not None:
+            taken = outputs[1]
+        parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
+        new = [
+            as_given(self._called(each, taken), part) if each in names else part
+            for each, part in zip(theirs, parts, strict=True)
+        ]
+        outputs[0] = torch.cat(new, dim=-1) if len(new) > 1 else new[0]
+        return tuple(outputs) if isinstance(given, tuple) else outputs[0]
 
     @contextmanager
     def _mixture(self, name: str, module: Any, names: Collection[str]) -> Iterator[None]:
         gate, experts = self._names[name]
-        chosen: list[tuple[Any, Any]] = []
 
         def choose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
             weights, ids = select(hidden, logits)
             if gate in names:
                 _, new, new_ids = self._called(gate, hidden)
                 weights, ids = new.to(weights.dtype).contiguous(), new_ids.to(ids.dtype).contiguous()
-            chosen.append((weights, ids))
             return weights, ids
 
-        def graft(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
-            weights, ids = chosen.pop()
-            if experts not in names:
-                return None
-            new = self._called(experts, args[0] if args else kwargs["hidden_states"], ids.long(), weights)
-            return as_given(new, given).reshape(given.shape)
+        def computed(hidden: Any, weights: Any, ids: Any, given: Any) -> Any:
+            return as_given(self._called(experts, hidden, ids.long(), weights), given) if experts in names else None
 
-        handle = module.register_forward_hook(graft, with_kwargs=True)
-        try:
-            with selecting(module, choose):
-                yield
-        finally:
-            handle.remove()
+        with mixture_around(module, choose, computed):
+            yield
 
-    def _activation(self, name: str) -> Callable[..., Any]:
-        def graft(_module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], given: Any) -> Any:
-            gate, up = args[0].chunk(2, dim=-1)
-            dtype = self._as_itself.first.dtype
-            with self._as_itself.as_giver():
-                new = self._theirs[name](cast(gate, dtype)) * cast(up, dtype)
-            return as_given(new, given)
-
-        return graft
+    def _activation(self, name: str, _module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], given: Any) -> Any:
+        gate, up = args[0].chunk(2, dim=-1)
+        dtype = self._by.first.dtype
+        with self._by.as_giver():
+            new = self._by.theirs[name](cast(gate, dtype)) * cast(up, dtype)
+        return as_given(new, given)
 
     def _rotation(self, layer: str) -> Callable[..., Any] | None:
         module = self._modules[layer]
@@ -167,14 +164,12 @@ class VllmTaker:
         width = self._modules[layer].head_dim
 
         def rotary(positions_W: Any, query: Any, key: Any) -> tuple[Any, ...]:
-            dtype = self._as_itself.first.dtype
-            heads = [cast(state, dtype).reshape(1, len(state), -1, width).transpose(1, 2) for state in (query, key)]
-            with self._as_itself.as_giver():
+            heads = [self._heads(state, width) for state in (query, key)]
+            with self._by.as_giver():
                 cos, sin = tables(heads[0], positions_W[None])
                 turned = rotate(*heads, cos, sin)
             return tuple(
-                as_given(new.transpose(1, 2)[0], state).reshape(state.shape)
-                for new, state in zip(turned, (query, key), strict=True)
+                as_given(new.transpose(1, 2)[0], state) for new, state in zip(turned, (query, key), strict=True)
             )
 
         before = attention._modules.pop("rotary_emb")
@@ -185,25 +180,19 @@ class VllmTaker:
             del attention.rotary_emb
             attention._modules["rotary_emb"] = before
 
-    def _attention(self, layer: str, module: Any) -> Callable[..., Any]:
-        name = core_name(layer)
+    def _heads(self, state: Any, width: int) -> Any:
+        """Queries, keys or values [W, N D] of vLLM's as the giver takes them, [1, N, W, D]."""
+        return cast(state, self._by.first.dtype).reshape(1, len(state), -1, width).transpose(1, 2)
 
-        def graft(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
-            states = [*args, *(kwargs[word] for word in ("query", "key", "value") if word in kwargs)][:3]
-            dtype = self._as_itself.first.dtype
-            new = given.clone()
-            for seq_id, where, _ in self._spans:
-                function, theirs, mask, words = self._masks_of(seq_id)[name]
-                heads = [
-                    cast(state[where], dtype).reshape(1, where.stop - where.start, -1, module.head_size).transpose(1, 2)
-                    for state in states
-                ]
-                with self._as_itself.as_giver():
-                    made = function(theirs, *heads, mask, **words)[0]
-                new[where] = as_given(made, given).reshape(new[where].shape)
-            return new
-
-        return graft
+    def _attention(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+        core, new = core_name(name.rpartition(".")[0]), given.clone()
+        for seq_id, where, _ in self._spans:
+            function, theirs, mask, words = self._masks_of(seq_id)[core]
+            heads = [self._heads(state[where], module.head_size) for state in states_of(args, kwargs)]
+            with self._by.as_giver():
+                made = function(theirs, *heads, mask, **words)[0]
+            new[where] = as_given(made, new[where])
+        return new
 
     def _masks_of(self, seq_id: str) -> dict[str, Any]:
         """transformers' attention functions and masks for a sequence alone."""
@@ -213,7 +202,7 @@ class VllmTaker:
             batch = PaddedBatch(
                 rows=(row,), ids_BW=ids, mask_BW=np.ones_like(ids), first_B=np.array([len(row.prompt_ids)])
             )
-            self._masks[seq_id] = self._as_itself.masks_of(batch)
+            self._masks[seq_id] = self._by.masks_of(batch)
         return self._masks[seq_id]
 
 
@@ -224,86 +213,68 @@ class VllmGiver(Graft):
         self.taker = taker
         self._ours = operators(taker.model)
         modules = dict(giver.model.named_modules())
-        self.theirs: dict[str, Any] = {}
+        self.theirs: dict[str, Callable[..., Any]] = {}
+        """transformers' name -> what vLLM computes of the same inputs."""
         for name, parts in names(giver.model).items():
             if is_mixture(modules[name]):
                 gate, experts = parts
-                self.theirs |= {gate: _Gate(modules[gate], modules[name]), experts: _Experts(modules[name])}
+                self.theirs |= {gate: _gate(modules[gate], modules[name]), experts: _experts(modules[name])}
             elif name.rpartition(".")[2] not in ("attn", "rotary_emb"):
-                self.theirs |= {each: _Part(modules[name], place, len(parts)) for place, each in enumerate(parts)}
+                self.theirs |= {each: _part(modules[name], place, len(parts)) for place, each in enumerate(parts)}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
         return [name for name in self._ours if name in self.theirs]
 
     @contextmanager
     def put(self, names: Collection[str], batch: Any) -> Iterator[None]:
-        with ExitStack() as stack:
-            for name in names:
-                stack.callback(self._ours[name].register_forward_hook(self.theirs[name].graft).remove)
+        with hooked({name: self._ours[name] for name in names}, after=self._computed):
             yield
 
-
-class _Part:
-    """A module of vLLM's, or a part of what it computes at once."""
-
-    def __init__(self, module: Any, place: int, number: int):
-        self._module, self._place, self._number = module, place, number
-
-    def graft(self, _module: Any, args: tuple[Any, ...], given: Any) -> Any:
-        """A forward hook of transformers' module."""
-        import torch
-
-        taken = args[0]
-        dtype = next(self._module.parameters()).dtype
-        with torch._C.DisableTorchFunction(), torch.inference_mode():
-            flat = cast(taken, dtype)
-            flat = flat.flatten(0, 1) if flat.dim() > 1 else flat
-            new = self._module(flat)
-            new = new[0] if isinstance(new, tuple) else new
-            if self._number > 1:
-                new = new.split(self._module.output_partition_sizes, dim=-1)[self._place]
-            new = new.clone()
-        return as_given(new, given).reshape(given.shape)
-
-
-class _Gate:
-    """The router of a mixture of vLLM's."""
-
-    def __init__(self, gate: Any, module: Any):
-        self._gate, self._module = gate, module
-
-    def graft(self, _module: Any, args: tuple[Any, ...], given: Any) -> Any:
-        """A forward hook of transformers' router, which gives logits, weights and experts."""
+    def _computed(self, name: str, _module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], given: Any) -> Any:
         import torch
 
         with torch._C.DisableTorchFunction(), torch.inference_mode():
-            hidden = cast(args[0], self._gate.weight.dtype).reshape(-1, args[0].shape[-1])
-            logits = self._gate(hidden)
-            logits = logits[0] if isinstance(logits, tuple) else logits
-            new = (logits.clone(), *in_order(*self._module.router.select_experts(hidden, logits)))
+            new = self.theirs[name](*args)
         return as_given(new, given)
 
 
-class _Experts:
+def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
+    """A module of vLLM's, or one of the parts that it computes at once."""
+
+    def computed(taken: Any) -> Any:
+        flat = cast(taken, next(module.parameters()).dtype)
+        new = module(flat.flatten(0, 1) if flat.dim() > 1 else flat)
+        new = new[0] if isinstance(new, tuple) else new
+        return (new.split(module.output_partition_sizes, dim=-1)[place] if number > 1 else new).clone()
+
+    return computed
+
+
+def _gate(gate: Any, module: Any) -> Callable[..., Any]:
+    """The router of a mixture of vLLM's, which gives logits, weights and experts as transformers' does."""
+
+    def computed(taken: Any) -> Any:
+        hidden = cast(taken, gate.weight.dtype).reshape(-1, taken.shape[-1])
+        logits = gate(hidden)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        return logits.clone(), *in_order(*module.router.select_experts(hidden, logits))
+
+    return computed
+
+
+def _experts(module: Any) -> Callable[..., Any]:
     """The experts of a mixture of vLLM's."""
+    experts = module.routed_experts
 
-    def __init__(self, module: Any):
-        self._module = module
+    def computed(taken: Any, ids: Any, weights: Any) -> Any:
+        hidden = cast(taken, experts.w13_weight.dtype).reshape(-1, taken.shape[-1]).contiguous()
+        topk = {"topk_weights": weights.float().contiguous(), "topk_ids": ids.int().contiguous()}
+        return experts.forward_modular(x=hidden, **topk).clone()
 
-    def graft(self, _module: Any, args: tuple[Any, ...], given: Any) -> Any:
-        """A forward hook of transformers' experts, which take hidden states, experts and weights."""
-        import torch
-
-        experts = self._module.routed_experts
-        with torch._C.DisableTorchFunction(), torch.inference_mode():
-            hidden = cast(args[0], experts.w13_weight.dtype).reshape(-1, args[0].shape[-1]).contiguous()
-            new = experts.forward_modular(
-                x=hidden, topk_weights=args[2].float().contiguous(), topk_ids=args[1].int().contiguous()
-            ).clone()
-        return as_given(new, given).reshape(given.shape)
+    return computed
 
 
-AnyGraft = Graft | VllmTaker | ExactTaker
+AnyGraft = Graft | VllmTaker
 
 
 def can_patch(taker: AnyExecution, giver: AnyExecution) -> bool:
@@ -312,7 +283,7 @@ def can_patch(taker: AnyExecution, giver: AnyExecution) -> bool:
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> AnyGraft:
-    """What puts operators of a giver into a taker, where that can be."""
+    """What puts operators of a giver into a taker that `can_patch` allows."""
     if isinstance(giver, VllmExecution):
         assert isinstance(taker, Execution)
         return VllmGiver(taker, giver)

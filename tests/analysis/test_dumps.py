@@ -485,7 +485,7 @@ def test_the_command_says_it_and_refuses_what_is_not_for_dumps(tmp_path, exact):
         (("run", "--from-dumps", a, b), "run is not for it"),
         (("--from-dumps", a, b, "--by", "patch"), "--by operator or layer"),
         ((), "give RUN, or two folders"),
-        (("--from-dumps", a, tmp_path / "none"), "no folder lies there"),
+        (("--from-dumps", a, tmp_path / "none"), "is not a folder"),
     ):
         done = tim_trace("locate", *arguments)
         assert (done.code, message in done.stderr) == (2, True), done.stderr

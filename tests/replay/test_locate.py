@@ -79,8 +79,8 @@ def test_layers_that_do_not_fit_beside_each_other_give_the_same(traces, name, ar
     whole = locate_operators(traces(name), arm=arm, against="attention=eager", patch="none")
     turns = locate_operators(traces(name), arm=arm, against="attention=eager", patch="none", tapped_bytes=1)
     assert list(map(as_row, turns.operators)) == list(map(as_row, whole.operators))
-    assert {key(each): each.product for each in turns.carried} == {
-        key(each): pytest.approx(each.product, rel=1e-6, abs=1e-12) for each in whole.carried
+    assert turns.products == {
+        operator: pytest.approx(products, rel=1e-6, abs=1e-12) for operator, products in whole.products.items()
     }
     assert (turns.first, turns.routers, turns.unseen) == (whole.first, whole.routers, whole.unseen)
 
@@ -92,10 +92,6 @@ def as_row(operator):
         for name, value in asdict(operator).items()
         if name != "order"
     )
-
-
-def key(carried):
-    return carried.side, carried.operator, carried.seq_id
 
 
 def test_flipped_routes_are_counted_and_are_no_divergence(traces):
@@ -123,8 +119,8 @@ def test_the_others_choices_of_experts_remove_what_choices_alone_make(traces, ta
     found = locate_operators(traces("qwen3_moe"), arm="dtype=fp32", against="dtype=fp32", prepare_against=other_experts)
     assert found.first.operator == "model.layers.1.mlp.gate"
     assert sum(each.sum_square for each in found.sequences) > 0
-    left = [each.sum_square_left for each in found.patches if (each.name, each.taker) == ("routes", taker)]
-    assert left == [0.0] * len(found.sequences)
+    left = [each.squares_left for each in found.patches if (each.patch, each.taker) == ("routes", taker)]
+    assert left == [(0.0,) * len(found.sequences)]
 
 
 def test_only_choices_that_differ_are_given(traces):

@@ -9,7 +9,6 @@ import transformers
 from adapted import identity, with_adapters
 from builders import tim_trace
 from shared import rest_slow
-from tim_trace.analysis.locate_backward import locate_backward as find
 from tim_trace.replay.locate import backward_bounds
 from tim_trace.replay.locate.backward import locate_backward
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
@@ -282,7 +281,7 @@ def test_gradient_checkpoints_change_nothing(traces):
 
 def test_the_parameters_differences_are_those_of_the_gradients_by_hand(traces):
     """The loss with every ratio 1 is minus the mean of advantage times logprob over the tokens of the step."""
-    found = find(traces("llama"), sequences="random:6")
+    found = locate_backward(traces("llama"), sequences="random:6")
     rows = list(zip(*sequences(), strict=True))
     norms = {}
     for dtype in (torch.float32, torch.float64):
@@ -311,7 +310,7 @@ def test_the_parameters_differences_are_those_of_the_gradients_by_hand(traces):
 )
 def test_what_cannot_be_done_is_said(traces, options, error, message):
     with pytest.raises(error, match=message):
-        find(traces("llama"), **options)
+        locate_backward(traces("llama"), **options)
 
 
 def test_a_mixture_of_experts_is_refused(tmp_path):
@@ -325,7 +324,7 @@ def test_a_mixture_of_experts_is_refused(tmp_path):
 
 def test_a_trace_without_advantages_says_how_to_record_them(traces):
     with pytest.raises(CannotReplay, match="record them with"):
-        find(traces("llama", advantages=False))
+        locate_backward(traces("llama", advantages=False))
 
 
 def test_the_command_says_where_and_refuses_what_makes_no_sense(traces):

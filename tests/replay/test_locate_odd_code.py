@@ -188,7 +188,7 @@ def test_a_patch_of_another_form_is_left_out_by_name(trace):
     found = located(trace, gives_two_projections, patch="kinds")
     assert found.first is None
     assert {"patch up_proj in a", "patch up_proj in b"} & set(found.unjudged)
-    assert {each.name for each in found.patches} >= {"down_proj", "attention"}
+    assert {each.patch for each in found.patches} >= {"down_proj", "attention"}
 
 
 @pytest.mark.parametrize(

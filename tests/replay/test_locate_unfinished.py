@@ -22,7 +22,7 @@ from tim_trace.replay.locate.engine import locate as locate_operators
 from tim_trace.replay.locate.unfinished import Unfinished
 from tim_trace.schemas.errors import DamageWarning
 from tim_trace.schemas.layout import is_own
-from tim_trace.tracer.located.result_header import LocateQuestion
+from tim_trace.tracer.located.results import LocateQuestion
 from tim_trace.tracer.store import Store
 
 ASKED = {"steps": "1", "arm": "dtype=bf16", "against": "dtype=fp32", "sequences": "4"}

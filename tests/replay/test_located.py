@@ -24,11 +24,11 @@ from tim_trace.analysis.report.report import report
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.verify import verify
 from tim_trace.replay.engine import replay
-from tim_trace.replay.locate.question import question_id
+from tim_trace.replay.locate.unfinished import question_id
 from tim_trace.schemas.errors import DamageWarning
 from tim_trace.schemas.located import LOCATED_TABLES
 from tim_trace.tracer.located.result_files import read_results
-from tim_trace.tracer.located.result_header import LocateQuestion
+from tim_trace.tracer.located.results import LocateQuestion
 from tim_trace.tracer.store import Store
 
 

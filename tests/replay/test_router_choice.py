@@ -4,7 +4,7 @@ import pytest
 import torch
 from located_runs import model_of
 from tim_trace.replay.backends.model import build
-from tim_trace.replay.locate.router_choice import follows
+from tim_trace.replay.locate.experts import follows
 
 
 @pytest.fixture(scope="module")

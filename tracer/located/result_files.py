@@ -1,4 +1,4 @@
-"""The files of locate/: writing a result beside the recording, and reading what lies there.
+"""The files of locate/: write a result beside the recording, and read kept ones.
 
 A result is a header, `<id>.json`, and two tables that the header names with their hashes. The header is written last and
 replaces the one before by rename, so that a reader sees one result or the other.
@@ -7,7 +7,7 @@ replaces the one before by rename, so that a reader sees one result or the other
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,21 +27,20 @@ from ..parquet_file import ParquetFooter, read_footer, write_checked
 from ..store import Store, first_line
 from ..verified_file import FileCursor
 from ..whole_file import unnamed_file, write_part
-from .result_header import FORMAT, LocateQuestion, ResultHeader, parse_header
-from .results import A, B, CarriedError, Located, OperatorError, PatchedSequence, only
+from .results import FORMAT, A, B, Located, LocateQuestion, OperatorError, Patch, ResultHeader, limits, parse_header
 
 UNFINISHED = "-unfinished"
-"""In the names of what an interrupted `locate` left."""
+"""Part of the names of files that an interrupted `locate` left."""
 _AGAIN = "run locate again, or remove it"
 _HEADER = re.compile(r"[0-9a-f]{16}\.json")
 _OPTIONS: dict[str, Any] = {"compression": "zstd"}
 _MOST_ROWS = 1 << 20
-"""A table with more is refused unread."""
+"""A table with more rows is refused unread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptResult:
-    """A result of `locate` that lies in a trace."""
+    """A result of `locate` in a trace."""
 
     header: ResultHeader
     found: Located
@@ -69,15 +68,11 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
     before = _named_before(store, result)
     files = dict(
         _write_table(folder, result, spec, rows)
-        for spec, rows in ((OPERATORS, _operator_rows(found)), (PATCHES, _patch_rows(found)))
+        for spec, rows in ((OPERATORS, _operator_rows(found)), (PATCHES, list(map(asdict, found.patches))))
     )
     header = ResultHeader(
-        format=FORMAT, id=result, run_id=store.manifest().run_id, question=question, made_at=now(), made_by=__version__,
-        versions=numeric_versions(), device=found.device, policy_version=found.policy_version, a=found.a, b=found.b,
-        chosen=found.chosen, sequences=found.sequences, num_tokens=found.num_tokens, mean_abs_d=found.mean_abs_d,
-        max_abs_d=found.max_abs_d, weights=found.weights, routers=found.routers, unseen=found.unseen, unjudged=found.unjudged,
-        engines=found.engines,
-        first=found.first, files=files,
+        **found.facts(), format=FORMAT, id=result, run_id=store.manifest().run_id, question=question, made_at=now(),
+        made_by=__version__, versions=numeric_versions(), files=files,
     )  # fmt: skip
     relative = header_path(result)
     write_part(folder, relative, header.to_json().encode())
@@ -87,7 +82,7 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
 
 
 def _named_before(store: Store, result: str) -> set[str]:
-    """Tables of the result that is replaced: another process may be writing others of the same question."""
+    """Tables of the result to replace; another process may be writing newer ones of the same question."""
     try:
         return set(read_header(store, result).files)
     except (TimTraceError, OSError):
@@ -95,7 +90,7 @@ def _named_before(store: Store, result: str) -> set[str]:
 
 
 def _write_table(folder: Path, result: str, spec: Table, rows: Sequence[dict[str, Any]]) -> tuple[str, SealedFile]:
-    """Path and account of a table, which is named for the hash of its footer."""
+    """Write a table, named after the hash of its footer; return its path and account."""
     part = pa.Table.from_pylist(rows, spec.schema)
     with unnamed_file(folder, LOCATE) as temporary:
         written = write_checked(temporary, _identity(result, spec), spec.schema, [part], **_OPTIONS)
@@ -109,31 +104,20 @@ def _identity(result: str, spec: Table) -> str:
 
 
 def _operator_rows(found: Located) -> list[dict[str, Any]]:
-    products, rows = found.products(), []
+    rows = []
     for operator in found.operators:
         row = asdict(operator)
-        own = products.get((operator.side, operator.operator))
+        own = found.products.get((operator.side, operator.operator))
         row["products"] = None if own is None else [own.get(each.seq_id) for each in found.sequences]
         rows.append({"forward_order": row.pop("order"), **row})
     return rows
-
-
-def _patch_rows(found: Located) -> list[dict[str, Any]]:
-    squares: dict[tuple[str, str, int], dict[str, float]] = {}
-    for each in found.patches:
-        squares.setdefault((each.name, each.taker, each.num_operators), {})[each.seq_id] = each.sum_square_left
-    return [
-        {"patch": name, "taker": taker, "num_operators": number}
-        | {"squares_left": [own[each.seq_id] for each in found.sequences]}
-        for (name, taker, number), own in squares.items()
-    ]
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------
 
 
 def result_ids(store: Store) -> list[str]:
-    """Ids of the results that lie in a trace."""
+    """Ids of the results in a trace."""
     return [name.removesuffix(".json") for name in store.files(LOCATE) if _HEADER.fullmatch(name)]
 
 
@@ -148,7 +132,7 @@ def unfinished_questions(store: Store) -> list[str]:
 
 
 def read_header(store: Store, result: str) -> ResultHeader:
-    """A result's header. Raises DamagedTrace, NewerTrace, OSError."""
+    """Read a result's header. Raises DamagedTrace, NewerTrace, OSError."""
     where = store.shown(header_path(result))
     header = parse_header(store.read_json(header_path(result)), where)
     if header.id != result:
@@ -162,7 +146,7 @@ def read_header(store: Store, result: str) -> ResultHeader:
 
 
 def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
-    """Every result that lies in a trace, the newest last; what cannot be read comes second, a sentence each."""
+    """Read every result of a trace, the newest last; return them with one sentence per result that cannot be read."""
     found, damaged = [], []
     for result in result_ids(store):
         try:
@@ -175,7 +159,7 @@ def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
 
 
 def read_result(store: Store, result: str) -> KeptResult:
-    """A result. Raises DamagedTrace for what is not as it was written, NewerTrace, and FileNotFoundError where there is none."""
+    """Read a result. Raises DamagedTrace if it is not as it was written, NewerTrace, and FileNotFoundError if there is none."""
     header = read_header(store, result)
     try:
         return _read_tables(store, header)
@@ -213,17 +197,23 @@ def _footer(store: Store, relative: str, record: SealedFile) -> ParquetFooter:
 
 def _read_tables(store: Store, header: ResultHeader) -> KeptResult:
     rows = {_spec(header, relative).name: read_table(store, header, relative) for relative in header.files}
-    operators, patches = rows[OPERATORS.name], rows[PATCHES.name]
     names = [each.seq_id for each in header.sequences]
+    operators = [(row.pop("products"), row.pop("forward_order"), row) for row in rows[OPERATORS.name]]
     found = Located(
-        run=store.name, step=header.question.step, policy_version=header.policy_version, device=header.device, a=header.a,
-        b=header.b, sequences=header.sequences, chosen=header.chosen, num_tokens=header.num_tokens,
-        mean_abs_d=header.mean_abs_d, max_abs_d=header.max_abs_d, operators=tuple(map(_operator, operators)),
-        carried=tuple(_carried(operators, names)), weights=header.weights, routers=header.routers,
-        patches=tuple(_patched(patches, names)), unseen=header.unseen, unjudged=header.unjudged,
-        engines=header.engines, first=header.first,
-        only=only(header.question.layers, header.question.operators),
-    )  # fmt: skip
+        **header.facts(),
+        run=store.name,
+        step=header.question.step,
+        operators=tuple(OperatorError(order=order, **row) for _, order, row in operators),
+        products={
+            (row["side"], row["operator"]): {
+                seq_id: product for seq_id, product in zip(names, own, strict=True) if product is not None
+            }
+            for own, _, row in operators
+            if own is not None
+        },
+        patches=tuple(Patch(**row | {"squares_left": tuple(row["squares_left"])}) for row in rows[PATCHES.name]),
+        only=limits(header.question.layers, header.question.operators),
+    )
     return KeptResult(header=header, found=found)
 
 
@@ -232,7 +222,7 @@ def _spec(header: ResultHeader, relative: str) -> Table:
 
 
 def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[str, Any]]:
-    """Rows of one of a result's tables, every byte compared with its checksum. Raises DamagedTrace and FileNotFoundError."""
+    """Read one of a result's tables, and compare its bytes with their checksums. Raises DamagedTrace and FileNotFoundError."""
     where, spec = store.shown(relative), _spec(header, relative)
     footer = _footer(store, relative, header.files[relative])
     if not footer.schema.remove_metadata().equals(spec.schema):
@@ -249,7 +239,7 @@ def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[s
 
 
 def _check_rows(rows: Iterable[dict[str, Any]], spec: Table, num_sequences: int, where: str) -> None:
-    """Raise DamagedTrace for rows that no result of locate has."""
+    """Raise DamagedTrace for rows that locate does not write."""
     never = [column.name for column in spec.columns if not column.null]
     for row in rows:
         lists = [value for value in row.values() if isinstance(value, list)]
@@ -261,23 +251,3 @@ def _check_rows(rows: Iterable[dict[str, Any]], spec: Table, num_sequences: int,
             or (spec is PATCHES and None in row["squares_left"])
         ):
             raise DamagedTrace(f"{where}: holds rows that no result of locate has; {_AGAIN}")
-
-
-def _operator(row: dict[str, Any]) -> OperatorError:
-    values = {name: value for name, value in row.items() if name not in ("forward_order", "products")}
-    return OperatorError(order=row["forward_order"], **values)
-
-
-def _carried(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> Iterator[CarriedError]:
-    for row in rows:
-        of_operator = {name: row[name] for name in ("side", "operator", "kind", "layer")}
-        for seq_id, product in zip(names, row["products"] or (), strict=False):
-            if product is not None:
-                yield CarriedError(seq_id=seq_id, product=product, **of_operator)
-
-
-def _patched(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> Iterator[PatchedSequence]:
-    for row in rows:
-        of_patch = {"name": row["patch"], "taker": row["taker"], "num_operators": row["num_operators"]}
-        for seq_id, left in zip(names, row["squares_left"], strict=True):
-            yield PatchedSequence(seq_id=seq_id, sum_square_left=left, **of_patch)

@@ -1,0 +1,178 @@
+"""The core of an attention layer compared with float64: queries, keys and values as they arrive, and what it makes of them.
+
+Shapes: T tokens, N heads, G key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from . import bounds
+from .heard import Heard
+from .judged import GIVES, TAKES, ratio
+from .names import ATTENTION, kind_of, layer_of
+from .taps import like
+
+ROTARY = "rotary"
+"""The rotation of queries and keys."""
+STATES = "queries", "keys", "values"
+"""What reaches the core without a rotary before it, or where keys alone are wrong: a cache lies in between."""
+_QKV = "q_proj", "k_proj", "v_proj"
+_NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
+"""Names of the norms of queries, keys and values."""
+_OTHERWISE = 0.1
+"""Relative difference of queries and keys from which their dimensions may lie in another order."""
+
+
+class Cores:
+    """Judges the attention cores of one row's forward."""
+
+    def __init__(self, heard: Heard, operators: Collection[str]):
+        self._heard, self._operators = heard, operators
+        self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
+        self._normed: tuple[set[int | None], ...] = (set(), set(), set())
+        """Layers whose norms of queries, of keys and of values were heard."""
+        self._states: dict[str, tuple[Any, ...]] = {}
+        """Core that was not heard last -> queries and keys as they should be, [T, N, D]."""
+
+    def note_norm(self, name: str) -> None:
+        """Note that a module was heard, if it is a norm of queries, keys or values."""
+        for layers, norm in zip(self._normed, _NORMS, strict=True):
+            if norm.search(name):
+                layers.add(layer_of(name))
+
+    def judge(
+        self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a core in float64 on the execution's queries, keys and values, [1, N, T, D] each; return the execution's output."""
+        heard, layer = self._heard, layer_of(name)
+        call = heard.begin(name)
+        heard.judgement.attended.add(layer)
+        if call is None:
+            given = original(module, *args, **kwargs)
+
+            def bound(dtype: Any) -> Any:
+                return heard.attention_bound(args[:3], given, kwargs, heard.rounding(dtype), turns=True)
+
+            heard.miss(name, given[0], bound)
+            self._states = {name: tuple(state[0].transpose(0, 1) for state in args[:2])}
+            return given
+        states = self._judged_states(name, args[:3], call.takes)
+        given = original(module, *states, *args[3:], **kwargs)
+        found = call.gives[0]
+        heard.end(name)
+        if found is None:
+            return given
+        exact = given[0].reshape(found.shape)
+        rounding = heard.rounding(found.dtype, call.takes[0].dtype)
+        limit = heard.attention_bound(tuple(states), given, kwargs, rounding, turns=False).reshape(exact.shape)
+        heard.judgement.add(name, ATTENTION, layer, found, exact, limit, (heard.called(name), GIVES, 0))
+        return (like(found, given[0]), *given[1:])
+
+    def _judged_states(self, name: str, states: tuple[Any, ...], takes: Sequence[Any]) -> list[Any]:
+        """Judge what arrived at a core, and return that in the shape of float64's."""
+        heard, layer = self._heard, layer_of(name)
+        new, takes = list(states), list(takes)
+        order_D = _order_of_dimensions(states[:2], takes[:2])
+        if order_D is not None:
+            takes[:2] = (taken[..., order_D] for taken in takes[:2])
+        are_right = True
+        for slot, (state, taken) in enumerate(zip(states, takes, strict=True)):
+            if taken is None:
+                continue
+            exact, rounding = state[0].transpose(0, 1), heard.rounding(taken.dtype)
+            turns = slot < 2 and self.has_rotary
+            bound = self._turned_bound(exact, rounding) if turns else bounds.of_sum(exact, rounding)
+            _, fused = heard.unheard.get((layer, _QKV[slot]), (None, None))
+            if fused is not None and layer not in self._normed[slot]:
+                # A rotation moves an error between the two numbers of a pair.
+                bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
+            kind = STATES[slot]
+            if turns:
+                # The same tables turn both: if queries are right and keys are not, keys were changed behind the rotary.
+                is_right = ratio(taken, exact, bound) <= 1.0
+                # A rotation, or none at all, keeps the length of each head's vector.
+                keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
+                kind = ROTARY if slot == 0 or is_right or not are_right or bool(keeps.all()) else kind
+                are_right = is_right
+            where, kind = self._wrong_state(name, slot, kind, taken.double(), exact)
+            heard.judgement.add(where, kind, layer, taken, exact, bound, (name, TAKES, slot))
+            new[slot] = like(taken, state, heads_first=True)
+        return new
+
+    def _turned_bound(self, exact: Any, rounding: bounds.Rounding) -> Any:
+        return bounds.of_rotary(exact, self._heard.first_position + len(exact), rounding)
+
+    def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
+        """The operator that would make wrong queries, keys or values [T, N, D], and its kind.
+
+        A rotation keeps the length of each head's vector: if that differs and the norm before was not heard, it is the norm's.
+        """
+        norms = [
+            (name, kind_of(name))
+            for name in self._operators
+            if name.startswith(core.removesuffix(ATTENTION)) and _NORMS[slot].search(name)
+        ]
+        if norms and layer_of(core) not in self._normed[slot]:
+            lengths, others = (each.norm(dim=-1) for each in (exact, found))
+            if float((others - lengths).abs().max()) > _OTHERWISE * float(lengths.amax()):
+                return norms[0]
+        return f"layers.{layer_of(core)}.{kind}" + (f".{'qk'[slot]}" if kind == ROTARY else ""), kind
+
+    def wrong_before(self, layer: int | None) -> tuple[str, str] | None:
+        """The operator that makes wrong queries or keys of an attention that is code of its own, and its kind; None if they are right."""
+        for core, states in self._states.items():
+            taken = self._heard.taps.multiplied.get(core)
+            if taken is None or layer_of(core) != layer or not self.has_rotary:
+                continue
+            found = [_as_heads_of(each.double(), state) for each, state in zip(taken, states, strict=True)]
+            order_D = _order_of_dimensions([state.transpose(0, 1)[None] for state in states], found)
+            for slot, (each, exact) in enumerate(zip(found, states, strict=True)):
+                if each is None:
+                    continue
+                each = each if order_D is None else each[..., order_D]
+                # Scores may be scaled anywhere: a multiple of the right numbers is right.
+                each = each / (float((each * exact).sum()) / float(exact.square().sum()) or 1.0)
+                if ratio(each, exact, self._turned_bound(exact, self._heard.rounding(taken[slot].dtype))) > 2.0:
+                    scale = float(exact.norm() / each.norm().clamp_min(1e-300))
+                    return self._wrong_state(core, slot, ROTARY, each * scale, exact)
+        return None
+
+
+def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
+    """[D]: where an execution has each dimension of queries and keys, if it has those of both in one other order than the reference.
+
+    Scores do not depend on that order: some code rotates pairs of neighbours, and leaves them in place.
+    """
+    import torch
+
+    if any(taken is None for taken in takes):
+        return None
+    exact, found = [], []
+    for state, taken in zip(states, takes, strict=True):
+        exact.append(state[0].transpose(0, 1).flatten(0, 1))
+        found.append(taken.double().flatten(0, -2))
+        if exact[-1].shape != found[-1].shape or not _relative(found[-1], exact[-1]) > _OTHERWISE:
+            return None
+    order_D = torch.cdist(torch.cat(exact).mT, torch.cat(found).mT).argmin(1)
+    if len(order_D.unique()) < len(order_D):
+        return None
+    pairs = zip(exact, found, strict=True)
+    return order_D if all(_relative(b[:, order_D], a) <= _OTHERWISE for a, b in pairs) else None
+
+
+def _relative(found: Any, exact: Any) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+def _as_heads_of(found: Any, exact: Any) -> Any:
+    """Queries or keys [T, M, D] as [T, N, D], if heads are repeated for the queries of a group; None if they are not."""
+    if found.shape == exact.shape:
+        return found
+    if found.shape[-1] != exact.shape[-1] or found.shape[1] % exact.shape[1]:
+        return None
+    groups = found.unflatten(1, (exact.shape[1], -1))
+    return groups[:, :, 0] if bool((groups == groups[:, :, :1]).all()) else None

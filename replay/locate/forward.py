@@ -1,0 +1,238 @@
+"""One row's forward in float64, with an execution's numbers put in before and after each operator.
+
+What lies between operators that are modules (additions to the residual stream, rotations, products) is judged where the next
+operator takes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ...tracer.store import first_line
+from . import bounds
+from .cores import ROTARY, Cores
+from .experts import is_wrong_sum, judge_choice, judge_router
+from .heard import ENDS_OF_ATTENTION, ENDS_OF_MLP, FIRST_OF_MLP, Heard
+from .judged import GIVES, TAKES, Point, ratio
+from .names import ATTENTION, core_name, kind_of, layer_of
+from .taps import (
+    Call,
+    are_experts,
+    attention_around,
+    fitting,
+    hidden_of,
+    hooked,
+    like,
+    outputs_of,
+    tensors_of,
+    tokens_first,
+    with_outputs,
+    with_tensors,
+)
+
+RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "embedding"
+"""What lies between operators: additions to the residual stream, the product of gate and up, anything else, and what is done to
+embeddings before the first layer takes them."""
+INPUT = "input"
+"""The input of an operator that should be its layer's input, and is not."""
+_IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
+_QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
+               "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
+
+
+class Forward:
+    """Judges one row's forward while the float64 model runs it."""
+
+    def __init__(self, heard: Heard, operators: Mapping[str, Any], names: Mapping[int, str]):
+        """`operators` are the float64 model's, `names` those of its modules by id."""
+        self._heard, self._operators, self._names = heard, operators, names
+        self._judgement = heard.judgement
+        self._cores = Cores(heard, operators)
+
+    @contextmanager
+    def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
+        """Put the execution's numbers before and after each operator."""
+        with (
+            hooked(self._operators, self._guarded(self._take), self._guarded(self._give)),
+            hooked(mixtures, after=self._guarded(self._mix)),
+            hooked(layers, self._enter),
+            attention_around(self._core),
+        ):
+            yield
+
+    def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Have an operator whose form is not understood noted, and the others judged without it."""
+        import torch
+
+        def called(name: str, *args: Any) -> Any:
+            try:
+                return hook(name, *args)
+            except torch.OutOfMemoryError:
+                raise
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                self._judgement.unjudged.setdefault(name, f"{type(error).__name__}: {first_line(error)}")
+                return None
+
+        return called
+
+    def _enter(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)
+
+    def _core(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = core_name(self._names.get(id(module), ""))
+        given = self._guarded(self._cores.judge)(name, module, original, args, kwargs)
+        return original(module, *args, **kwargs) if given is None else given
+
+    def _mix(self, name: str, _module: Any, _args: Any, _kwargs: Any, given: Any) -> Any:
+        found, outputs = self._heard.taps.mixed.get(name), outputs_of(given)
+        if found is None or not outputs or outputs[0].numel() != found.numel():
+            return None
+        if not is_wrong_sum(self._heard, name, outputs[0], found):
+            return None
+        return with_outputs(given, [like(found, outputs[0]), *outputs[1:]])
+
+    # --- outputs --------------------------------------------------------------------------------------------------------
+
+    def _give(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+        call = self._heard.end(name)
+        takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
+        if call is None or all(each is None for each in call.gives):  # as if called for some tokens at a time
+            if outputs and outputs[0].is_floating_point():
+                self._heard.miss_module(name, module, takes, outputs[0])
+            return None
+        found = [fitting(call.gives, slot, value) for slot, value in enumerate(outputs)]
+        if name not in self._judgement.unjudged:
+            if all(value.is_floating_point() for value in outputs):
+                for slot, (value, own) in enumerate(zip(outputs, found, strict=True)):
+                    if own is not None:
+                        self._judge_output(name, module, slot, value, takes, call)
+            else:
+                judge_router(
+                    self._heard, name, module, takes, outputs, call, lambda: outputs_of(module.forward(*args, **kwargs))
+                )
+        pairs = zip(outputs, found, strict=True)
+        return with_outputs(given, [value if own is None else like(own, value) for value, own in pairs])
+
+    def _judge_output(self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call) -> None:
+        """Judge an operator's output against float64's on the same inputs."""
+        given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
+        if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
+            self._heard.branches.append(given)
+        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # of an attention that is code of its own
+            self._judgement.attended.add(layer)
+        self._cores.note_norm(name)
+        bound = self._heard.bound(name, module, slot, value, takes, call, given)
+        exact = tokens_first(value, given)
+        self._judgement.add(name, kind, layer, given, exact, bound, (self._heard.called(name), GIVES, slot))
+
+    # --- inputs ---------------------------------------------------------------------------------------------------------
+
+    def _take(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._heard.begin(name)
+        if call is None:
+            return None
+        found = tensors_of(args, kwargs)
+        if are_experts(module) and len(found) > 2:
+            judge_choice(self._heard, name, found, call.takes)
+        own, recorded = _num_floating(call.takes), _num_floating(found)
+        if name.rpartition(".")[2] != "rotary_emb" and own > recorded:
+            self._judgement.unjudged[name] = f"takes {own} tensors where the recorded model's takes {recorded}"
+            return None
+        return with_tensors(args, kwargs, [self._taken(name, slot, value, call) for slot, value in enumerate(found)])
+
+    def _taken(self, name: str, slot: int, value: Any, call: Call) -> Any:
+        """The execution's input in the place of float64's, once what lies before it has been judged."""
+        taken, layer, last = fitting(call.takes, slot, value), layer_of(name), name.rpartition(".")[2]
+        if taken is None:
+            return value
+        new = like(taken, value)
+        if not value.is_floating_point():
+            if last in ("rotary_emb", "wpe"):
+                differs = taken != value.reshape(taken.shape)
+                self._judgement.add_differing(f"{name}.positions", ROTARY, layer, differs, taken.numel())
+            return new
+        if slot and are_experts(self._operators[name]):
+            return new  # the weights of a choice, which are judged with it
+        if last == "rotary_emb":
+            return value  # it reads the dtype of the hidden states alone; a layer's input judges what lies before them
+        exact, point = tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
+        if value is self._heard.entered.get(layer) and self._differs_from_layer(name, layer, taken, exact, point):
+            return new
+        self._between(name, layer, taken, exact, point)
+        # In place, if possible: the same numbers are added to the residual stream later.
+        return value.copy_(new) if value.is_contiguous() else new
+
+    def _differs_from_layer(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
+        """Judge the input of a layer's first operator against the layer's own input, if they are not the same numbers."""
+        heard = self._heard
+        if layer is None or layer in self._judgement.attended:
+            return False
+        entered = heard.taps.entered.get(layer)
+        if entered is None or entered.shape != taken.shape or bool((entered == taken).all()):
+            return False
+        if not bool((entered.double() == exact).all()):
+            bound = heard.stream_bound(exact, heard.rounding(entered.dtype))
+            heard.branches = []
+            if layer:
+                self._judgement.add(f"layers.{layer - 1}.{RESIDUAL}", RESIDUAL, layer - 1, entered, exact, bound)
+            else:
+                self._judgement.add(EMBEDDING, EMBEDDING, None, entered, exact, bound)
+        exact = entered.double()
+        bound = bounds.of_sum(exact.abs(), heard.rounding(taken.dtype))
+        self._judgement.add(f"{name}.{INPUT}", kind_of(name), layer, taken, exact, bound, point)
+        return True
+
+    def _between(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> None:
+        """Judge what lies before an operator, unless it is the output of the operator before, unchanged."""
+        if bool((taken.double() == exact).all()):
+            return
+        heard = self._heard
+        kind, of = self._kind_between(name, layer)
+        rounding = heard.rounding(taken.dtype)
+        where = f"{name}.{kind}" if of is None else f"layers.{of}.{kind}"
+        if kind == RESIDUAL:
+            bound = heard.stream_bound(exact, rounding)
+            heard.branches = []
+            if of is None:
+                where = kind = EMBEDDING
+        elif kind == ROTARY:
+            bound = bounds.of_rotary(exact, heard.first_position + len(exact), rounding)
+        elif kind == ACTIVATION:
+            bound = bounds.of_sum(exact, rounding, 4.0) + heard.missed_mlp(name, layer, exact, taken.dtype)
+            for first in FIRST_OF_MLP if kind_of(name) not in ENDS_OF_MLP else ():
+                missed = heard.missed(layer, first, exact, taken.dtype)
+                if missed is not None and bool((missed[0] == exact).all()):  # the activation takes its output as it is
+                    where, kind = f"{name.rpartition('.')[0]}.{first}", first
+        else:
+            bound = bounds.of_sum(exact, rounding, 8.0)
+            if kind == ATTENTION:
+                bound = bound + heard.missed_attention(layer, exact, taken.dtype)
+                if layer not in self._judgement.attended:
+                    bound = bound + bounds.of_own_attention(exact, rounding)
+                if ratio(taken, exact, bound) > 1.0:
+                    where, kind = self._cores.wrong_before(layer) or (where, kind)
+        self._judgement.add(where, kind, of, taken, exact, bound, point)
+
+    def _kind_between(self, name: str, layer: int | None) -> tuple[str, int | None]:
+        """What lies before an operator, and the layer it belongs to."""
+        last = name.rpartition(".")[2]
+        if last in ENDS_OF_MLP or (last in ENDS_OF_ATTENTION and ".mlp" in name) or last.startswith("act"):
+            return ACTIVATION, layer
+        if last in ENDS_OF_ATTENTION:
+            return ATTENTION, layer
+        if "norm" in last and _IN_ATTENTION.search(name):  # of queries and keys, behind what turns them
+            return ROTARY if self._cores.has_rotary else WIRING, layer
+        if layer is None:
+            return RESIDUAL, max((each for each in self._judgement.attended if each is not None), default=None)
+        if layer in self._judgement.attended:
+            return RESIDUAL, layer
+        if "norm" in last or last.startswith("ln") or last in _QUERY_LIKE:
+            return RESIDUAL, layer - 1 if layer else None
+        return WIRING, layer
+
+
+def _num_floating(values: Any) -> int:
+    return sum(value is not None and value.is_floating_point() for value in values)

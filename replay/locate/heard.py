@@ -1,0 +1,201 @@
+"""The numbers of an execution in one row's forward, and the bounds of what they are judged by.
+
+An operator that the execution computes but does not call by itself (its code fuses several) is not heard: the error it may make is
+added to the bound of what is heard next.
+
+Shapes: T tokens, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from . import bounds
+from .bounds import Rounding
+from .judged import Judgement
+from .names import ATTENTION, CallNames, kind_of, layer_of
+from .taps import Call, RowTaps, tokens_first
+
+ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
+ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
+FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
+_STEEPEST = 1.13
+"""Largest slope of the activations that models have: GELU's."""
+
+
+class Arithmetic(Protocol):
+    """How an execution computes, as far as bounds depend on it."""
+
+    @property
+    def weight_dtypes(self) -> dict[str, Any]:
+        """Parameter -> torch's dtype."""
+
+    @property
+    def rounds_scores(self) -> bool:
+        """Whether attention rounds scores and softmax to its dtype."""
+
+    @property
+    def attention_cut(self) -> float:
+        """What attention cuts off weighted values, as a share of the largest."""
+
+    @property
+    def coarsest(self) -> Any:
+        """The dtype below which operators should not round, whatever they give; None without one."""
+
+
+class Heard:
+    """An execution's operators in one row's forward, and those that were not heard."""
+
+    def __init__(
+        self,
+        taps: RowTaps,
+        arithmetic: Arithmetic,
+        recorded_dtypes: Mapping[str, Any],
+        judgement: Judgement,
+        first_position: int,
+    ):
+        self.taps, self.judgement, self.first_position = taps, judgement, first_position
+        self._arithmetic, self._recorded = arithmetic, recorded_dtypes
+        self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest  # they go through all weights
+        self._names = CallNames()
+        self._last = list(taps.calls)[-2:]
+        self.entered: dict[int | None, Any] = {}
+        """Layer -> its input in float64."""
+        self.branches: list[Any] = []
+        """Outputs of attention and MLP since the last addition to the residual stream."""
+        self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
+        """(layer, kind) of an operator that was not heard -> its exact output, and the bound of that [same shape] in a dtype."""
+
+    # --- calls ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, name: str) -> Call | None:
+        """An operator's call that begins now; None if it was not heard."""
+        return self.taps.calls.get(self._names.next(name))
+
+    def end(self, name: str) -> Call | None:
+        """The same when it is over: its numbers are let go, except those of the last operators."""
+        called = self.called(name)
+        call = self.taps.calls.get(called)
+        if call is not None and called not in self._last:
+            self.taps.calls[called] = Call((), ())
+        return call
+
+    def called(self, name: str) -> str:
+        """The name of an operator's present call."""
+        return self._names.present(name)
+
+    # --- bounds ---------------------------------------------------------------------------------------------------------
+
+    def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
+        """The rounding of numbers of these dtypes; dtypes coarser than the execution's coarsest count as that one."""
+        coarsest = self._coarsest
+
+        def finer(dtype: Any) -> Any:
+            return coarsest if coarsest is not None and bounds.unit(dtype) > bounds.unit(coarsest) else dtype
+
+        return Rounding(given=finer(given), taken=finer(given if taken is None else taken), **rest)
+
+    def bound(
+        self,
+        name: str,
+        module: Any,
+        slot: int,
+        value: Any,
+        takes: tuple[Any, ...],
+        call: Call,
+        given: Any,
+        made_in: Any = None,
+    ) -> Any:
+        """The bound of an operator's output, in the shape of `given`; `made_in` is the dtype it was made in, if not its own."""
+        first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
+        rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
+        bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
+        return tokens_first(_expanded(bound, value), given)
+
+    def attention_bound(
+        self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
+    ) -> Any:
+        """The bound of a core's output [T, N, D]; `turns` if rotating its queries and keys may have rounded, too."""
+        query, key, value = (state[0].transpose(0, 1) for state in states)
+        scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
+        last = self.first_position + len(query)
+        off = [bounds.of_rotary(state, last, rounding) for state in (query, key)] if turns else ()
+        return bounds.of_attention(
+            query, key, value, given[1][0], given[0][0], scaling, rounding,
+            rounds_scores=self._arithmetic.rounds_scores, cut=self._arithmetic.attention_cut, off=off,
+        )  # fmt: skip
+
+    def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
+        """The bound of the residual stream.
+
+        A branch may be multiplied before it is added, and of several (attention and MLP at once, experts and a shared one) the sum of
+        some is rounded, too.
+        """
+        size = exact.abs()
+        for branch in self.branches:
+            if branch.numel() == exact.numel():
+                size = size + branch.double().reshape(exact.shape).abs()
+        ends = [value for (_, kind), (value, _) in self.unheard.items() if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP)]
+        return bounds.of_sum(size, rounding) + sum(
+            bounds.of_branch(value.reshape(exact.shape), rounding) for value in ends if value.numel() == exact.numel()
+        )
+
+    def _weight(self, name: str) -> dict[str, Any]:
+        """The dtypes of an operator's weight, here (the coarsest of all if it has none of that name) and recorded."""
+        own, recorded = (
+            dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
+            for dtypes in (self._dtypes, self._recorded)
+        )
+        is_renamed = own is None and recorded is not None
+        return {"weight": self._coarsest if is_renamed else own, "recorded": recorded}
+
+    # --- operators that were not heard ----------------------------------------------------------------------------------
+
+    def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
+        """Note an operator that was not heard: its exact output, and the bound of that in a dtype."""
+        layer = layer_of(name)
+        if any(other != layer for other, _ in self.unheard):  # of a layer that is over
+            self.unheard.clear()
+        self.unheard[layer, kind_of(name)] = given, bound
+
+    def miss_module(self, name: str, module: Any, takes: tuple[Any, ...], value: Any) -> None:
+        """Note a module that was not heard."""
+
+        def bound(dtype: Any) -> Any:
+            rounding = self.rounding(dtype, **self._weight(name))
+            return _expanded(bounds.of_module(module, takes, value, 0, rounding), value)
+
+        self.miss(name, value, bound)
+
+    def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
+        """Output and bound, in the shape of `exact`, of an operator that was not heard; None for one that was, or is of another size."""
+        value, bound = self.unheard.get((layer, kind), (None, None))
+        if value is None or bound is None or value.numel() != exact.numel():
+            return None
+        return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
+
+    def missed_attention(self, layer: int | None, exact: Any, dtype: Any) -> Any:
+        """What a core that was not heard adds to the bound of what follows it."""
+        core = self.missed(layer, ATTENTION, exact, dtype)
+        return 0.0 if core is None else core[1]
+
+    def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
+        """What projections that were not heard add to the bound of the input of an activation, or of an MLP's last projection."""
+        found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
+        gate = next((each for each in found if each is not None), None)
+        if kind_of(name) not in ENDS_OF_MLP:  # the activation
+            return 0.0 if gate is None or not bool((gate[0] == exact).all()) else gate[1]
+        up = self.missed(layer, "up_proj", exact, dtype)
+        both, of_both = self.unheard.get((layer, "gate_up_proj"), (None, None))
+        if both is not None and of_both is not None and both.numel() == 2 * exact.numel():
+            halves = zip(both.chunk(2, -1), of_both(dtype).chunk(2, -1), strict=True)
+            gate, up = ((value.reshape(exact.shape), bound.reshape(exact.shape)) for value, bound in halves)
+        total = 0.0 if up is None else (exact / up[0]).nan_to_num(0.0, 0.0, 0.0).abs() * up[1]
+        if gate is not None and any((layer, kind) in self.unheard for kind in ("act_fn", "act", "activation_fn")):
+            total = total + _STEEPEST * gate[1] * (1.0 if up is None else up[0].abs())
+        return total
+
+
+def _expanded(bound: Any, value: Any) -> Any:
+    return (value.new_tensor(bound) if isinstance(bound, float) else bound).expand(value.shape)

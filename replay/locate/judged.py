@@ -1,0 +1,167 @@
+"""Results of operators compared with float64, in units of the bound of what rounding can do.
+
+Shapes: T tokens; X everything behind a tensor's first axis, flat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .windows import Window
+
+Point = tuple[str, str, int]
+"""An operator's call; TAKES or GIVES; which of its tensors."""
+TAKES, GIVES = "takes", "gives"
+_ORDERS = 10_000
+"""More than the operators of a layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One operator of one row's forward, compared with float64."""
+
+    operator: str
+    """Name of its module; `layers.7.residual` and the like for what lies between modules."""
+    kind: str
+    layer: int | None
+    order: int
+    num_values: int
+    error: float
+    """Root mean square of the error it introduced, relative to that of the exact result."""
+    largest: float
+    """The same for the token where it is largest."""
+    ratio: float
+    """The largest introduced error in units of its bound; inf if only one of the two is finite, or a choice differs."""
+    token: int
+    """The token of the row (prompt and response) where that is."""
+    dtype: str
+    """torch's name of the output's dtype."""
+    point: Point | None = None
+    """Where its own error enters the forward; None for choices and for the head."""
+
+
+@dataclass(slots=True)
+class Judgement:
+    """One row's forward, compared with float64, within a window of its layers."""
+
+    window: Window
+    operators: list[Judged] = field(default_factory=list)
+    """In the order of the forward, without the head."""
+    errors: dict[Point, Any] = field(default_factory=dict)
+    """The error introduced at each point: found less exact, float32 [T, ...]."""
+    unjudged: dict[str, str] = field(default_factory=dict)
+    """Operator -> why it could not be judged."""
+    attended: set[int | None] = field(default_factory=set)
+    """Layers whose attention has run; from the first one on, what is outside of layers comes behind them."""
+
+    def add(
+        self,
+        operator: str,
+        kind: str,
+        layer: int | None,
+        found: Any,
+        exact: Any,
+        bound: Any,
+        point: Point | None = None,
+    ) -> None:
+        """Compare numbers [T, ...] with exact ones, given the bound of each; `point` keeps the error."""
+        import torch
+
+        if not self._owns(layer):
+            return
+        off = found.double() - exact
+        if point is not None:
+            self.errors[point] = off.type(torch.float32)  # `float` leaves it double here
+        self.operators.append(_judged(operator, kind, layer, self._next_order(), found, off, exact, bound, point))
+
+    def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
+        """Note whole numbers, such as positions and choices, that have to be equal; `differs` [T, ...] says which are not."""
+        if not self._owns(layer) or not bool(differs.any()):
+            return
+        rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
+        self.operators.append(
+            Judged(
+                operator=operator,
+                kind=kind,
+                layer=layer,
+                order=self._next_order(),
+                num_values=num_values,
+                error=float(differs.double().mean()),
+                largest=1.0,
+                ratio=float("inf"),
+                token=int(rows.int().argmax()),
+                dtype="int64",
+            )
+        )
+
+    def _owns(self, layer: int | None) -> bool:
+        """Whether what is there belongs to the window."""
+        if layer is None:
+            return self.window.is_last if self.attended else self.window.is_first
+        return self.window.has(layer)
+
+    def _next_order(self) -> int:
+        if self.operators:
+            return self.operators[-1].order + 1
+        return 1 if self.window.first is None else self.window.first * _ORDERS + 1
+
+
+def judged(operator: str, kind: str, order: int, found: Any, exact: Any, bound: Any) -> Judged:
+    """Compare numbers [T, ...] outside of layers with exact ones, given the bound of each."""
+    return _judged(operator, kind, None, order, found, found.double() - exact, exact, bound, None)
+
+
+def ratio(found: Any, exact: Any, bound: Any) -> float:
+    """The largest error of numbers [T, ...] in units of its bound."""
+    return judged("", "", 0, found, exact, bound).ratio
+
+
+def _judged(
+    operator: str,
+    kind: str,
+    layer: int | None,
+    order: int,
+    found: Any,
+    off: Any,
+    exact: Any,
+    bound: Any,
+    point: Point | None,
+) -> Judged:
+    """`off` is found less exact, in float64; it is overwritten."""
+    import torch
+
+    off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
+    off_T = torch.linalg.vector_norm(off_TX, dim=1)
+    size_T = torch.linalg.vector_norm(exact_TX, dim=1)
+    nonfinite_T = None
+    if not bool((off_T + size_T).isfinite().all()):
+        found_TX = found.reshape(off_TX.shape)
+        both = found_TX.isfinite() & exact_TX.isfinite()
+        nonfinite_T = (found_TX.isfinite() != exact_TX.isfinite()).any(1)
+        off_TX, exact_TX = torch.where(both, off_TX, 0.0), torch.where(both, exact_TX, 0.0)
+        off_T, size_T = (torch.linalg.vector_norm(values, dim=1) for values in (off_TX, exact_TX))
+    bound_TX = torch.as_tensor(bound, dtype=torch.float64, device=off.device).expand(exact.shape).reshape(off_TX.shape)
+    ratio_TX = off_TX.abs_().div_(bound_TX)
+    ratio_T = ratio_TX.amax(1)
+    if bool(ratio_T.isnan().any()):  # an error of 0 under a bound of 0
+        ratio_T = ratio_TX.nan_to_num_(nan=0.0, posinf=float("inf")).amax(1)
+    if nonfinite_T is not None:
+        ratio_T = torch.where(nonfinite_T, float("inf"), ratio_T)
+    token = int(ratio_T.argmax())
+    per_value, per_token = max(off_TX.numel(), 1) ** 0.5, off_TX.shape[1] ** 0.5
+    error, size = (float(torch.linalg.vector_norm(values)) / per_value for values in (off_T, size_T))
+    relative_T = (off_T / per_token) / (size_T / per_token).clamp_min(1e-3 * size + 1e-300)
+    return Judged(
+        operator=operator,
+        kind=kind,
+        layer=layer,
+        order=order,
+        num_values=off_TX.numel(),
+        error=error / size if size else float(off_T.max()),
+        largest=float("inf") if nonfinite_T is not None and bool(nonfinite_T.any()) else float(relative_T.max()),
+        ratio=float(ratio_T[token]),
+        token=token,
+        dtype=str(found.dtype).removeprefix("torch."),
+        point=point,
+    )

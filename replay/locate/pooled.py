@@ -1,0 +1,155 @@
+"""What was found of all sequences, by operator, and the first divergence among it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ...tracer.located.results import A, B, Divergence, OperatorError, Router, WeightDifference
+from .judged import Judged
+from .sequence import Apart, JudgedSequence
+
+CODE_DIFFERS = 4e-6
+"""Relative error of a token from which code that runs in float64 computes something else; code that keeps to float32 in it stays below."""
+_UNDONE = "differs from the recorded model, but this is undone further on: in float64 this code gives the same log-probabilities"
+_IS_OTHER_TENSOR = 0.5
+"""Share of a tensor's numbers that differ if it is another tensor, not a part of it."""
+
+Operator = tuple[str, str]
+"""Side and operator."""
+Found = dict[Operator, list[tuple[str, Judged]]]
+"""What was judged of each operator, beside its sequence."""
+
+
+@dataclass(slots=True)
+class Pooled:
+    """What was found of all sequences."""
+
+    judged: Found = field(default_factory=lambda: defaultdict(list))
+    in_double: Found = field(default_factory=lambda: defaultdict(list))
+    """The same of a side's code run in float64."""
+    same_in_double: dict[str, bool] = field(default_factory=dict)
+    """Side -> whether its code gives the recorded model's log-probabilities, both in float64."""
+    apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
+    """Side -> sequence -> [T] nats."""
+    products: dict[Operator, dict[str, float]] = field(default_factory=dict)
+    """As `Located.products`: a residual stream is judged at two places, whose errors are added up."""
+    routers: dict[str, Router] = field(default_factory=dict)
+    unseen: set[str] = field(default_factory=set)
+    unjudged: dict[str, str] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    """Of all operators that could be judged."""
+    are_whole: bool = True
+    """Whether vLLM, where it is an execution, took every sequence in one forward."""
+
+    def add(self, found: JudgedSequence) -> None:
+        """Add what was found of a sequence."""
+        for side in (A, B):
+            self.logprobs[side][found.seq_id] = found.values(side)
+        for side, each in found.judged:
+            self.judged[side, each.operator].append((found.seq_id, each))
+        for name, apart in found.apart.items():
+            self.apart[name].append(apart)
+        for router in found.routers:
+            known = self.routers.get(router.operator)
+            self.routers[router.operator] = router if known is None else _both(known, router)
+        for side, operator, product in found.products:
+            own = self.products.setdefault((side, operator), {})
+            own[found.seq_id] = own.get(found.seq_id, 0.0) + product
+        self.unseen |= found.unseen
+        self.unjudged |= found.unjudged
+        self.kinds |= found.kinds
+        self.are_whole &= found.is_whole
+
+    def operators(self) -> Iterator[OperatorError]:
+        """The error of each operator over all sequences; first those that were judged as they ran."""
+        for (side, name), found in self.judged.items():
+            yield self._operator(side, name, found)
+        for (side, name), found in self.in_double.items():
+            differing = [(seq_id, replace(each, ratio=0.0)) for seq_id, each in found if each.largest > CODE_DIFFERS]
+            if differing and (side, name) not in self.judged:  # rounding hides it, or it has another name
+                yield self._operator(side, name, differing)
+
+    def _operator(self, side: str, name: str, found: list[tuple[str, Judged]]) -> OperatorError:
+        in_double = [each for _, each in self.in_double.get((side, name), ())]
+        seq_id, worst = max(found, key=lambda item: item[1].ratio)
+        number = sum(each.num_values for _, each in found)
+        square = sum(each.num_values * each.error**2 for _, each in found)
+        # A residual stream is judged at two places of a layer: its place is where it is wrong.
+        orders = [each.order for _, each in found if each.ratio > 1.0] or [
+            each.order for each in in_double if each.largest > CODE_DIFFERS
+        ]
+        apart = self.apart.get(name, ())
+        return OperatorError(
+            side=side,
+            order=min(orders or [each.order for _, each in found]),
+            operator=name,
+            kind=worst.kind,
+            layer=worst.layer,
+            dtype=worst.dtype,
+            num_values=number,
+            introduced=float(np.sqrt(square / max(number, 1))),
+            ratio=worst.ratio,
+            seq_id=seq_id,
+            token=worst.token,
+            inherited=_relative([before for before, _ in apart]),
+            difference=_relative([behind for _, behind in apart]),
+            in_double=max((each.largest for each in in_double), default=None),
+        )
+
+
+def _both(a: Router, b: Router) -> Router:
+    """A router over the tokens of two sequences."""
+    return replace(
+        a,
+        num_tokens=a.num_tokens + b.num_tokens,
+        num_flipped=a.num_flipped + b.num_flipped,
+        margin=max((each for each in (a.margin, b.margin) if each is not None), default=None),
+    )
+
+
+def _relative(parts: list[Apart]) -> float | None:
+    off, size = (sum(part[i] for part in parts) for i in range(2))
+    return None if not parts or np.isnan(off) else float(np.sqrt(off / size)) if size else 0.0
+
+
+def first_divergence(
+    operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
+) -> Divergence | None:
+    """The first operator in the order of the forward that rounding does not explain.
+
+    Where a side's code gives the recorded model's log-probabilities in float64, what it computes otherwise is undone further on: that
+    is noted in `pooled.unjudged`, and does not count.
+    """
+    undone = {side for side, is_same in pooled.same_in_double.items() if is_same}
+    counted = []
+    for each in operators:
+        is_undone = each.side in undone and (each.in_double or 0.0) > CODE_DIFFERS
+        if is_undone:
+            pooled.unjudged[f"{each.side} {each.operator}"] = _UNDONE
+        else:
+            counted.append(each)
+    foreign = {
+        (each.side, each.tensor.rpartition(".")[0]): each
+        for each in weights
+        if not (each.side in undone and each.share > _IS_OTHER_TENSOR)
+    }
+    for each in sorted(counted, key=lambda each: each.order):
+        held = foreign.get((each.side, each.operator))
+        if held is not None or each.is_beyond or (each.in_double or 0.0) > CODE_DIFFERS:
+            return Divergence(
+                side=each.side,
+                operator=each.operator,
+                kind=each.kind,
+                layer=each.layer,
+                why="weights" if held is not None else "beyond" if each.is_beyond else "code",
+                ratio=each.ratio,
+                version=None if held is None else held.version,
+                seq_id=each.seq_id,
+                token=each.token,
+            )
+    return None

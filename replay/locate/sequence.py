@@ -1,0 +1,186 @@
+"""One sequence's run through both executions, each operator judged, and what its error adds to the mismatch.
+
+Shapes: T response tokens, S sums over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...tracer.located.results import A, B, Router
+from ...tracer.store import first_line
+from ..recorded import RecordedRow
+from .head import Head, judge_head
+from .judged import Judged, Judgement, Point
+from .names import kind_of, layer_of
+from .reference import Reference
+from .taps import RowTaps
+from .vllm_execution import AnyExecution, VllmExecution
+from .windows import Window
+
+CARRIED = "operators' shares of the mismatch"
+OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a user's code may raise for dtypes, batches or surroundings that it does not know."""
+Apart = tuple[float, float]
+"""Sums of squares of the difference of both executions, and of a's numbers; NaN if they cannot be compared."""
+
+
+@dataclass(slots=True, kw_only=True)
+class JudgedSequence:
+    """One sequence, each of its operators compared with float64."""
+
+    seq_id: str
+    logprobs: dict[str, list[float]] = field(default_factory=dict)
+    """Side -> [T] of its response, nats."""
+    judged: list[tuple[str, Judged]] = field(default_factory=list)
+    """Side, and an operator that was asked about."""
+    products: list[tuple[str, str, float]] = field(default_factory=list)
+    """Side, operator, and what one of its errors adds to the sum of d^2, nats^2."""
+    apart: dict[str, tuple[Apart, Apart]] = field(default_factory=dict)
+    """Operator -> the difference of its inputs, and of its outputs, between both executions."""
+    unseen: set[str] = field(default_factory=set)
+    """Kinds of operators that only one execution has."""
+    unjudged: dict[str, str] = field(default_factory=dict)
+    """Operator, or what else could not be done -> why."""
+    routers: list[Router] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
+    """Of all operators that could be judged."""
+    is_whole: bool = True
+    """Whether vLLM, where it is an execution, took the sequence in one forward."""
+
+    def values(self, side: str) -> np.ndarray:
+        """[T] float64 log-probabilities of one execution."""
+        return np.array(self.logprobs[side], np.float64)
+
+
+class SequenceJudge:
+    """Judges one sequence, window by window of its layers."""
+
+    def __init__(
+        self,
+        row: RecordedRow,
+        executions: Mapping[str, AnyExecution],
+        reference: Reference,
+        windows: Sequence[Window],
+        listen: Callable[[Window], dict[str, RowTaps]],
+        heard: dict[str, RowTaps],
+        logprobs: Mapping[str, np.ndarray],
+    ):
+        """`heard` and `logprobs` are of both executions in the last window; `listen` hears the row in any."""
+        self._row, self._executions, self._reference = row, executions, reference
+        self._windows, self._listen, self._heard = windows, listen, heard
+        self._logprobs = logprobs
+        self._positions = {side: taps.first_position for side, taps in heard.items()}
+        self._judgements: dict[tuple[str, Window], Judgement] = {}
+        self._heads: dict[str, Head] = {}
+        self._result = JudgedSequence(seq_id=row.seq_id)
+
+    def judged(self, is_asked: Callable[[str], bool]) -> JudgedSequence:
+        """Judge all operators; of those that `is_asked` selects by name, errors are kept."""
+        row, result = self._row, self._result
+        d_T = np.where(row.scored, self._logprobs[B] - self._logprobs[A], 0.0)
+        for position in sorted(set(self._positions.values())):
+            sides = [side for side in (A, B) if self._positions[side] == position]
+            products: list[dict[Point, float]] = [{} for _ in sides]
+            if d_T.any():
+                temperature = self._executions[A].numerics.temperature
+                try:
+                    products = self._reference.carried(
+                        row, d_T, temperature, position, self._windows, partial(self._errors, sides)
+                    )
+                except OF_CODE as error:  # such as code that autograd cannot follow
+                    result.unjudged[CARRIED] = f"{type(error).__name__}: {first_line(error)}"
+            for window in reversed(self._windows):
+                if left := [side for side in sides if (side, window) not in self._judgements]:
+                    self._errors(left, window)
+            for side, own in zip(sides, products, strict=True):
+                for each, product in self._of_side(side, own, d_T):
+                    result.kinds.add(each.kind)
+                    if is_asked(each.operator):
+                        result.judged.append((side, each))
+                        if product is not None:
+                            result.products.append((side, each.operator, product if side == B else -product))
+        result.logprobs = {side: self._logprobs[side].tolist() for side in (A, B)}
+        engines = [each for each in self._executions.values() if isinstance(each, VllmExecution)]
+        result.is_whole = all(each.takes_whole_rows for each in engines)
+        return result
+
+    def _of_side(
+        self, side: str, products: Mapping[Point, float], d_T: np.ndarray
+    ) -> Iterator[tuple[Judged, float | None]]:
+        """A side's operators in their order, the head last, and the sum over tokens of d times what the error adds to logprobs."""
+        for window in self._windows:
+            for each in self._judgements[side, window].operators:
+                yield each, None if each.point is None else products.get(each.point)
+        for each, own_T in self._heads[side]:
+            yield each, float((d_T * np.nan_to_num(own_T)).sum())
+
+    def _errors(self, sides: Sequence[str], window: Window) -> list[dict[Point, Any]]:
+        """Judge some sides in a window; return the errors that each introduced."""
+        taps, result = self._heard, self._result
+        is_last = window is self._windows[-1]
+        if not is_last or any(side not in taps for side in sides):
+            taps = self._listen(window)
+        if not any(of is window for _, of in self._judgements):
+            _set_apart(result, taps[A], taps[B])
+        for side in sides:
+            execution = self._executions[side]
+            found = self._reference.judge(self._row, taps[side], execution, self._positions[side], window)
+            if is_last:
+                self._heads[side] = judge_head(execution, self._reference, self._row, taps[side], self._logprobs[side])
+            self._judgements[side, window] = found
+            result.unjudged |= {f"{side} {name}": why for name, why in found.unjudged.items()}
+            del taps[side]
+        return [self._judgements[side, window].errors for side in sides]
+
+
+def _set_apart(result: JudgedSequence, a: RowTaps, b: RowTaps) -> None:
+    """Note how far both executions are apart at each operator's input and output, and which routes flip."""
+    result.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
+    for name, ours in a.calls.items():
+        if (theirs := b.calls.get(name)) is not None:
+            result.routers += _routers(name, ours.gives, theirs.gives)
+            result.apart[name] = _apart(ours.takes, theirs.takes), _apart(ours.gives, theirs.gives)
+
+
+def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
+    """The difference of the first tensors of numbers that can be compared."""
+    for ours, theirs in zip(a, b, strict=False):
+        if ours is None or theirs is None or not ours.is_floating_point() or ours.numel() != theirs.numel():
+            continue
+        exact = ours.double()
+        off = (theirs.double().reshape(ours.shape) - exact).flatten()
+        return float(off.dot(off)), float(exact.flatten().dot(exact.flatten()))
+    return float("nan"), float("nan")
+
+
+def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[Router]:
+    """For how many tokens the two executions choose other experts, if this is a router."""
+    for a, b in zip(ours, theirs, strict=False):
+        if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
+            flipped_T = (a.sort(-1).values != b.sort(-1).values).any(-1)
+            yield Router(
+                operator=name,
+                layer=layer_of(name),
+                num_tokens=len(a),
+                num_flipped=int(flipped_T.sum()),
+                margin=_margin(ours, a, flipped_T),
+            )
+
+
+def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
+    """The largest distance, over flipped tokens, of the lowest score that was chosen to the highest that was not."""
+    import torch
+
+    wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
+    if not wide or not bool(flipped_T.any()):
+        return None
+    scores, chosen = wide[0][flipped_T].double(), ids[flipped_T].long()
+    rest = scores.scatter(-1, chosen, -torch.inf).amax(-1)
+    margins = scores.gather(-1, chosen).amin(-1) - rest
+    return float(margins.max()) if bool((margins >= 0).all()) else None

@@ -1,0 +1,112 @@
+"""Which sequences and layers are listened to at a time, so that the numbers of their operators fit into memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..recorded import RecordedRow
+from .names import layer_of
+
+_BEFORE_LAYERS = re.compile(r"embed|wte|wpe|rotary")
+_NORM_OF_LAYER = re.compile(r"\.\d+\.(?:\w*norm\w*|ln\w*)$")
+_UNKNOWN_FREE = 8 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Layers whose operators' numbers exist together."""
+
+    first: int | None = None
+    """None for all layers."""
+    last: int | None = None
+    is_first: bool = True
+    """Whether what comes before all layers belongs to it."""
+    is_last: bool = True
+    """Whether what comes behind all layers belongs to it."""
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer belongs to it."""
+        return self.first is None or self.last is None or self.first <= layer <= self.last
+
+    def needs(self, name: str) -> bool:
+        """Whether judging its layers takes the numbers of an operator: the next layer's norms take what the last one leaves."""
+        layer = layer_of(name)
+        if layer is None:
+            return self.is_last or bool(_BEFORE_LAYERS.search(name))
+        return self.has(layer) or (self._is_next(layer) and bool(_NORM_OF_LAYER.search(name)))
+
+    def runs(self, layer: int) -> bool:
+        """Whether float64 has to run a layer."""
+        return self.has(layer) or self._is_next(layer)
+
+    def _is_next(self, layer: int) -> bool:
+        return self.last is not None and layer == self.last + 1
+
+
+EVERY_LAYER = Window()
+
+
+def parts(
+    rows: Iterable[RecordedRow], operators: Iterable[str], num_bytes: int, most_bytes: int
+) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
+    """Sequences that fit into memory together, those of one forward side by side, and the windows of layers to listen to in turns.
+
+    `num_bytes` is what a token takes. There is one window unless a single sequence's numbers do not fit.
+    """
+    layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
+    part: list[RecordedRow] = []
+    size = 0
+    for row in sorted(rows, key=lambda row: (row.writer, row.forward_id)):
+        own = row.num_tokens * num_bytes
+        if part and size + own > most_bytes:
+            yield part, _windows(layers, math.ceil(size / most_bytes))
+            part, size = [], 0
+        part.append(row)
+        size += own
+    if part:
+        yield part, _windows(layers, math.ceil(size / most_bytes))
+
+
+def _windows(layers: Sequence[int], number: int) -> list[Window]:
+    number = min(number, len(layers))
+    if number <= 1 or layers != list(range(len(layers))):
+        return [EVERY_LAYER]
+    ends = np.linspace(0, len(layers), number + 1).astype(int).tolist()
+    return [
+        Window(first=first, last=end - 1, is_first=first == 0, is_last=end == len(layers))
+        for first, end in pairwise(ends)
+    ]
+
+
+def place_in(windows: Sequence[Window], layer: int) -> int:
+    """The number of the window that a layer belongs to."""
+    return next((number for number, window in enumerate(windows) if window.has(layer)), 0)
+
+
+def bytes_per_token(model: Any) -> int:
+    """About how many bytes the numbers that a model's operators take and give have per token."""
+    text = model.config.get_text_config()
+    hidden = getattr(text, "hidden_size", 1024)
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    values = int(getattr(text, "num_hidden_layers", 32) * (12 * hidden + 4 * inner))
+    return values * int(next(model.parameters()).element_size())
+
+
+def free_bytes(device: str) -> int:
+    """Free memory; _UNKNOWN_FREE if the system does not report it."""
+    import torch
+
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return _UNKNOWN_FREE
