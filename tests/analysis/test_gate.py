@@ -435,7 +435,7 @@ def test_a_gate_does_not_pass_where_most_tokens_have_no_logprob(tmp_path, num_nu
 def test_what_the_trace_has_no_value_of_is_said(tmp_path):
     run = record(tmp_path / "run", [[0.5]])
     # One token has no correlation.
-    with pytest.raises(NothingToCompare, match="prob_pearson: the trace has no value of it"):
+    with pytest.raises(NothingToCompare, match="prob_pearson: the trace has no value for it"):
         judged(run, "tim.prob_pearson<0.9")
     with pytest.raises(InvalidOption, match="like: got 'moon'"):
         judged(run, "moon.k3>1")
