@@ -368,7 +368,7 @@ def test_a_bias_that_the_clip_makes_has_no_direction(tmp_path):
     assert "in no clear direction" in first
     assert f"It adds {clipped.value * 100:+.3g} % of the sum of the terms' sizes" in first
     assert second.startswith(
-        f"Without the loss's clip it would add {free.value * 100:+.3g} % (95 % interval over groups "
+        f"Without the loss's clip the bias would be {free.value * 100:+.3g} % (95 % interval over groups "
     )
     for word in ("up: ", "down: ", "one way", "credited", "punished"):
         assert not any(word in sentence for sentence in found.verdict)

@@ -163,7 +163,8 @@ def test_where_a_bias_lies():
         )
     assert parts["worst_update"] == "The largest bias is at step 2 (-0.3, 75 % of the total)."
     assert (
-        "its weights the bias is -30 % instead of +1 %, and without cancelling 40 % instead of 20 %" in parts["correction"]
+        "its weights the bias is -30 % instead of +1 %, and without cancelling 40 % instead of 20 %"
+        in parts["correction"]
     )
 
 

@@ -50,6 +50,18 @@ def test_the_update_is_what_the_weights_moved_by(name):
         assert ("optimizer/second_moment" in found) == (name != "momentum")
 
 
+def test_a_layer_that_was_frozen_for_a_while_has_its_own_bias_correction():
+    model = model_of()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for step in range(4):
+        model[0].requires_grad_(step >= 2)
+        before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+        train(model, optimizer, step)
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    found = optimizer_statistics(optimizer)
+    assert float(found["optimizer/update_norm"]) == pytest.approx(float((after - before).norm()), rel=1e-6)
+
+
 def test_the_second_moment_is_the_mean_of_v_hat():
     model = model_of()
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))

@@ -133,6 +133,17 @@ def test_some_rows_of_a_batch_are_scored_in_their_own_order(tmp_path):
     }  # fmt: skip
 
 
+def test_refused_scores_of_a_later_iteration_leave_the_count_of_iterations(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, seq_ids="a", response_ids=[[1, 2]])
+        recorder.add_scores("current", added, logprobs=[[-1.0, -1.0]])
+        with pytest.raises(InvalidRecord):
+            recorder.add_scores("current", added, logprobs=[[1.0, -2.0]])
+            recorder.flush()
+        recorder.add_scores("current", added, logprobs=[[-3.0, -3.0]])
+    assert logprobs_of(tmp_path / "run", "current") == {("a", 0): [-1.0, -1.0], ("a", 1): [-3.0, -3.0]}
+
+
 def test_padding_of_a_batch_serves_its_rows_in_any_order(tmp_path):
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     with Recorder(tmp_path / "run") as recorder:
