@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tim_trace.analysis.query import sql
     from tim_trace.analysis.report.report import report
     from tim_trace.analysis.stats import stats
-    from tim_trace.analysis.trace.database import connect
     from tim_trace.analysis.triangulate import triangulate
     from tim_trace.analysis.verify import verify
+    from tim_trace.analysis.views import connect
     from tim_trace.analysis.watch.watch import watch
     from tim_trace.analysis.weights import export, weights
     from tim_trace.replay.engine import replay

@@ -648,12 +648,16 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_ray
 @_prints()
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
-    """Compare two passes: how far their log-probabilities differ, in one row per run, step or sequence."""
+    """Compare two passes: how far their log-probabilities differ, in one row per run, step or sequence.
+
+    Writes into a finished, local trace that can be written: sums/ and index/ keep the sums of each sequence, so that the next call
+    need not read tokens.
+    """
     from .analysis import stats as compare
     from .analysis.stats import approximate, likeness
-    from .analysis.trace.database import Database
+    from .analysis.views import open_database
 
-    database = Database(list(traces), steps, ray=ray)
+    database = open_database(list(traces), steps, ray=ray)
     with _library_output_held_back() if ray else nullcontext():
         rows = compare(database, like=like, progress=_progress, **options)
     form.table(rows, "" if like else "stats")
@@ -1370,6 +1374,8 @@ def export_(trace: str, **options: Any) -> None:
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
+
+    Conditions on columns of stats write sums into the trace, as stats does.
 
     A condition says what fails: tim.NAME is a column of stats, verl.NAME one of stats --like verl, check the check of the
     comparison. The exit code is 1 when a value violates its condition, and 2 when the trace is damaged or incomplete, unless

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from .query import sql
     from .report.report import report
     from .stats import stats
-    from .trace.database import connect
     from .triangulate import triangulate
     from .verify import verify
+    from .views import connect
     from .watch.watch import watch
     from .weights import export, weights
 
@@ -52,7 +52,7 @@ make_lazy(
         "check": ".check.check",
         "compact": ".compact",
         "compare": ".comparison.compare",
-        "connect": ".trace.database",
+        "connect": ".views",
         "corrections": ".corrections",
         "diagnose": ".diagnosis.diagnose",
         "dynamics": ".dynamics.dynamics",

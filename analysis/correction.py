@@ -10,7 +10,9 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from .correction_zones import Bounds, register
+from .correction_zones import FUNCTION, Bounds, register
+from .trace.database import Database
+from .trace.macros import MacroFile, sql_file
 
 _INFINITY = math.inf
 
@@ -106,10 +108,8 @@ def published(
     ]  # fmt: skip
 
 
-def define(
-    connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], sql: str, zones: str | None = None
-) -> None:
-    """Define the macros of corrections for these rules; `sql` is their file, `zones` a query of zones that were read before."""
+def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], zones: str | None = None) -> None:
+    """Define the macros of corrections for these rules; `zones` is a query of zones that were read before."""
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]
     values: list[dict[str, Any]] = [
@@ -121,9 +121,18 @@ def define(
     )
     connection.unregister("rules")
     register(connection, token_bounds(rules))
-    connection.execute(sql.format(sequence_class=_sequence_class(rules)))
+    connection.execute(sql_file("corrections").format(sequence_class=_sequence_class(rules)))
     if zones is not None:
         connection.execute(f"CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE {zones}")
+
+
+def _define_published(database: Database) -> None:
+    define(database.connection.raw, published())
+
+
+MACROS = MacroFile(
+    name="corrections", sql=sql_file("corrections"), define=_define_published, functions=("correction_rules", FUNCTION)
+)
 
 
 def token_bounds(rules: Iterable[Correction]) -> Bounds:

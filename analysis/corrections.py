@@ -13,16 +13,17 @@ from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceWarning
 from ..schemas.steps import ALL_STEPS
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
-from .correction import Correction, published, token_bounds
+from .correction import MACROS, Correction, define, published, token_bounds
 from .correction_zones import KEYS, TYPES, Bounds, zones_of_rows
 from .rows import Rows
-from .trace.database import Database, Traces, opened
+from .trace.database import Database
 from .trace.pairs import parse_pair, why_nothing
 from .trace.quoting import quoted, quoted_pair
 from .trace.samples import tell_sampled
-from .trace.source import Pair
+from .trace.source import Pair, Traces
 from .trace.spread import spread
 from .trace.sums import Chunk, run_chunks
+from .views import open_database
 
 _COLUMNS = ", ".join(TYPES)
 
@@ -71,7 +72,7 @@ def corrections(
     if by not in BY:
         raise InvalidOption(f"got {by!r}; use {', '.join(BY)}", option="by")
     rules = _rules(names, token_threshold, sequence_threshold, icepop, geometric, veto)
-    database = opened(traces, steps, ray)
+    database = open_database(traces, steps, ray)
     tell_sampled(database, names)
     with connected(database.ray), _zones_read(database, names, rules, progress):
         rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
@@ -133,11 +134,12 @@ def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], pro
             connection.unregister("zones_of_chunk")
             num_sequences += rows["sequence"][-1].as_py() if rows.num_rows else 0
             advance(chunk.num_tokens)
-    database.define_corrections(rules, zones="SELECT * FROM read_zones")
+    database.define_named(MACROS.names)
+    define(connection.raw, rules, zones="SELECT * FROM read_zones")
     try:
         yield
     finally:
-        database.define_corrections(rules)
+        define(connection.raw, rules)
         connection.execute("DROP TABLE read_zones")
 
 

@@ -17,6 +17,7 @@ from ..schemas.errors import WeightsMissing, option
 from ..schemas.modules import module_of
 from .rows import Rows
 from .trace.database import Database
+from .views import open_database
 
 STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
     "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
@@ -334,7 +335,7 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
-    versions = list(engine_versions(Database(trace), every_tensor=True))
+    versions = list(engine_versions(open_database(trace), every_tensor=True))
     if not versions:
         raise WeightsMissing(
             f"{trace}: has no digests of the engine's weights; record TRL or verl with vLLM, and without {option('engine_weights', 'none')}"

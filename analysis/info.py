@@ -19,6 +19,7 @@ from .trace.database import Database
 from .trace.samples import sample_sentence, sampled_passes
 from .trace.sampling import step_ranges
 from .trace.source import Source, open_source
+from .views import open_database
 
 LIVE, FINISHED, KILLED, STOPPED = "live", "finished", "killed", "stopped"
 
@@ -142,7 +143,7 @@ def info(trace: str | Database) -> TraceInfo:
 
     Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look at.
     """
-    database = trace if isinstance(trace, Database) else Database(open_source(os.fspath(trace)))
+    database = trace if isinstance(trace, Database) else open_database(open_source(os.fspath(trace)))
     source = database.sources[0]
     written = dict((name, counts) for name, *counts in database.connection.execute(_WRITTEN).fetchall())
     writers = [

@@ -13,8 +13,7 @@ from ..schemas.located import OPERATORS, PATCHES
 from ..schemas.tables import Table
 from ..tracer.located.result_files import KeptResult, read_results
 from .location import Location, location
-from .trace.cache import cached
-from .trace.database import Database
+from .trace.database import Database, cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,10 @@ from ..schemas.errors import InvalidQuery, TimTraceError, option
 from ..tracer.trace_files import PROTOCOL
 from .rows import Rows, printable_lines
 from .trace.connection import NOT_OF_FILES, ended_by_ctrl_c
-from .trace.database import Database, Traces
+from .trace.database import Database
 from .trace.macros import words_of
+from .trace.source import Traces
+from .views import open_database
 
 _READING = {
     duckdb.StatementType.SELECT,
@@ -42,7 +44,7 @@ class Session:
     """Open traces for several queries."""
 
     def __init__(self, traces: Traces, *, unsafe: bool = False):
-        self._database = Database(traces)
+        self._database = open_database(traces)
         self._unsafe = unsafe
         if not unsafe:
             _confine(self._database)
@@ -57,7 +59,7 @@ class Session:
             query.encode()
         except UnicodeEncodeError as error:
             raise InvalidQuery(f"sql: the query is not UTF-8 from character {error.start + 1} on") from None
-        self._database.macros.define_named(words_of(query))
+        self._database.define_named(words_of(query))
         try:
             statements = connection.extract_statements(query)
             if not statements:
@@ -67,7 +69,7 @@ class Session:
                     _check_reads(connection, statement)
             result: Any = None
             for statement in statements:
-                self._database.large.choose(statement.query)
+                self._database.views.large.choose(statement.query)
                 result = connection.execute(statement)
             columns = tuple(column[0] for column in result.description or ())
             return Rows(columns, result.fetchall() if columns else [])

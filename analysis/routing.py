@@ -16,6 +16,8 @@ from ..schemas.errors import InvalidQuery
 from ..tracer.routing import NOT_ROUTED, Routing, read_routing
 from ..tracer.store import Store
 from .sql.types import struct_fields, struct_sql
+from .trace.database import Database, macro_file
+from .trace.macros import sql_file
 from .trace.source import Source
 
 FUNCTIONS = ("routing_sums_of", "routing_counts_of")
@@ -115,6 +117,13 @@ def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -
 
     define(FUNCTIONS[0], _SUMS, by_layer)
     define(FUNCTIONS[1], _COUNTS, by_token)
+
+
+def _register(database: Database) -> None:
+    register(database.connection.raw, database.sources)
+
+
+MACROS = macro_file("routing", sql_file("routing"), _register, functions=FUNCTIONS)
 
 
 def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: Any) -> list[Agreement]:

@@ -14,12 +14,13 @@ from .frameworks.framework import Framework
 from .frameworks.registry import framework_of, refuse_options
 from .frameworks.sequence_rows import read_once
 from .rows import Rows
-from .trace.database import Database, Traces, opened
+from .trace.database import Database
 from .trace.pairs import parse_pair, why_nothing
 from .trace.quoting import quoted_pair
 from .trace.samples import tell_sampled
-from .trace.source import Pair, Source, find_sums
+from .trace.source import Pair, Source, Traces, find_sums
 from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize
+from .views import open_database
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
@@ -46,14 +47,16 @@ def stats(
 ) -> Rows:
     """Compare two passes: how far their log-probabilities differ, in one row per run, step or sequence.
 
+    Writes into a finished, local trace that can be written: `sums/` and `index/` keep the sums of each sequence, so that the
+    next call need not read tokens.
+
     If both have router choices, `routing_agreement` is the share with the same experts, and `by` layer compares them: one
     row per layer, with the columns of the SQL macro `pair_routing_layers`.
 
     `pair` is a:b, and d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite
     value in both; NaN and infinities are counted. The columns are those of the SQL macros `pair_runs`, `pair_steps` and
     `pair_sequences`, where each formula is written out; where both passes captured distributions, those of
-    `pair_distribution_runs`, `_steps` and `_sequences` follow. Sums of a finished, writable trace are kept in it for the next
-    time. `steps` (3:80, -10:, 2:200:2) takes a part of each run.
+    `pair_distribution_runs`, `_steps` and `_sequences` follow. `steps` (3:80, -10:, 2:200:2) takes a part of each run.
 
     The quantiles of a run of more than 33,554,432 tokens come from histograms of its steps, and are within 2^-10 (0.1 %) of the
     exact ones: `quantile_error` says so, and is 0 where they are exact. `exact` reads the tokens once more for exact ones.
@@ -70,7 +73,7 @@ def stats(
     names = parse_pair(pair)
     if by not in BY:
         raise InvalidOption(f"got {by!r}; use {', '.join(BY)}", option="by")
-    database = opened(traces, steps, ray)
+    database = open_database(traces, steps, ray)
     if like is not None:
         if exact:
             raise InvalidOption("has no effect on a framework's numbers, which include no quantiles", option="exact")
@@ -79,7 +82,7 @@ def stats(
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
-        database = Database(database)
+        database = database.reopened()
     tell_sampled(database, names)
     routed = _is_routed(database, names)
     if by == "layer":
@@ -178,7 +181,7 @@ def likeness(
     framework = framework_of(like, options)
     return [
         f"as {framework.name} {framework.version} defines them: {framework.source}",
-        *framework.notes(opened(traces, steps), parse_pair(pair)),
+        *framework.notes(open_database(traces, steps), parse_pair(pair)),
     ]
 
 

@@ -37,6 +37,7 @@ from .trace.quoting import quoted
 from .trace.samples import tell_sampled
 from .trace.sampling import step_ranges, tokens_by_step
 from .trace.spread import places, spread, unit_tokens
+from .views import open_database
 
 _CONFIDENCE = 0.95
 _TOKENS = 2 << 20
@@ -125,10 +126,10 @@ def triangulate(
         raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no mismatch to split")
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
     if ray is not None:
-        places(Database([run.store.url]))  # refuses what could not be measured after the replays
+        places(open_database([run.store.url]))  # refuses what could not be measured after the replays
     with connected(ray):
         replayed = _replay_missing(run, arms, chosen, progress, {"ray": ray, "gpus_per_arm": gpus_per_arm})
-        database = Database([run.store.url], ray=ray)
+        database = open_database([run.store.url], ray=ray)
         names = [REPLAY_PREFIX + single.name for single in arms]
         tell_sampled(database, names)
         errors, num_different = _errors(database, names, chosen, replayed is None, progress)

@@ -24,10 +24,10 @@ from ..tracer.verified_file import FileCursor, VerifiedFile
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
 from .rows import Rows, printable, to_text
-from .trace.cache import cached
-from .trace.database import Database
+from .trace.database import Database, cached
 from .trace.source import Source, open_source
 from .trace.spread import UNITS, spread
+from .views import open_database
 
 COLUMNS = ("folder", "num_files", "num_bytes", "num_checked", "num_damaged")
 
@@ -122,7 +122,7 @@ class _Verifier:
         if ray is None:
             found: Iterator[list[str]] = (self.damage_of(part) for part in parts)
         else:
-            found = spread(Database(self.source, ray=ray), _damages, _units(parts))
+            found = spread(open_database(self.source, ray=ray), _damages, _units(parts))
         for entry in entries:
             if isinstance(entry, str):
                 self.damaged.append(entry)
@@ -238,7 +238,7 @@ class _Verifier:
             UNION SELECT DISTINCT routing FROM all_eval_scores WHERE routing IS NOT NULL
         """
         try:
-            for (group,) in Database(self.source).connection.execute(query).fetchall():
+            for (group,) in open_database(self.source).connection.execute(query).fetchall():
                 open_dense(self.store, group)
         except TimTraceError as error:
             self.damaged.append(str(error))

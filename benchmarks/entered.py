@@ -1,6 +1,6 @@
-"""How much of analysis/ a verb goes through: the files and functions that it enters.
+"""Files and functions of the product that a verb enters, on every thread.
 
-python benchmarks/entered.py runs/demo
+python benchmarks/entered.py TRACE [VERB ...]
 """
 
 import sys
@@ -9,17 +9,18 @@ import threading
 from pathlib import Path
 
 import tim_trace
-from tim_trace.analysis import diagnose, report
+from tim_trace import analysis
 
-ANALYSIS = str(Path(tim_trace.__file__).parent / "analysis")
+PRODUCT = str(Path(tim_trace.__file__).parent)
+ROOMS = tuple(f"{PRODUCT}/{room}/" for room in ("schemas", "tracer", "replay", "analysis"))
 
 
 def entered(verb):
-    """Code objects of analysis/ that a call of `verb` runs, on every thread; what imports run is left out."""
+    """Code objects of the product that a call of `verb` runs; what imports run is left out."""
     codes = set()
 
     def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(ANALYSIS) and frame.f_code.co_name != "<module>":
+        if event == "call" and frame.f_code.co_filename.startswith(ROOMS) and frame.f_code.co_name != "<module>":
             codes.add(frame.f_code)
 
     threading.setprofile(note)
@@ -33,14 +34,17 @@ def entered(verb):
 
 
 def main():
-    (trace,) = sys.argv[1:]
+    trace, *names = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         verbs = {
-            "diagnose": lambda: diagnose(trace),
-            "report": lambda: report(trace, output=Path(folder, "report.html")),
+            "info": lambda: analysis.info(trace),
+            "stats": lambda: analysis.stats(trace),
+            "check": lambda: analysis.check(trace),
+            "diagnose": lambda: analysis.diagnose(trace),
+            "report": lambda: analysis.report(trace, output=Path(folder, "report.html")),
         }
-        for name, verb in verbs.items():
-            codes = entered(verb)
+        for name in names or verbs:
+            codes = entered(verbs[name])
             files = {code.co_filename for code in codes}
             print(f"{name}: {len(files)} files, {len(codes)} functions")
 

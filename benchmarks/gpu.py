@@ -374,7 +374,7 @@ def _step(arguments, room, which):
 
 def _overwritten(arguments, room):
     import torch
-    from tim_trace.analysis.trace.database import Database
+    from tim_trace.analysis.views import open_database
     from tim_trace.tracer.recorder import Recorder
 
     logprobs = -torch.rand(BATCH, TOKENS, device=arguments.device)
@@ -388,7 +388,7 @@ def _overwritten(arguments, room):
             logprobs.fill_(0)
             logprobs.copy_(given, non_blocking=True)
     query = "SELECT logprobs FROM scores ORDER BY step, seq_id::INT"
-    rows = np.array([row for (row,) in Database(room / "overwritten").ask(query).rows], np.float32)
+    rows = np.array([row for (row,) in open_database(room / "overwritten").ask(query).rows], np.float32)
     wrong = int((rows.reshape(8, BATCH, TOKENS) != given.numpy()).sum())
     return {"median": f"{wrong} of {rows.size:,}"}
 
@@ -464,13 +464,13 @@ def _replay(arguments, room):
 
 
 def _identity(arguments, room):
-    from tim_trace.analysis.trace.database import Database
+    from tim_trace.analysis.views import open_database
     from tim_trace.replay.engine import replay
 
     trace = _trace(arguments.model, room, arguments.device)
     took = _seconds(lambda: replay(trace, steps="1"))
     query = "SELECT count(*), avg(abs(d)), sqrt(avg(d * d)), max(abs(d)), avg((d = 0)::INT) FROM pair('replay/as-recorded', 'train')"
-    return _cells(took, *Database(trace).ask(query).rows[0])
+    return _cells(took, *open_database(trace).ask(query).rows[0])
 
 
 def _cells(took, tokens, mean, rms, largest, equal):
@@ -493,7 +493,7 @@ def _replayed(size, device, room, arm, step):
 
 
 def _arm(arguments, room, arm):
-    from tim_trace.analysis.trace.database import Database
+    from tim_trace.analysis.views import open_database
 
     step = ARMS.get(arm, "2")
     for other in (REFERENCE, BASE):
@@ -503,7 +503,7 @@ def _arm(arguments, room, arm):
         "SELECT count(*), avg(abs(d)), sqrt(avg(d * d)), max(abs(d)), avg((d = 0)::INT) FROM pair('replay/{}', 'replay/{}') "
         f"WHERE step = {step}"
     )
-    ask = Database(_trace(arguments.model, room, arguments.device)).ask
+    ask = open_database(_trace(arguments.model, room, arguments.device)).ask
     tokens, mean, rms, largest, _ = ask(query.format(_name(arm), _name(REFERENCE))).rows[0]
     *_, equal = ask(query.format(_name(arm), _name(BASE))).rows[0]
     return _cells(took, tokens, mean, rms, largest, equal)

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from comparison import Comparison, in_turn, ratios
 from steps import make_step, record
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.checksums import SealedFile
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.verified_file import VerifiedFile

@@ -1,7 +1,7 @@
 """Runs of several writers that sealed several times each, and what a trace answers whatever its files are."""
 
 import numpy as np
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.layout import TABLES
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.attempts import Attempt
@@ -19,7 +19,7 @@ QUESTIONS = [
 
 def rows_of(trace):
     """What a trace answers in SQL, to the last digit; files and their order are in none of it."""
-    database = Database(trace)
+    database = open_database(trace)
     return [str(database.ask(question).rows) for question in QUESTIONS]
 
 

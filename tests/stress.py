@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent / "tracer"))
 
 from builders import PROGRAMS, make_batch
-from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import DamageWarning
 
 ON_DISK_AFTER_S = 1.5

@@ -52,7 +52,7 @@ def made(laboratory, tmp_path_factory):
 
 
 def asked(folder, query):
-    from tim_trace.analysis.trace.database import connect
+    from tim_trace.analysis.views import connect
 
     return connect(str(folder / "trace")).execute(query).fetchall()
 
@@ -92,9 +92,9 @@ def test_a_stale_engine_says_which_version_sampled(made):
 def test_advantages_can_lie_in_the_wrong_rows_while_rewards_do_not(made):
     from tim_trace.analysis.facts.relations import relation
     from tim_trace.analysis.facts.rollouts import read_rollouts
-    from tim_trace.analysis.trace.database import Database
+    from tim_trace.analysis.views import open_database
 
-    moved, sound = (read_rollouts(Database(str(made[name] / "trace"))) for name in ("moved", "sound"))
+    moved, sound = (read_rollouts(open_database(str(made[name] / "trace"))) for name in ("moved", "sound"))
     assert relation(sound, "reward", "advantage").by_group == pytest.approx(1.0, abs=1e-3)
     assert relation(moved, "reward", "advantage").by_group < 0.7
 

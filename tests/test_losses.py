@@ -30,7 +30,7 @@ from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.objective.pass_roles import choose_sides
 from tim_trace.analysis.objective.sums import read_sequence_sums
 from tim_trace.analysis.statistics.loss import contribution, has_gradient, is_clipped
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.replay.gradients.arm import GradientArm
 from tim_trace.replay.gradients.loss import StepLoss, divisors, passes_of
 from tim_trace.replay.gradients.update import updates
@@ -298,7 +298,7 @@ def traces(tmp_path_factory):
     for seed, scenario in enumerate(("whole", "masked", "empty")):
         step = make(seed, scenario)
         path = record(folder / scenario, step)
-        found[scenario] = step, path, Database(path)
+        found[scenario] = step, path, open_database(path)
     return found
 
 
@@ -410,8 +410,8 @@ def test_a_generation_batch_of_several_optimizer_steps_comes_back(trl, tmp_path,
     assert found_gradient == pytest.approx(gradient, **CLOSE)
     # The objective's update is both optimizer steps, of which its sum is the mean.
     wanted = pytest.approx(wanted_use(loss, step, losses, gradient) / 2, **CLOSE)
-    assert used_by_objective(Database(path), loss) == wanted
-    assert used_by_sql(Database(path), loss) == wanted
+    assert used_by_objective(open_database(path), loss) == wanted
+    assert used_by_sql(open_database(path), loss) == wanted
 
 
 @pytest.mark.parametrize("loss_type", rest_slow(["grpo", "dr_grpo", "luspo", "sapo", "gspo", "rloo"], 3))
@@ -436,7 +436,7 @@ def test_masked_rows_stay_in_the_mean_of_a_recorded_run(trl, tmp_path, loss_type
     assert found.value("bias") == pytest.approx(true.sum() - losses.sum(), **CLOSE)
     wanted = pytest.approx(wanted_use(loss, step, losses, gradient), **CLOSE)
     assert found.value("used") == wanted
-    assert used_by_sql(Database(path), loss) == wanted
+    assert used_by_sql(open_database(path), loss) == wanted
     assert our_loss(path, loss, step)[0] == pytest.approx(losses, **CLOSE)
     assert (found.num_rows, found.num_sequences) == (8, 5)
     assert found.steps.dicts()[0]["num_rows"] == 8

@@ -14,7 +14,6 @@ from builders import ROOT, run
 CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = CONFIGURATION["tool"]["setuptools"]
 LAYERS = ("schemas", "tracer", "replay", "analysis", "cli")
-"""Each may import those before it."""
 
 
 def python_files():
@@ -50,19 +49,6 @@ def test_the_root_package_holds_no_class_no_state_and_no_relative_import():
 
 def version():
     return re.search(r'__version__ = "(.+)"', (ROOT / "__init__.py").read_text())[1]
-
-
-def test_imports_run_one_way():
-    for path in python_files():
-        layer = path.parts[0].removesuffix(".py")
-        if layer not in LAYERS:
-            continue
-        allowed = {*LAYERS[: LAYERS.index(layer) + 1], "__version__"}
-        depth = len(path.parts) - 1
-        for dots, rest in re.findall(r"^\s*from (\.+)([\w.]*) import", (ROOT / path).read_text(), re.MULTILINE):
-            if len(dots) > depth:
-                first = rest.split(".")[0] or "__version__"
-                assert first in allowed, f"{path} imports {first}"
 
 
 OF_LOCATE = {

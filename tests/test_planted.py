@@ -15,7 +15,7 @@ from heads import Sampling
 from score import judge
 from simulation import simulate
 from splits import SMOKE
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from training import load
 from transformers import AutoModelForCausalLM
 from writing import write
@@ -61,7 +61,7 @@ def logprob(logits, ids):
 def d_of(path):
     """Every d that the trace holds, step by step, NaN where a side has no value."""
     rows = (
-        Database(path)
+        open_database(path)
         .connection.execute(
             """
         SELECT s.step, t.logprobs AS train, r.logprobs AS rollout FROM sequences s

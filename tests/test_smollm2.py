@@ -6,7 +6,7 @@ import sys
 import pytest
 from builders import ROOT, tim_trace
 from tim_trace.analysis.check.check import check
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

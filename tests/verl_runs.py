@@ -15,7 +15,7 @@ import pytest
 from builders import PROGRAMS, Finished, run, tim_trace
 from runs import Run
 from shared import made_once
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 
 NEWEST = "0.9.1"
 

@@ -9,9 +9,10 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..check.result import CheckResult
 from ..statement import Statement
-from ..trace.database import Database, opened
+from ..trace.database import Database
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
+from ..views import open_database
 from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, NotFinite, SeriesOnset
 from .control import ControlComparison, compare, shares_prompts
@@ -50,8 +51,8 @@ def attribute(
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
-    opened_control = None if control is None else opened(control, steps)
-    return explain(opened(trace, steps), names, control=opened_control, progress=progress)
+    opened_control = None if control is None else open_database(control, steps)
+    return explain(open_database(trace, steps), names, control=opened_control, progress=progress)
 
 
 def explain(

@@ -15,12 +15,12 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..engine_weights import read_engine_verdict
 from ..info import attempts
-from ..trace.cache import cached
-from ..trace.database import Database
+from ..trace.database import Database, cached
 from ..trace.pairs import parse_pair, why_nothing
 from ..trace.samples import tell_sampled
 from ..trace.source import Pair
 from ..trace.spread import spread
+from ..views import open_database
 from .detectors import find
 from .notes import notes
 from .pair_data import PairData
@@ -48,7 +48,7 @@ def check(
     Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
     trace cannot be read or is missing, unless `partial` asks for the answer from the rest.
     """
-    database = Database(trace, steps, ray=ray)
+    database = open_database(trace, steps, ray=ray)
     database.check_whole(partial=partial)
     with database.telling(progress):
         names = parse_pair(pair)

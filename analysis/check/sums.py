@@ -69,7 +69,7 @@ def read_pair_sums(database: Database, pair: Pair) -> PairSums:
     """The sums that the trace keeps, or else those of tokens; on a cluster those are made first."""
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
-    if pair in database.covered:
+    if database.sums.covers(pair):
         kept = database.connection.execute(_kept(pair, has_mask=sequence_columns(database).mask)).fetchnumpy()
         columns = {name: np.asarray(values) for name, values in kept.items()}
     else:

@@ -16,10 +16,11 @@ from ..facts.rollouts import read_rollouts
 from ..facts.series import Series
 from ..statement import Statement
 from ..trace.columns import passes_with
-from ..trace.database import Database, opened
+from ..trace.database import Database
 from ..trace.pairs import parse_pair
 from ..trace.samples import tell_sampled
 from ..trace.sampling import tokens_by_step
+from ..views import open_database
 from .comparison import KINDS, Comparison, RunDifference
 from .sequences import logprob_differences, sequence_differences
 from .series import series_differences
@@ -47,7 +48,7 @@ def compare(
     Raises NothingToCompare where the runs share no step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
-    of_a, of_b = opened(a, steps), opened(b, steps)
+    of_a, of_b = open_database(a, steps), open_database(b, steps)
     for database in (of_a, of_b):
         tell_sampled(database, names)
     with progress("comparing runs", 4) as advance:

@@ -28,9 +28,10 @@ from ..facts.recorded import RecordedChange, read_recorded
 from ..located import newest
 from ..location import Location
 from ..statistics.estimators import FROM_SUMS, addable
-from ..trace.database import Database, opened
+from ..trace.database import Database
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
+from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
 from .figures import FIGURES
 from .replay_effects import replay_effects
@@ -57,7 +58,7 @@ def diagnose(
     Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
-    database = opened(trace, steps)
+    database = open_database(trace, steps)
     with database.telling(progress):
         data = gather(database, names, trace=database.given[0])
     checked = judge(data, pair)
@@ -67,7 +68,11 @@ def diagnose(
     figures = _figures(metrics, coarser)
     replays = replay_effects(database, names, data.passes)
     attribution = explain(
-        database, names, control=None if control is None else opened(control, steps), checked=checked, progress=progress
+        database,
+        names,
+        control=None if control is None else open_database(control, steps),
+        checked=checked,
+        progress=progress,
     )
     with database.telling(progress):
         jumps = _jumps(database, names)
@@ -182,8 +187,6 @@ def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, .
 
 
 def _located(database: Database) -> Location | None:
-    if not database.has_located:
-        return None
     found = newest(database)
     return None if found is None else replace(found.location, operators=())
 

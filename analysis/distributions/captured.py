@@ -22,8 +22,8 @@ from ..sql.types import ARROW
 from ..trace.source import Source
 from .bounds import compare_partly
 from .divergence import Full, compare_full
-from .function import MEASURES
 from .head_logits import Heads
+from .measures import MEASURES
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20

@@ -9,25 +9,10 @@ import duckdb
 
 from ...schemas.errors import TimTraceError
 from ..sql.types import struct_sql
+from ..trace.database import Database, macro_file
+from ..trace.macros import sql_file
 from ..trace.source import Source
-
-_DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
-_BOUNDED = (*_DIVERGENCES, "entropy_a", "entropy_b")
-
-MEASURES: dict[str, str] = {
-    **dict.fromkeys((*_DIVERGENCES, "max_abs_dlogit"), "DOUBLE"),
-    "argmax_flip": "BOOLEAN",
-    "num_unsupported_ab": "BIGINT",
-    "num_unsupported_ba": "BIGINT",
-    "entropy_a": "DOUBLE",
-    "entropy_b": "DOUBLE",
-    "vocab_a": "BIGINT",
-    "vocab_b": "BIGINT",
-    "mass_beyond_a": "DOUBLE",
-    "mass_beyond_b": "DOUBLE",
-    **{f"{name}_{end}": "DOUBLE" for name in _BOUNDED for end in ("low", "high")},
-}
-"""Column of a compared token -> its SQL type."""
+from .measures import MEASURES
 
 COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
@@ -75,3 +60,16 @@ class ComparedDistributions:
             type="arrow",
             null_handling="special",
         )
+
+
+def _register(database: Database) -> None:
+    compared = ComparedDistributions(database.sources)
+    compared.define(database.connection.raw)
+    database.function_errors.append(lambda: compared.error)
+
+
+_MEASURES = ", ".join(f"measured.{measure}" for measure in MEASURES)
+
+MACROS = macro_file(
+    "distributions", sql_file("distributions").format(measures=_MEASURES), _register, functions=(COMPARE,)
+)

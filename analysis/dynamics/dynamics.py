@@ -15,9 +15,10 @@ from ..facts.fall import Fall
 from ..facts.read_series import read_series
 from ..facts.series import Series
 from ..statement import Statement
-from ..trace.database import Database, opened
+from ..trace.database import Database
 from ..trace.pairs import parse_pair
 from ..trace.samples import tell_sampled
+from ..views import open_database
 from . import laws
 from .laws import FEWEST_FOR_LAGS, Growth, entropy_law, growths, lead_lags
 from .motion import Dynamics, SeriesSummary
@@ -43,7 +44,7 @@ def dynamics(
     Raises NothingToCompare for a trace without any step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
-    database = opened(trace, steps)
+    database = open_database(trace, steps)
     tell_sampled(database, names)
     source = database.sources[0]
     with database.telling(progress):

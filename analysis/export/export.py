@@ -21,6 +21,7 @@ from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
+from ..views import open_database
 from .sequences import metric_batches, sequence_tables, write_lines, write_parquet
 from .series import num_texts, step_figures
 from .trackers import EVENTS, MLFLOW_STORE, write_events, write_mlflow, write_wandb
@@ -86,7 +87,7 @@ def export_run(
     }[to]  # fmt: skip
     if to not in _GROWING:
         refuse([folder / name for name in files], force)
-    database = Database(trace, steps)
+    database = open_database(trace, steps)
     num_sequences = num_values = texts = 0
     with explained(output), database.telling(progress):
         if to in (PARQUET, JSONL):

@@ -12,8 +12,7 @@ import numpy as np
 from ..statistics.change_points import cut, residuals, shortest, tail
 from ..statistics.location import SHIFT, Located, locate
 from ..statistics.noise import tamed
-from ..trace.cache import cached
-from ..trace.database import Database
+from ..trace.database import Database, cached
 from ..trace.source import Pair
 from .fall import Fall, Outcome, find_fall, is_evaluation, refined
 from .read_series import read_series

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...schemas.layout import HYPERPARAMETER
-from ..trace.cache import cached
 from ..trace.columns import sequence_columns
-from ..trace.database import Database
+from ..trace.database import Database, cached
 from ..trace.quoting import quoted
 from ..trace.sampling import tokens_by_step
 from .read_series import NAMES

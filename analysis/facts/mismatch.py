@@ -47,7 +47,7 @@ class StepMismatch:
 def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch:
     """Read the mismatch by step; no columns where the passes share no token."""
     has = sequence_columns(database, run)
-    if pair in database.covered and not has.advantages and _used_once(database, pair):
+    if database.sums.covers(pair) and not has.advantages and _used_once(database, pair):
         rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)), {"run": run})
     else:
         rows = _of_tokens(database, pair, run, has)

@@ -10,8 +10,7 @@ import numpy as np
 from ...schemas.errors import InvalidOption
 from ...tracer.weights.reader import WeightReader
 from ...tracer.weights.source import open_weights
-from ..trace.cache import cached
-from ..trace.database import Database, Traces, opened
+from ..trace.database import Database, cached
 from ..trace.quoting import quoted
 from ..trace.source import Pair
 from .fall import is_evaluation
@@ -22,7 +21,7 @@ from .series import KINDS, Column, Series, by_step, columns_of, named
 MISMATCH: Pair = ("train", "rollout")
 
 
-def read_series(database: Traces | Database, *, pair: Pair = MISMATCH, run: str | None = None) -> dict[str, Series]:
+def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = None) -> dict[str, Series]:
     """Read what a run did by step, under the names of `quantities.KINDS`; what the trace cannot answer is left out.
 
     All series are over the same steps: those with sequences or a logged value. `pair` names the passes of the mismatch,
@@ -41,8 +40,7 @@ def read_series(database: Traces | Database, *, pair: Pair = MISMATCH, run: str 
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    opened_database = opened(database)
-    return dict(_read(opened_database, pair, _run(opened_database, run)))
+    return dict(_read(database, pair, _run(database, run)))
 
 
 @cached

@@ -10,12 +10,10 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from ...schemas.steps import ALL_STEPS
 from ..statistics.estimators import Array
-from ..trace.cache import cached
-from ..trace.database import Database
+from ..trace.database import Database, cached
 from ..trace.quoting import quoted_pair
-from ..trace.source import Pair, Source
+from ..trace.source import Pair
 from .changes import ChangePoint, change_points, read_changes, read_outcomes
 from .conditions import (
     ADVANTAGES,
@@ -98,12 +96,12 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
     return tuple(sorted(_folded(found, fall), key=lambda change: (change.step, change.high, change.series)))
 
 
-def changes_table(sources: Iterable[Source], pair: Pair = ("train", "rollout"), *, steps: str = ALL_STEPS) -> pa.Table:
-    """`read_recorded` of several runs, as the rows of the SQL view `changes`; numbers and texts in columns of their own."""
+def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
+    """`read_recorded` of every run of a database, as the rows of the SQL view `changes`; numbers and texts in columns of their own."""
     rows = [
         {"run": source.run, **{field.name: getattr(change, field.name) for field in fields(change)}}
-        for source in sources
-        for change in read_recorded(Database(source, steps), pair)
+        for source in database.sources
+        for change in read_recorded(database.reopened(source), pair)
     ]
     texts = {"run", "series", "kind", "before_text", "after_text", "shape", "order", "follows"}
     for row in rows:

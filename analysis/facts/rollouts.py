@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schemas.passes import REFERENCE
-from ..trace.cache import cached
 from ..trace.columns import sequence_columns
-from ..trace.database import Database
+from ..trace.database import Database, cached
 from ..trace.source import Pair
 from . import thresholds as t
 

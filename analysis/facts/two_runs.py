@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..trace.database import Database, step_condition
+from ..trace.database import Database
 from ..trace.quoting import quoted
 from ..trace.ragged import first, fitted, flat
+from ..trace.table_views import step_condition
 
 _ROWS = """
 SELECT step, hash(prompt_ids) AS prompt, hash(prompt_ids, response_ids) AS whole, response_ids{columns}

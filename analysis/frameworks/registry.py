@@ -12,7 +12,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, NoneType
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from ...schemas.arguments import check_arguments
 from ...schemas.errors import InvalidOption, option
+from ..trace.macros import MacroFile
 from .framework import literal
 
 if TYPE_CHECKING:
-    from ..trace.connection import Connection
+    from ..trace.database import Database
     from .framework import Framework
 
 
@@ -108,12 +109,18 @@ def _declared(name: str) -> Iterator[DeclaredOption]:
         )  # fmt: skip
 
 
-def define_macros(name: str, connection: Connection) -> None:
-    """Make a framework's macros and functions known to a connection, once."""
-    module = _module(name)
+def macro_files() -> list[MacroFile[Database]]:
+    """The macros of each framework, whose module is imported when a query names one of them."""
+    return [
+        MacroFile(name=name, sql=macros(name), define=partial(_define, name), is_listed=False) for name in FRAMEWORKS
+    ]
+
+
+def _define(name: str, database: Database) -> None:
+    module, connection = _module(name), database.connection.raw
     if hasattr(module, "register"):
-        module.register(connection.raw)
-    connection.raw.execute(_with_options(name))
+        module.register(connection)
+    connection.execute(_with_options(name))
 
 
 def _with_options(name: str) -> str:

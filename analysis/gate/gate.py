@@ -11,7 +11,7 @@ from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import write_whole
 from ..report.targets import explained, local
 from ..statistics.intervals import Interval, NoInterval, ends
-from ..trace.database import Database
+from ..views import open_database
 from .condition import CHECK, Condition, parse_condition
 from .measured import Measured, Run
 from .reporters import junit_xml, summary_markdown
@@ -31,6 +31,8 @@ def gate(
     progress: Progress = no_progress,
 ) -> Gated:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
+
+    Conditions on columns of `stats` write sums into the trace, as `stats` does.
 
     A condition is `<source>.<metric><sign><number>` with a sign of > >= < <=, and says what fails: `tim.k3>1e-3` of the
     columns of `stats`, `verl.k3_kl>1e-3` of those of `stats --like verl` (the last part of a name is enough), or `check`,
@@ -60,7 +62,7 @@ def gate(
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
     target, summary_target = (None if path is None else local(path) for path in (junit, summary))
-    Database(trace).check_whole(partial=partial)
+    open_database(trace).check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
     run = Run(trace, pair, confidence, progress)
     measured = run.measure(list(conditions.values()))

@@ -34,6 +34,7 @@ from ..trace.database import Database
 from ..trace.pairs import parse_pair, why_nothing
 from ..trace.quoting import quoted_pair
 from ..trace.samples import tell_sampled
+from ..views import open_database
 from .condition import OWN, Condition, metric_named
 from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, left_out
 
@@ -82,11 +83,11 @@ class Run:
 
     def left_out(self) -> str:
         """Say what the numbers leave out; empty if nothing."""
-        return left_out(Database(self._trace), self._names)
+        return left_out(open_database(self._trace), self._names)
 
     def _own(self, conditions: list[Condition]) -> dict[str, Measured]:
         """Numbers of `stats`."""
-        database = Database(self._trace)
+        database = open_database(self._trace)
         asked = _Asked(conditions, stats(database, pair=self._pair, progress=self._progress))
         found = [
             Measured(metric=name, value=value, interval=None, how="a count has no interval")
@@ -105,7 +106,7 @@ class Run:
 
     def _like(self, name: str, conditions: list[Condition]) -> dict[str, Measured]:
         """Numbers of a framework, with the jackknife's intervals. Tokens are read once, for what each sequence adds."""
-        database = Database(self._trace)
+        database = open_database(self._trace)
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
         with read_once(database, framework, self._names) as rows:
@@ -162,7 +163,7 @@ class Run:
 
     def _quantile(self, name: str, value: float, columns: SequenceColumns) -> Measured:
         """The quantiles of |d| at the ends of what the share of tokens above `value` may be (Woodruff 1952)."""
-        connection = Database(self._trace).connection
+        connection = open_database(self._trace).connection
         tokens = f"pair_tokens({quoted_pair(self._names)}, NULL, NULL, NULL)"
         query = f"""
             SELECT count(d) AS num_tokens, count(*) FILTER (abs(d) > ?) AS num_above FROM {tokens}

@@ -16,8 +16,9 @@ from ..statement import Statement
 from ..statistics.estimators import Array
 from ..statistics.intervals import NoInterval, bootstrap
 from ..statistics.loss import SAFETY_BOUND
-from ..trace.database import Database, opened
+from ..trace.database import Database
 from ..trace.sampling import tokens_by_step
+from ..views import open_database
 from .chosen import choose_loss
 from .concentration import CARRIED, Carried
 from .figures import FigureFormula, as_float, chosen_figures, summed, totals_of, values_of
@@ -76,7 +77,7 @@ def objective(
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
-    database = opened(trace, steps, ray)
+    database = open_database(trace, steps, ray)
     options = {
         "loss": loss, "clip_low": clip_low, "clip_high": clip_high, "clip_hard": clip_hard,
         "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,

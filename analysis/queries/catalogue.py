@@ -10,10 +10,11 @@ from importlib.resources import files
 
 from ...schemas.errors import InvalidOption, NothingToCompare
 from ..rows import Rows
-from ..trace.database import Database, Traces
+from ..trace.database import Database
 from ..trace.pairs import num_scored, parse_pair, why_nothing
 from ..trace.quoting import quoted_pair
-from ..trace.source import Pair
+from ..trace.source import Pair, Traces
+from ..views import open_database
 
 _PAIR = "'train', 'rollout'"
 """How the files name the two passes."""
@@ -65,7 +66,7 @@ def query(name: str, traces: Traces, *, pair: str = "train:rollout") -> Rows:
     `pair` is a:b, and d = logprob(a) - logprob(b) in nats. Raises InvalidOption for a name that is not in the catalogue,
     NothingToCompare when no token has what the query needs, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    chosen, names, database = named_query(name), parse_pair(pair), Database(traces)
+    chosen, names, database = named_query(name), parse_pair(pair), open_database(traces)
     rows = database.ask(chosen.over(*names))
     if not len(rows):
         raise NothingToCompare(_why_none(database, chosen, names))

@@ -11,8 +11,8 @@ from ...schemas.errors import InvalidOption
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
-from ..trace.database import Traces
 from ..trace.pairs import parse_pair
+from ..trace.source import Traces
 from .contents import Report, report_of
 from .subject import NUM_QUESTIONS, Subject, read_subject
 from .targets import explained, local, refuse

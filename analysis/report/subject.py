@@ -31,10 +31,11 @@ from ..rows import Rows
 from ..token_samples.token_sample import TokenSamples
 from ..token_samples.token_samples import read_token_samples
 from ..trace.columns import scored_passes
-from ..trace.database import Database, opened
+from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.sampling import evenly_spaced, tokens_by_step
 from ..trace.source import Pair
+from ..views import open_database
 from .text import steps_read
 
 Found = TypeVar("Found")
@@ -99,8 +100,8 @@ def read_subject(
     advance: Advance,
 ) -> Subject:
     """Ask a trace every question, over one database. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
-    database = Database(trace, steps)
-    other = None if control is None else opened(control, steps)
+    database = open_database(trace, steps)
+    other = None if control is None else open_database(control, steps)
     names, why = ":".join(pair), dict[str, str]()
 
     def ask(what: str, question: Callable[[], Found]) -> Found | None:
@@ -134,7 +135,7 @@ def read_subject(
         trace=os.fspath(trace), asked_steps=steps, condition=database.step_condition(), name=name, pair=pair, info=held, series=series, diagnosis=diagnosed,
         dynamics=moved, objective=judged, attribution=attributed, corrections=corrected, part=of_part, arms=arms,
         spread=spread, excerpts=excerpts, evaluation=_evaluation(database, attributed), contracts=tuple(database.ask("FROM passes").dicts()),
-        settings=read_hyperparameters(database, database.sources[0].run), located=newest(database) if database.has_located else None, unanswered=why,
+        settings=read_hyperparameters(database, database.sources[0].run), located=newest(database), unanswered=why,
     )  # fmt: skip
 
 
@@ -175,7 +176,7 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     if total <= WHOLE:
         return database, steps_read(len(tokens), len(tokens))
     kept = evenly_spaced(list(tokens), max(1, int(len(tokens) * MOST_TOKENS / total)))
-    part = Database(database.sources[0])
+    part = open_database(database.sources[0])
     part.keep_steps(kept)
     return part, steps_read(len(kept), len(tokens))
 

@@ -59,7 +59,7 @@ def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], wo
     """Choose steps with response tokens: notable ones, those of the `worst` sequences if sums are kept, others evenly."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
-    total, has_sums = sum(tokens.values()), pair in database.covered
+    total, has_sums = sum(tokens.values()), database.sums.covers(pair)
     most = max(LOOKED_TOKENS, int(total * SUMMED_SHARE)) if has_sums else LOOKED_TOKENS
     asked = [step for step in dict.fromkeys(notable) if step in tokens]
     found = _worst(database, pair, run, worst) if has_sums and total > most else []

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .cache import cached
-from .database import Database
+from .database import Database, cached
 from .quoting import quoted
 
 

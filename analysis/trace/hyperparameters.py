@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...schemas.layout import HYPERPARAMETER
-
-if TYPE_CHECKING:
-    from .database import Database
+from .database import Database
 
 _ROWS = """
 SELECT name, value, text FROM metrics

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
 
 from ...schemas.errors import InvalidOption, option
 from ...schemas.layout import WEIGHTS
 from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, first_pair
-
-if TYPE_CHECKING:
-    from .database import Database
-    from .source import Pair
+from .database import Database
+from .source import Pair
 
 
 def parse_pair(text: str) -> Pair:

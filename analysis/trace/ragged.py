@@ -5,7 +5,7 @@ Shapes: T tokens of several sequences, one after the other; N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,36 +48,19 @@ class Tokens:
         return np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
 
     def cut(self, sequences: slice, tokens: slice) -> Tokens:
-        """Some sequences with their tokens, in float64."""
+        """Some sequences with their tokens, numbers in float64."""
 
-        def part(values_T: Array | None) -> Array | None:
-            return None if values_T is None else values_T[tokens].astype(np.float64)
+        def part(values_T: np.ndarray) -> np.ndarray:
+            return values_T[tokens] if values_T.dtype == bool else values_T[tokens].astype(np.float64)
 
-        return Tokens(
-            logprobs={name: values_T[tokens].astype(np.float64) for name, values_T in self.logprobs.items()},
-            lengths_N=self.lengths_N[sequences],
-            counted_T=None if self.counted_T is None else self.counted_T[tokens],
-            entropy_T=part(self.entropy_T),
-            advantage_N=None if self.advantage_N is None else self.advantage_N[sequences],
-            advantage_T=part(self.advantage_T),
-        )
+        return self._mapped(part, self.lengths_N[sequences], lambda values_N: values_N[sequences])
 
     def where(self, kept_T: np.ndarray | None) -> Tokens:
         """Only some of the tokens, with the same sequences; None: all of them."""
         if kept_T is None or kept_T.all():
             return self
-
-        def part(values_T: Array | None) -> Array | None:
-            return None if values_T is None else values_T[kept_T]
-
-        return Tokens(
-            logprobs={name: values_T[kept_T] for name, values_T in self.logprobs.items()},
-            lengths_N=np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N)),
-            counted_T=None if self.counted_T is None else self.counted_T[kept_T],
-            entropy_T=part(self.entropy_T),
-            advantage_N=self.advantage_N,
-            advantage_T=part(self.advantage_T),
-        )
+        lengths_N = np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N))
+        return self._mapped(lambda values_T: values_T[kept_T], lengths_N, lambda values_N: values_N)
 
     def arranged(self, order_N: np.ndarray) -> Tokens:
         """The sequences in another order."""
@@ -90,13 +73,22 @@ class Tokens:
             # Of whole sequences at once: an index of every token takes ten times as long.
             return np.concatenate([values_T[start:end] for start, end in places])
 
+        return self._mapped(moved, self.lengths_N[order_N], lambda values_N: values_N[order_N])
+
+    def _mapped(
+        self, of_tokens: Callable[[np.ndarray], np.ndarray], lengths_N: np.ndarray,
+        of_sequences: Callable[[np.ndarray], np.ndarray],
+    ) -> Tokens:  # fmt: skip
+        def part(values_T: np.ndarray | None) -> np.ndarray | None:
+            return None if values_T is None else of_tokens(values_T)
+
         return Tokens(
-            logprobs={name: moved(values_T) for name, values_T in self.logprobs.items()},
-            lengths_N=self.lengths_N[order_N],
-            counted_T=None if self.counted_T is None else moved(self.counted_T),
-            entropy_T=None if self.entropy_T is None else moved(self.entropy_T),
-            advantage_N=None if self.advantage_N is None else self.advantage_N[order_N],
-            advantage_T=None if self.advantage_T is None else moved(self.advantage_T),
+            logprobs={name: of_tokens(values_T) for name, values_T in self.logprobs.items()},
+            lengths_N=lengths_N,
+            counted_T=part(self.counted_T),
+            entropy_T=part(self.entropy_T),
+            advantage_N=None if self.advantage_N is None else of_sequences(self.advantage_N),
+            advantage_T=part(self.advantage_T),
         )
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from .cache import cached
-from .database import Database
+from .database import Database, cached
 
 CHUNK_TOKENS = 32 << 20
 """Tokens that are joined at once."""

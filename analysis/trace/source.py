@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 
-from ...schemas.errors import DamagedTrace
+from ...schemas.errors import DamagedTrace, InvalidOption
 from ...schemas.layout import SCORES, SEQUENCES, SUMS
 from ...schemas.manifest import Manifest
 from ...schemas.sums import KINDS, OF_RUNS
@@ -22,8 +25,13 @@ MADE_OF = b"tim-trace made of"
 _EDITION = 2
 """Edition of kept sums; those of another edition are computed again. Before 2, a run could have kept the sums of another run."""
 
+Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
 Pair = tuple[str, str]
 """Two passes, a and b: d = logprob(a) - logprob(b)."""
+
+RUN_OF_FOLDER = "tim_trace_run"
+"""Name of the column that DuckDB reads from the name of a run's folder."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +113,11 @@ class Source:
         return found
 
 
+def run_folder(run: str) -> str:
+    """Name of a folder of files of a run, which DuckDB reads as `_` and the run's name: some names alone mean NULL to it."""
+    return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
+
+
 def open_source(url: str, run: str | None = None, *, examined: Examined | None = None) -> Source:
     """Look at a trace: see tracer.snapshot.take_snapshot, which raises what this raises."""
     store = Store(url)
@@ -112,6 +125,29 @@ def open_source(url: str, run: str | None = None, *, examined: Examined | None =
     source.newest = newest_attempts(source.snapshot)
     find_sums(source)
     return source
+
+
+def urls_of(traces: Traces) -> list[str]:
+    """The traces as they are named. Raises InvalidOption where none is."""
+    urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
+    if not urls:
+        raise InvalidOption("got none; name one folder or several", option="traces")
+    return urls
+
+
+def open_sources(traces: Traces) -> list[Source]:
+    """Look at every trace; runs of one name get a number behind it."""
+    sources: list[Source] = []
+    names: set[str] = set()
+    for url in urls_of(traces):
+        source = open_source(url)
+        name, number = source.run, 1
+        while source.run in names:
+            number += 1
+            source.run = f"{name}-{number}"
+        names.add(source.run)
+        sources.append(source)
+    return sources
 
 
 def _text(value: Any) -> str | None:

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from ...schemas.errors import InvalidOption
 from ...tracer.cluster import run_units
 from .database import Database
+from .macros import Catalogue
 from .threads import limit_threads
 
 Unit = TypeVar("Unit")
@@ -33,7 +34,7 @@ def spread(
     """
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))
-    return _in_order(database.ray, _Reader(places(database), database.steps, function), units)
+    return _in_order(database.ray, _Reader(places(database), database.steps, database.catalogue, function), units)
 
 
 def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) -> Iterator[Made]:
@@ -70,14 +71,17 @@ def places(database: Database) -> tuple[str, ...]:
 class _Reader(Generic[Unit, Made]):
     """What an actor does: it opens the traces once."""
 
-    def __init__(self, traces: tuple[str, ...], steps: str, function: Callable[[Database, Unit], Iterable[Made]]):
-        self._traces, self._steps, self._function = traces, steps, function
+    def __init__(
+        self, traces: tuple[str, ...], steps: str, catalogue: Callable[[], Catalogue[Database]],
+        function: Callable[[Database, Unit], Iterable[Made]],
+    ):  # fmt: skip
+        self._traces, self._steps, self._catalogue, self._function = traces, steps, catalogue, function
         self._database: Database | None = None
 
     def run(self, unit: Unit) -> list[Made]:
         if self._database is None:
             limit_threads(CPUS)
-            self._database = Database(self._traces, self._steps)
+            self._database = Database(self._traces, self._steps, catalogue=self._catalogue)
         return list(self._function(self._database, unit))
 
     def close(self) -> None:

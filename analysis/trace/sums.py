@@ -31,13 +31,14 @@ from ...tracer.index import write_index
 from ...tracer.parquet_file import write_checked
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import unnamed_file
-from .computed import IN_FILES, SUMS_OPTIONS, ComputedFile, sums_schema
-from .database import Database, Traces, sql_file, statistics_of_groups
+from .database import Database
+from .macros import sql_file, statistics_of_groups
 from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .quoting import quoted
-from .source import Pair, Source, sums_file
+from .source import Pair, Source, Traces, sums_file
 from .spread import spread, unit_tokens
+from .sum_tables import IN_FILES, SUMS_OPTIONS, ComputedFile, sums_schema
 
 Write = Callable[[pa.Table], None]
 
@@ -98,9 +99,9 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
     Only the tokens of steps that lack sums are read, once. `of_run` asks for quantiles over whole runs too: they are exact
     up to EXACT_TOKENS, for which tokens are read again where the sums of some steps were there before.
     """
-    if pair in database.covered and (not of_run or pair in database.run_covered):
+    has_computed = not database.sums.covers(pair)
+    if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
         return False
-    has_computed = pair not in database.covered
     steps = _steps(database)
     if has_computed:
         _cover(database, pair, steps, progress)
@@ -112,7 +113,7 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
     if of_run:
         _put_run_quantiles(database, pair, [_run_quantiles(database, pair, run, progress) for run in runs])
         _add_run_statistics(database, pair, units)
-    database.supersede_runs(pair, covered=of_run)
+        database.supersede(pair, runs=True)
     return has_computed or bool(runs)
 
 
@@ -148,7 +149,7 @@ def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Pro
 
     Adding up gives one result then, whatever was kept.
     """
-    database.begin_sums(pair)
+    database.sums.begin(pair)
     chunks = _marked_chunks(database, pair, steps)
     # |d| of tokens is taken along where it is of a whole run, and is where the quantiles are made.
     whole = _whole_runs(chunks) if database.ray is None else set()
@@ -159,10 +160,9 @@ def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Pro
     with progress("reading tokens", sum(chunk.num_tokens for chunk in missing)) as advance:
         for source in database.sources:
             sizes: list[np.ndarray] = []
-            files = database.computed
             with (
-                files.writing(source, SEQUENCE_SUMS, pair) as write_sums,
-                files.writing(source, STEP_HISTOGRAMS, pair) as write_histograms,
+                database.sums.writing(source, SEQUENCE_SUMS, pair) as write_sums,
+                database.sums.writing(source, STEP_HISTOGRAMS, pair) as write_histograms,
             ):
                 for chunk in chunks:
                     if chunk.run != source.run:
@@ -265,11 +265,11 @@ def make_exact(database: Database, pair: Pair, progress: Progress = no_progress)
     runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
     if not runs:
         return
-    if not database.is_computed(pair, of_runs=True):
+    if not database.sums.is_computed(pair, runs=True):
         for spec in OF_RUNS:
             _take_kept(database, spec, pair, [source.run for source in database.sources])
     _put_run_quantiles(database, pair, [_read_again(database, pair, run, progress) for run in runs])
-    database.supersede_runs(pair, covered=True)
+    database.supersede(pair, runs=True)
 
 
 def _histogram_rows(steps: list[tuple[int, np.ndarray, Histogram]]) -> pa.Table:
@@ -296,10 +296,10 @@ def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progr
 
 def keep(database: Database, pair: Pair) -> bool:
     """Write a pair's sums into every trace that is finished and writable, and return whether all of them were."""
-    if not database.is_whole:
+    if not database.views.is_whole:
         return False
-    kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.is_computed(pair) else []
-    kinds += OF_RUNS if pair in database.run_covered else ()
+    kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []
+    kinds += OF_RUNS if database.sums.covers(pair, runs=True) else ()
     rows = {spec.name: _computed_rows(database, spec, pair) for spec in kinds}
     return all([_keep(database, pair, source, rows) for source in database.sources])
 
@@ -318,8 +318,8 @@ def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[s
     if not source.store.is_local or source.is_live or source.journals:
         return False
     try:
-        if database.is_computed(pair):
-            for file in database.computed.files:
+        if database.sums.is_computed(pair):
+            for file in database.sums.files:
                 if file.pair == pair and file.run == source.run:
                     _place(source, file)
         for kind, of_runs in rows.items():
@@ -456,7 +456,7 @@ def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
     kept = [source.run for source in database.sources if source.run not in known and pair in source.run_covered]
-    if database.is_whole and kept:
+    if database.views.is_whole and kept:
         _take_kept(database, RUN_QUANTILES, pair, kept)
         known |= {*kept}
     return [source.run for source in database.sources if source.run not in known]
@@ -464,7 +464,7 @@ def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
 
 def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str]) -> None:
     """Let what traces keep of runs be among what was computed here."""
-    database.connection.execute(f"INSERT INTO computed_{spec.name} {database.kept_sums(spec, pair, runs)}")
+    database.connection.execute(f"INSERT INTO computed_{spec.name} {database.sums.kept(spec, pair, runs)}")
 
 
 def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:

@@ -18,6 +18,7 @@ from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.sampling import fitting
 from ..trace.source import Pair, Source
+from ..views import open_database
 from .extent import Extent, Extents
 
 MOST_TOKENS = 10_000_000
@@ -70,7 +71,7 @@ class Memory:
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
         tokens = {step: extents.steps[step].num_response_tokens for step in pending}
         wanted = sorted(pending if summed else fitting(pending, tokens, MOST_TOKENS))
-        database = Database(source)
+        database = open_database(source)
         if not summed:
             database.keep_steps(wanted)
         run = source.run

@@ -20,7 +20,7 @@ from tim_trace.analysis.alarms.repeats import unequal_rewards
 from tim_trace.analysis.facts.fall import Outcome, find_fall
 from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from truth import Truth, truths
 
 _RATIOS = """
@@ -34,7 +34,7 @@ _REWARDS = "SELECT step, stddev_samp(reward) AS reward_std FROM sequences GROUP 
 
 def known_of(truth: Truth) -> tuple[np.ndarray, Known]:
     """The steps of a run, and every quantity that a rule asks for."""
-    database = Database(truth.trace)
+    database = open_database(truth.trace)
     series = {name: one for name, one in read_series(database).items()}
     at = series["k3"].known
     steps = series["k3"].steps[at]

@@ -9,7 +9,7 @@ import numpy as np
 from learner import ALGORITHMS
 from remedy import Remedy
 from tim_trace.analysis.objective.objective import objective
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
 

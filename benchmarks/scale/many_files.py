@@ -20,7 +20,7 @@ import numpy as np
 from measure import COUNT, ONE_STEP, s3_server
 from tim_trace import __version__
 from tim_trace.analysis.info import info
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.clock import now
 from tim_trace.schemas.layout import SCORES, SEQUENCES, WRITERS, Segment
 from tim_trace.schemas.manifest import Manifest
@@ -79,7 +79,7 @@ def _step(rng, step, writer):
 def asked(trace, question):
     """Wall and CPU seconds to open a trace and to put a question to it, and megabytes at the peak of this process."""
     start = time.perf_counter(), time.process_time()
-    database = Database(trace)
+    database = open_database(trace)
     opened = time.perf_counter() - start[0], time.process_time() - start[1]
     start = time.perf_counter(), time.process_time()
     if question == "info":
@@ -107,11 +107,11 @@ def on_s3(trace, steps, questions):
     server, filesystem, requests = s3_server()
     filesystem.put(str(trace), "s3://bucket/run", recursive=True)
     for name, question in {"open": None, **questions}.items():
-        database = None if question is None else Database("s3://bucket/run")
+        database = None if question is None else open_database("s3://bucket/run")
         requests.clear()
         start = time.perf_counter()
         if question is None:
-            Database("s3://bucket/run")
+            open_database("s3://bucket/run")
         else:
             database.ask(question)
         print(

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from many_writers import write
 from moto.server import ThreadedMotoServer
 from tim_trace.analysis import compact
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.tracer.index import write_index
 from tim_trace.tracer.store import Store
 
@@ -63,7 +63,7 @@ def step_bytes(trace, step):
 
 def on_disk(trace, step):
     """Seconds to open and to ask for one step, wall and CPU, and the bytes that the latter reads over those of the step."""
-    opened, question = least(lambda: Database(trace)), ONE_STEP.format(step)
+    opened, question = least(lambda: open_database(trace)), ONE_STEP.format(step)
     read, original = [0], Store.read_range
 
     def counted(self, *arguments):
@@ -71,8 +71,8 @@ def on_disk(trace, step):
         read[0] += len(content)
         return content
 
-    asked = np.min([least(partial(Database(trace).ask, question), 1) for _ in range(3)], axis=0)
-    database = Database(trace)
+    asked = np.min([least(partial(open_database(trace).ask, question), 1) for _ in range(3)], axis=0)
+    database = open_database(trace)
     Store.read_range = counted
     try:
         database.ask(question)
@@ -87,13 +87,13 @@ def on_s3(trace, filesystem, name, requests, step):
     filesystem.put(str(trace), url, recursive=True)
     found, one_step = [], ONE_STEP.format(step)
     for question in (None, COUNT, one_step):
-        database = Database(url) if question == one_step else None
+        database = open_database(url) if question == one_step else None
         requests.clear()
         start = time.perf_counter()
         if question is None:
-            Database(url)
+            open_database(url)
         else:
-            (database or Database(url)).ask(question)
+            (database or open_database(url)).ask(question)
         found += [sum(requests.values()), time.perf_counter() - start]
     filesystem.rm(url, recursive=True)
     return found

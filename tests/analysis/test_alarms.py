@@ -11,7 +11,7 @@ from tim_trace.analysis.alarms.text import alarm_sentence
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.report.report import report
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.tracer.recorder import Recorder
 
 PAIR = ("train", "rollout")
@@ -79,7 +79,7 @@ def test_an_alarm_sounds_where_one_step_passes_its_level_and_the_mean_of_the_run
 
 
 def test_figures_that_need_tokens_are_what_a_plain_query_gives(tmp_path):
-    database = Database(spiked(tmp_path / "run"))
+    database = open_database(spiked(tmp_path / "run"))
     found = read_token_figures(database, PAIR, database.sources[0].run)
     rows = database.ask(
         "SELECT step, avg(abs(exp(logprob_a::DOUBLE) - exp(logprob_b::DOUBLE))), avg(exp(abs(d))) "

@@ -10,7 +10,7 @@ from tim_trace.analysis.breakdowns.breakdowns import high_quantile, read_breakdo
 from tim_trace.analysis.breakdowns.edges import bit_lengths, rounded_up
 from tim_trace.analysis.statistics.loss import contribution, log_weight
 from tim_trace.analysis.trace import ragged
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
 
@@ -163,7 +163,7 @@ def check_ratios(ratios, edges, loss, found):
 @pytest.mark.parametrize("seed", range(3))
 def test_shapes_are_those_of_a_loop_over_tokens(tmp_path, seed):
     rows = make(seed)
-    spread = read_breakdowns(Database(write(tmp_path / "trace", rows)))
+    spread = read_breakdowns(open_database(write(tmp_path / "trace", rows)))
     tokens = list(compared(rows))
     assert spread.num_tokens == len(tokens) == spread.whole.density.sum()
     assert spread.num_recorded_tokens == sum(len(row["mask"]) for row in rows)
@@ -181,7 +181,7 @@ def opened(tmp_path_factory):
         if (advantages, passes) not in found:
             rows = make(3, by_token=advantages == "each")
             path = write(folder / f"{advantages}{len(passes)}", rows, passes=passes, advantages=advantages)
-            found[advantages, passes] = rows, Database(path)
+            found[advantages, passes] = rows, open_database(path)
         return found[advantages, passes]
 
     return of
@@ -199,7 +199,7 @@ def test_ratios_are_those_of_a_loop_over_terms(opened, name, advantages):
 
 def test_the_loss_is_that_of_the_run_where_none_is_given(tmp_path):
     rows, loss = make(4), LOSSES["ppo"]
-    spread = read_breakdowns(Database(write(tmp_path / "trace", rows, loss)))
+    spread = read_breakdowns(open_database(write(tmp_path / "trace", rows, loss)))
     check_ratios(spread.whole.ratios, spread.edges.ratio, loss, terms(loss, list(compared(rows))))
 
 
@@ -224,7 +224,7 @@ def test_the_cut_is_the_objectives(loss, log_ratio, advantage):
 
 
 def test_the_whole_is_the_sum_over_steps(tmp_path):
-    spread = read_breakdowns(Database(write(tmp_path / "trace", make(5), LOSSES["ppo"])))
+    spread = read_breakdowns(open_database(write(tmp_path / "trace", make(5), LOSSES["ppo"])))
     steps = [spread.by_step[step] for step in spread.steps]
     assert np.array_equal(spread.whole.density, sum(each.density for each in steps))
     for name in ("position", "length", "entropy"):
@@ -286,7 +286,7 @@ def test_only_the_first_use_of_a_sequence_is_read(opened):
 
 def test_all_but_one_in_a_hundred_lie_in_the_envelope(tmp_path):
     rows = make(7, steps=20)
-    spread = read_breakdowns(Database(write(tmp_path / "trace", rows)))
+    spread = read_breakdowns(open_database(write(tmp_path / "trace", rows)))
     scaled = [abs(each[4]) / (1 - each[5]) for each in compared(rows) if each[5] < 0.99]
     assert np.mean(np.array(scaled) <= spread.envelope) >= 0.99
     assert np.mean(np.array(scaled) < spread.envelope) < 0.99
@@ -294,7 +294,7 @@ def test_all_but_one_in_a_hundred_lie_in_the_envelope(tmp_path):
 
 def test_the_axis_of_d_leaves_out_one_in_a_thousand(tmp_path):
     rows = make(8, steps=30)
-    spread = read_breakdowns(Database(write(tmp_path / "trace", rows)))
+    spread = read_breakdowns(open_database(write(tmp_path / "trace", rows)))
     size = np.abs([each[4] for each in compared(rows)])
     assert np.mean(size > spread.edges.d[-1]) <= 0.001
     assert np.allclose(spread.edges.d, -spread.edges.d[::-1])
@@ -306,8 +306,8 @@ def test_a_sample_is_the_same_whatever_the_order_of_the_rows(tmp_path):
         # Of many sizes, so that adding in another order gives other last digits.
         scale = 10.0 ** draw.uniform(-6, 1, len(row["mask"]))
         row["rollout"], row["train"] = ((row[name] * scale).astype("f4") for name in ("rollout", "train"))
-    there = Database(write(tmp_path / "there", rows, LOSSES["ppo"]))
-    back = Database(write(tmp_path / "back", rows, LOSSES["ppo"], order=list(range(ROWS))[::-1]))
+    there = open_database(write(tmp_path / "there", rows, LOSSES["ppo"]))
+    back = open_database(write(tmp_path / "back", rows, LOSSES["ppo"], order=list(range(ROWS))[::-1]))
     first, again, second = (read_breakdowns(database, max_tokens=250) for database in (there, there, back))
     assert first.num_tokens < read_breakdowns(there).num_tokens
     for other in (again, second):
@@ -326,7 +326,7 @@ def test_a_sample_is_the_same_whatever_the_order_of_the_rows(tmp_path):
 
 def test_a_sample_is_of_whole_sequences_and_no_larger_than_asked(tmp_path):
     rows = make(10)
-    database = Database(write(tmp_path / "trace", rows))
+    database = open_database(write(tmp_path / "trace", rows))
     spread = read_breakdowns(database, max_tokens=200)
     assert 0 < spread.num_tokens <= 200
     assert "hash of step and seq_id" in spread.how
@@ -337,7 +337,7 @@ def test_a_sample_is_of_whole_sequences_and_no_larger_than_asked(tmp_path):
 
 
 def test_steps_are_the_notable_ones_and_others_evenly_spread(tmp_path):
-    database = Database(write(tmp_path / "trace", make(11, steps=9), entropy=None))
+    database = open_database(write(tmp_path / "trace", make(11, steps=9), entropy=None))
     assert read_breakdowns(database).steps == tuple(range(1, 10))
     spread = read_breakdowns(database, notable=(7, 99), max_steps=3)
     assert spread.steps == (1, 7, 9)
@@ -349,21 +349,21 @@ def test_steps_are_the_notable_ones_and_others_evenly_spread(tmp_path):
 def test_entropies_are_the_loss_s_where_neither_pass_has_any(tmp_path):
     rows = make(13)
     own, of_loss = (
-        read_breakdowns(Database(write(tmp_path / name, rows, entropy=name))) for name in ("rollout", "current")
+        read_breakdowns(open_database(write(tmp_path / name, rows, entropy=name))) for name in ("rollout", "current")
     )
     assert own.whole.entropy.num.tolist() == of_loss.whole.entropy.num.tolist()
-    found = Database(tmp_path / "current").ask(of_loss.sql["entropy"]).rows
+    found = open_database(tmp_path / "current").ask(of_loss.sql["entropy"]).rows
     assert [row[1] for row in found] == [num for num in of_loss.whole.entropy.num.tolist() if num]
 
 
 def test_what_was_not_recorded_is_none(tmp_path):
     rows = make(12)
-    spread = read_breakdowns(Database(write(tmp_path / "bare", rows, advantages="none", entropy=None)))
+    spread = read_breakdowns(open_database(write(tmp_path / "bare", rows, advantages="none", entropy=None)))
     assert spread.whole.ratios is None
     assert spread.whole.entropy is None
     assert spread.edges.ratio is None
     assert {"density", "position", "length", "envelope"} == set(spread.sql)
-    assert read_breakdowns(Database(write(tmp_path / "one", rows, passes=("rollout",)))) is None
+    assert read_breakdowns(open_database(write(tmp_path / "one", rows, passes=("rollout",)))) is None
 
 
 def test_passes_without_a_common_finite_token_have_no_spread(tmp_path):
@@ -371,7 +371,7 @@ def test_passes_without_a_common_finite_token_have_no_spread(tmp_path):
         batch = recorder.add_sequences(step=1, response_ids=[[1, 2]])
         recorder.add_scores("rollout", batch, logprobs=[[-1.0, math.nan]])
         recorder.add_scores("train", batch, logprobs=[[math.nan, -1.0]])
-    assert read_breakdowns(Database(tmp_path / "trace")) is None
+    assert read_breakdowns(open_database(tmp_path / "trace")) is None
 
 
 def test_equal_passes_are_all_in_the_middle(tmp_path):
@@ -379,7 +379,7 @@ def test_equal_passes_are_all_in_the_middle(tmp_path):
         batch = recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
         for name in ("rollout", "train"):
             recorder.add_scores(name, batch, logprobs=[[-1.0, -0.5, 0.0]])
-    spread = read_breakdowns(Database(tmp_path / "trace"))
+    spread = read_breakdowns(open_database(tmp_path / "trace"))
     middle = len(spread.edges.d) // 2 - 1
     assert spread.whole.density[middle].sum() == 3
     assert spread.whole.density[middle, -1] == 1
@@ -388,7 +388,7 @@ def test_equal_passes_are_all_in_the_middle(tmp_path):
 
 def test_only_the_named_run_is_read(tmp_path):
     first, second = make(13), make(14)
-    database = Database([write(tmp_path / "first", first), write(tmp_path / "second", second)])
+    database = open_database([write(tmp_path / "first", first), write(tmp_path / "second", second)])
     spread = read_breakdowns(database, run="second")
     assert spread.num_tokens == len(list(compared(second)))
     assert sum(num for *_, num in database.ask(spread.sql["density"]).rows) == spread.num_tokens

@@ -29,8 +29,8 @@ from tim_trace.analysis.check.finding import FAULTS, HEALTHY, WEIGHT_CAUSES, Fin
 from tim_trace.analysis.check.sums import read_pair_sums
 from tim_trace.analysis.check.text import EVIDENCE, NOTES, evidence_text, note_text
 from tim_trace.analysis.check.thresholds import MIN_ALONG, MIN_CLEAR_PERSISTENCE, MIN_PERSISTENCE, MIN_SEQUENCE_SCORE
-from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.sums import summarize
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder
@@ -202,7 +202,7 @@ def test_a_healthy_run_is_valid(tmp_path, kind):
 
 @pytest.mark.parametrize(("code", "points"), [("stale_weights", True), ("quantised", False)])
 def test_only_weights_that_are_behind_differ_along_their_movement(tmp_path, code, points):
-    database = Database(PLANTED[code].write(tmp_path / "trace"))
+    database = open_database(PLANTED[code].write(tmp_path / "trace"))
     along = along_movement(gather(database, ("train", "rollout"), trace=""))
     assert along > MIN_ALONG if points else abs(along) < MIN_ALONG
 
@@ -221,7 +221,7 @@ def test_a_gap_that_changes_inside_of_sequences_lasts_from_token_to_token(tmp_pa
     seen = {}
     for name, rollout in {"inside": half_updated, "rounding": in_bfloat16}.items():
         path = Recording(rollout=rollout, steps=6).write(tmp_path / name)
-        seen[name] = error_structure(gather(Database(path), ("train", "rollout"), trace=""))
+        seen[name] = error_structure(gather(open_database(path), ("train", "rollout"), trace=""))
     assert seen["inside"].persistence > MIN_CLEAR_PERSISTENCE
     assert seen["inside"].sequence_score > MIN_SEQUENCE_SCORE
     assert abs(seen["rounding"].persistence) < MIN_PERSISTENCE
@@ -253,10 +253,10 @@ def test_sums_of_tokens_are_those_that_the_trace_keeps(tmp_path):
             recorder.add_scores("rollout", batch, logprobs=rollout)
             recorder.add_scores("train", batch, logprobs=train, scored_mask=known)
     pair = ("train", "rollout")
-    of_tokens = read_pair_sums(Database(tmp_path / "trace"), pair)
+    of_tokens = read_pair_sums(open_database(tmp_path / "trace"), pair)
     assert summarize(tmp_path / "trace")
-    database = Database(tmp_path / "trace")
-    assert pair in database.covered
+    database = open_database(tmp_path / "trace")
+    assert database.sums.covers(pair)
     kept = read_pair_sums(database, pair)
     for name, values in of_tokens.columns.items():
         combine = np.max if name == "max_abs_d" else np.sum
@@ -472,7 +472,7 @@ def test_a_run_whose_last_steps_keep_no_token_is_judged(tmp_path):
             )
             recorder.add_scores("rollout", batch, logprobs=logprobs.astype(np.float32))
             recorder.add_scores("train", batch, logprobs=np.minimum(logprobs + noise, 0).astype(np.float32))
-    error_structure(gather(Database(tmp_path / "run"), ("train", "rollout"), trace=""))
+    error_structure(gather(open_database(tmp_path / "run"), ("train", "rollout"), trace=""))
 
 
 # --- A second fault behind values that stand at other tokens or in other rows ---------------------------------------------

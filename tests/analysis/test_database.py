@@ -19,9 +19,10 @@ from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace import large_tables
-from tim_trace.analysis.trace.database import Database, connect
+from tim_trace.analysis.trace.macros import LISTING
 from tim_trace.analysis.trace.source import MADE_OF, sums_file
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import connect, open_database
 from tim_trace.analysis.watch.watcher import Watcher
 from tim_trace.schemas.tables import TABLES, Column
 from tim_trace.tracer import snapshot
@@ -29,6 +30,8 @@ from tim_trace.tracer.parquet_file import write_checked
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.scored_passes import scored_passes
 from tim_trace.tracer.store import Store
+
+PAIR = ("train", "rollout")
 
 
 def rows(path, query):
@@ -254,7 +257,7 @@ def test_names_with_quotes_are_names(tmp_path):
 
 
 def test_the_first_format_version_stays_readable(trace_v1):
-    database = Database(trace_v1)
+    database = open_database(trace_v1)
     assert database.sources[0].damaged == []
     found = database.connection.execute("SELECT step, num_tokens, k3 FROM pair_steps('train', 'rollout')").fetchall()
     wanted = json.loads((trace_v1.parent / "trace-v1.json").read_text())
@@ -289,8 +292,8 @@ def later(monkeypatch):
 def read_again(trace, tmp_path):
     """Ask what an open, a view, each kind of verb and a merge make of a trace; what there is stays what it was."""
     assert info(str(trace)).damaged == ()
-    database = Database(trace)
-    database.macros.define_all()
+    database = open_database(trace)
+    database.define_named(LISTING)
     assert database.damaged == ()
     counts = {name: database.ask(f"SELECT count(*) FROM {name}").rows[0][0] for name in TABLES}
     for name in (*TABLES, *(f"all_{name}" for name in TABLES)):
@@ -301,7 +304,7 @@ def read_again(trace, tmp_path):
     steps = [{name: value for name, value in row.items() if name != "run"} for row in stats(trace, by="step").dicts()]
     assert check(trace).pair == "train:rollout"
     assert not gate(trace, fail_on=["tim.k3>9"]).fails
-    assert len(read_series(trace)["k3"].steps) == len(steps)
+    assert len(read_series(open_database(trace))["k3"].steps) == len(steps)
     assert Watcher(trace).look().num_sequences == counts["sequences"]
     assert "<html" in page(report(trace))
     assert scored_passes(trace) == ["rollout", "train"]
@@ -370,15 +373,15 @@ def test_a_file_without_a_column_has_it_as_null_or_is_damaged_where_it_is_never_
 
 def test_sums_of_an_earlier_release_are_passed_over_and_made_anew(trace_v1):
     before = {path.name for path in (trace_v1 / "sums").iterdir()}
-    database = Database(trace_v1)
-    assert database.covered == set()
+    database = open_database(trace_v1)
+    assert not database.sums.covers(PAIR)
     assert database.sources[0].damaged == []
     assert database.connection.execute("SELECT count(*) FROM sequence_sums").fetchall() == [(0,)]
     found = stats(trace_v1, by="step").rows
     made = {path.name for path in (trace_v1 / "sums").iterdir()} - before
     assert "sequence_sums" in {name.split("-")[0] for name in made}
-    again = Database(trace_v1)
-    assert again.covered == {("train", "rollout")}
+    again = open_database(trace_v1)
+    assert again.sums.covers(PAIR)
     assert stats(again, by="step").rows == found
 
 
@@ -398,7 +401,7 @@ def test_sums_of_an_edition_whose_numbers_may_be_another_run_s_are_not_believed(
         kept.unlink()
         written = write_checked(tmp_path / "odd", f"sums/{kind}", table.schema, [table])
         (tmp_path / "odd").rename(trace / sums_file(kind, written.footer))
-    assert Database(trace).covered == set()
+    assert not open_database(trace).sums.covers(PAIR)
     assert stats(trace, by="step").rows == wanted
 
 
@@ -415,10 +418,7 @@ def test_a_file_of_sums_with_other_columns_answers_nothing(tmp_path):
             kept.unlink()
         written = write_checked(tmp_path / "odd", "sums/sequence_sums", odd.schema, [odd])
         (tmp_path / "odd").rename(trace / sums_file("sequence_sums", written.footer))
-        database = Database(trace)
+        database = open_database(trace)
         # The last of them has the right ones.
-        assert (database.covered, database.sources[0].damaged) == (
-            {("train", "rollout")} if odd is table else set(),
-            [],
-        )
+        assert (database.sums.covers(PAIR), database.sources[0].damaged) == (odd is table, [])
         assert stats(database, by="step").rows == wanted

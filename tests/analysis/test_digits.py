@@ -15,7 +15,7 @@ from tim_trace.analysis.gate.sums import SequenceColumns
 from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import Database, connect
+from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.errors import TimTraceWarning
 from tim_trace.tracer.recorder import Recorder
 
@@ -179,7 +179,7 @@ def test_every_statistic_has_the_digits_of_mpmath(tmp_path, kind, num_sequences,
     of_run, of_step = exact(every), {step: exact(part) for step, part in steps.items()}
     for has_sums in (False, True):
         assert (trace / "sums").exists() == has_sums
-        database = Database(trace)
+        database = open_database(trace)
         (row,) = stats(database).dicts()
         same(row, of_run)
         for row in stats(database, by="step").dicts():
@@ -253,7 +253,7 @@ def test_gate_check_and_dynamics_use_the_same_sums(tmp_path, kind):
     steps = make(kind, 12)
     trace = record(tmp_path / "run", steps)
     wanted = exact([sequence for part in steps.values() for sequence in part])
-    columns = SequenceColumns.read(Database(trace), ("train", "rollout")).values
+    columns = SequenceColumns.read(open_database(trace), ("train", "rollout")).values
     totals = {name: values.sum() for name, values in columns.items()}
     same({name: formula(totals) for name, formula in FROM_SUMS.items()}, wanted, set(FROM_SUMS))
     from_tokens, by_tokens = own(trace), ess_by_step(trace)
@@ -279,7 +279,7 @@ def test_the_effective_sample_size_of_very_negative_d_is_right_wherever_it_is_re
     of_run, of_step = share(d), {1: share(d[:20]), 2: share(d[20:])}
     assert 0.2 < of_run < 0.4
     for _ in range(2):  # from the tokens, and from the sums that are kept then
-        database = Database(trace)
+        database = open_database(trace)
         found = {"stats": stats(database).dicts()[0]["ess_token"], "check": own(trace)["ess_token"]}
         found["gate"] = gate(trace, fail_on=["tim.ess_token<0.01"]).verdicts[0].value
         verl = stats(trace, like="verl", rollout_is="token").dicts()[0]
@@ -300,15 +300,15 @@ def test_the_effective_sample_size_of_very_negative_d_is_right_wherever_it_is_re
 
 def ess_series(trace):
     """As `watch`, `dynamics` and the report read it."""
-    series = read_series(Database(trace))["ess"]
+    series = read_series(open_database(trace))["ess"]
     return series.steps.tolist(), series.values.tolist()
 
 
 def own(trace):
-    return own_metrics(gather(Database(trace), ("train", "rollout"), trace=str(trace)))
+    return own_metrics(gather(open_database(trace), ("train", "rollout"), trace=str(trace)))
 
 
 def ess_by_step(trace):
-    columns = read_step_mismatch(Database(trace), ("train", "rollout"), "run").columns
+    columns = read_step_mismatch(open_database(trace), ("train", "rollout"), "run").columns
     (ess,) = (column for column in columns if column.name == "ess")
     return dict(zip(ess.steps.tolist(), ess.values.tolist(), strict=True))

@@ -11,7 +11,7 @@ from tim_trace.analysis.distributions import captured
 from tim_trace.analysis.distributions.divergence import Full, compare_full
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, InvalidRecord
 from tim_trace.tracer.dense import Hidden, Logits, TopK
 from tim_trace.tracer.logits import top_k_with_tail

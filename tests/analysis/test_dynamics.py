@@ -14,7 +14,7 @@ from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.statistics.change_points import StretchSquares, penalty, tail
 from tim_trace.analysis.statistics.noise import long_run_variance
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
@@ -66,8 +66,8 @@ def flat(batch, name):
 @pytest.mark.parametrize("kept", [False, True])
 def test_series_are_what_numpy_makes_of_the_steps(run, tmp_path, kept):
     folder, batches = run
-    database = Database(folder)
-    assert (("train", "rollout") in database.covered) is False
+    database = open_database(folder)
+    assert not database.sums.covers(("train", "rollout"))
     if kept:
         from tim_trace.analysis.trace.sums import ensure
 
@@ -117,7 +117,7 @@ def test_the_order_of_the_rows_changes_no_bit_of_rewards_and_their_spread(tmp_pa
                 step=1, seq_ids=[f"{row}" for row in order], group_ids=[f"{row // 4}" for row in order],
                 response_ids=[[1]] * 400, reward=rewards[order],
             )  # fmt: skip
-        series = read_series(tmp_path / name)
+        series = read_series(open_database(tmp_path / name))
         found[name] = [series[each].values.tobytes() for each in ("reward", "reward_std_within_groups")]
     assert found["forward"] == found["backward"]
 
@@ -130,7 +130,7 @@ def test_tiny_advantages_of_whole_responses_have_their_sign_beside_those_of_toke
             recorder.add_scores("train", batch, logprobs=[[logprob]])
             recorder.add_scores("current", batch, logprobs=[[logprob + 1.0]])
         recorder.add_loss(Loss(kind="ppo_clip"))
-    found = read_series(tmp_path / "run")
+    found = read_series(open_database(tmp_path / "run"))
     assert found["k3_positive"].values == pytest.approx([math.exp(-0.5) - 1 + 0.5])
     assert found["k3_negative"].values == pytest.approx([math.exp(0.25) - 1 - 0.25])
     assert found["clip_share"].values == pytest.approx([1 / 3])
@@ -143,7 +143,7 @@ def test_masked_tokens_and_tokens_that_are_not_finite_are_left_out(tmp_path):
         )
         recorder.add_scores("rollout", batch, logprobs=[[-1.0, -1.0, -2.0, math.nan]])
         recorder.add_scores("train", batch, logprobs=[[-1.5, -9.0, -1.75, -1.0]])
-    found = read_series(tmp_path / "run")
+    found = read_series(open_database(tmp_path / "run"))
     assert found["mean_abs_d"].values == pytest.approx([0.375])
     assert found["k3_positive"].values == pytest.approx([math.exp(-0.5) - 1 + 0.5])
     assert found["k3_negative"].values == pytest.approx([math.exp(0.25) - 1 - 0.25])
@@ -180,16 +180,16 @@ def test_the_clipped_share_is_the_objective_s(tmp_path, loss):
     trace = clip_trace(tmp_path / "run", loss, advantage, log_ratio)
     share = objective(trace).value("clipped")
     assert 0 < share < 1
-    assert read_series(trace)["clip_share"].values == pytest.approx([share])
+    assert read_series(open_database(trace))["clip_share"].values == pytest.approx([share])
 
 
 def test_a_loss_without_a_clip_or_advantages_has_no_clipped_share(tmp_path):
     moved = [0.5, -0.5]
     vespo = Loss(kind="vespo", level="sequence_sum")
     for name, loss in (("sapo", Loss(kind="sapo")), ("vespo", vespo), ("reinforce", Loss(kind="reinforce"))):
-        assert "clip_share" not in read_series(clip_trace(tmp_path / name, loss, [1.0, -1.0], moved))
+        assert "clip_share" not in read_series(open_database(clip_trace(tmp_path / name, loss, [1.0, -1.0], moved)))
     assert "clip_share" not in read_series(
-        clip_trace(tmp_path / "none", Loss(kind="cispo", clip_high=1.2), None, moved)
+        open_database(clip_trace(tmp_path / "none", Loss(kind="cispo", clip_high=1.2), None, moved))
     )
 
 
@@ -202,16 +202,16 @@ def test_kept_weights_say_how_much_of_them_each_update_changed(tmp_path):
             recorder.add_sequences(step=version + 1, response_ids=[[1]])
             recorder.add_weights(version, {"w": weights})
             weights[: 2 * (version + 1)] += 1
-    assert read_series(tmp_path / "run")["changed_weights"].values[:2].tolist() == [0.25, 0.5]
+    assert read_series(open_database(tmp_path / "run"))["changed_weights"].values[:2].tolist() == [0.25, 0.5]
 
 
 def test_several_runs_are_read_one_at_a_time(tmp_path):
     make_trace(tmp_path / "a")
     make_trace(tmp_path / "b", steps=2)
-    both = Database([tmp_path / "a", tmp_path / "b"])
+    both = open_database([tmp_path / "a", tmp_path / "b"])
     with pytest.raises(InvalidOption, match="several traces are open; name one of a, b"):
         read_series(both)
-    own, of_both = read_series(tmp_path / "b"), read_series(both, run="b")
+    own, of_both = read_series(open_database(tmp_path / "b")), read_series(both, run="b")
     assert {name: each.values.tolist() for name, each in own.items()} == {
         name: each.values.tolist() for name, each in of_both.items()
     }
@@ -523,6 +523,6 @@ def test_a_lag_is_of_passes_that_say_their_version(tmp_path):
                 batch = recorder.add_sequences(step=step, response_ids=[[1, 2]], policy_version=2, reward=[1.0])
                 recorder.add_scores("rollout", batch, logprobs=[[-1.0, -1.0]])
                 recorder.add_scores("train", batch, logprobs=[[-1.0, -1.5]], policy_version=version)
-    silent, said = (read_series(tmp_path / name) for name in ("silent", "said"))
+    silent, said = (read_series(open_database(tmp_path / name)) for name in ("silent", "said"))
     assert not {"policy_lag", "version_lag"} & silent.keys()
     assert [said[name].values.tolist() for name in ("policy_lag", "version_lag")] == [[1.0, 1.0]] * 2

@@ -12,8 +12,8 @@ from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.detectors.engine_weights import find_engine_weights, weights_agree
 from tim_trace.analysis.check.text import checked_text
 from tim_trace.analysis.engine_weights import engine_verdict, engine_versions, read_engine_verdict
-from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.errors import InvalidOption, WeightsMissing
 from tim_trace.schemas.layout import ENGINE_WEIGHTS
@@ -46,7 +46,7 @@ def traced(path, rows):
 
 
 def verdict(path, rows, steps=None):
-    return engine_verdict(list(engine_versions(Database(traced(path, rows)))), steps)
+    return engine_verdict(list(engine_versions(open_database(traced(path, rows)))), steps)
 
 
 def only(path, rows):
@@ -117,7 +117,7 @@ def test_engines_of_workers_serve_a_driver_that_records_the_sequences(tmp_path):
 
 
 def verdict_of(path):
-    return read_engine_verdict(Database(path))
+    return read_engine_verdict(open_database(path))
 
 
 def test_nothing_is_said_of_tensors_that_were_neither_given_nor_read(tmp_path):
@@ -167,8 +167,8 @@ def test_each_engine_is_held_against_its_own_trainer(tmp_path):
 
 def test_chosen_steps_are_judged_by_the_versions_before_them_too(tmp_path):
     trace = traced(tmp_path / "t", run_of(lambda v, t, of: of(v) if v < 2 else None))
-    assert not engine_verdict(list(engine_versions(Database(trace))), {1, 2}).faults
-    assert [v.version for v in engine_versions(Database(trace, "4:"))] == [0, 1, 2, 3]
+    assert not engine_verdict(list(engine_versions(open_database(trace))), {1, 2}).faults
+    assert [v.version for v in engine_versions(open_database(trace, "4:"))] == [0, 1, 2, 3]
 
 
 def test_the_table_names_each_tensor_and_each_module(tmp_path):
@@ -306,7 +306,7 @@ def test_an_engine_without_digests_beside_one_that_has_them_is_judged_by_logprob
 def test_another_pair_is_not_judged_by_the_engine_s_weights(tmp_path):
     trace = recorded(tmp_path / "t", run_of(lambda v, t, of: of(0)))
     assert check(trace).findings[0].signal == "engine_weights"
-    data = gather(Database(trace), ("train", "rollout"), trace=str(trace))
+    data = gather(open_database(trace), ("train", "rollout"), trace=str(trace))
     data.sample.b.name = "replay/as-recorded"
     assert not find_engine_weights(data)
     assert not weights_agree(data)

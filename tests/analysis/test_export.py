@@ -14,7 +14,7 @@ from builders import add_step, make_batch, make_trace, tim_trace
 from tim_trace.analysis.export import sequences, trackers
 from tim_trace.analysis.export.export import export_run
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import FileThere, InvalidOption, NotInstalled
 from tim_trace.tracer.recorder import Recorder
 

@@ -17,7 +17,7 @@ from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.facts.relations import relation
 from tim_trace.analysis.facts.rollouts import Rollouts
 from tim_trace.analysis.facts.two_runs import MovedTokens, SharedTokens, moved_tokens, shared_tokens
-from tim_trace.analysis.trace.database import opened
+from tim_trace.analysis.views import open_database
 from tim_trace.tracer.recorder import Recorder
 
 STEPS, GROUPS, GROUP, CHANGED = 14, 4, 5, 8
@@ -267,7 +267,7 @@ CHANGES = {
 @pytest.fixture(scope="module")
 def control(tmp_path_factory):
     """Open already, so that what is read of it is read once."""
-    return opened(record(tmp_path_factory.mktemp("first") / "control"))
+    return open_database(record(tmp_path_factory.mktemp("first") / "control"))
 
 
 def first_difference(found):
@@ -885,7 +885,7 @@ def trace_of(path, ids=IDS, *, prompts=PROMPTS, mask=None, **passes):
         )
         for name, given in ({"rollout": [[-1.0] * len(row) for row in ids]} | passes).items():
             recorder.add_scores(name, batch, logprobs=given)
-    return opened(path)
+    return open_database(path)
 
 
 def every(value, ids=IDS):

@@ -17,7 +17,7 @@ from tim_trace.analysis.gate.sums import COUNTS, LARGEST, QUANTILES, SequenceCol
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.statistics.intervals import NoInterval, jackknife, parts_of, unit
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.routing import Routing
@@ -111,7 +111,7 @@ def test_a_metric_is_found_by_the_end_of_its_name():
 
 def test_sums_of_sequences_give_what_stats_gives(noisy):
     (row,) = stats(noisy).dicts()
-    columns = SequenceColumns.read(Database(noisy), ("train", "rollout"))
+    columns = SequenceColumns.read(open_database(noisy), ("train", "rollout"))
     totals = {name: values.sum() for name, values in columns.values.items()}
     for name, formula in FROM_SUMS.items():
         assert formula(totals) == pytest.approx(row[name], rel=1e-9), name
@@ -194,7 +194,7 @@ def test_more_confidence_is_a_wider_interval_and_the_same_twice(noisy):
 def test_quantiles_have_the_interval_of_resampled_sequences(noisy):
     sequences = {}
     query = "SELECT seq_id, abs(d) FROM pair('train', 'rollout')"
-    for name, size in Database(noisy).connection.execute(query).fetchall():
+    for name, size in open_database(noisy).connection.execute(query).fetchall():
         sequences.setdefault(name, []).append(size)
     values = [np.array(each) for each in sequences.values()]
     draw = np.random.default_rng(1)
@@ -248,7 +248,7 @@ def grouped(tmp_path_factory):
 def test_what_is_left_of_a_framework_s_sums_gives_what_its_tokens_give(grouped, framework):
     # The plain path: each part is left out of the trace, and every token of the rest is read.
     (whole,) = stats(grouped, like=framework).dicts()
-    database = Database(grouped)
+    database = open_database(grouped)
     query = f"SELECT run, step, seq_id, {unit('s')} AS unit FROM sequences AS s ORDER BY run, step, seq_id"
     sequences = database.connection.sql(query).to_arrow_table()
     part_N = parts_of(sequences.column("unit").to_numpy())
@@ -269,7 +269,7 @@ def test_what_is_left_of_a_framework_s_sums_gives_what_its_tokens_give(grouped, 
 
 def test_a_framework_s_numbers_are_read_once(noisy):
     # Of the scores' files it is read no more, however many parts are left out.
-    database = Database(noisy)
+    database = open_database(noisy)
     framework = framework_of("trl", {})
     with read_once(database, framework, ("train", "rollout")):
         once = framework.numbers(database, ("train", "rollout"), "run")
@@ -281,7 +281,7 @@ def test_a_framework_s_numbers_are_read_once(noisy):
 
 @pytest.mark.parametrize("framework", list(FRAMEWORKS))
 def test_one_number_of_a_framework_is_the_same_alone(noisy, framework):
-    database, pair = Database(noisy), ("train", "rollout")
+    database, pair = open_database(noisy), ("train", "rollout")
     chosen = framework_of(framework, {})
     with read_once(database, chosen, pair):
         (whole,) = chosen.numbers(database, pair, "run").dicts()
@@ -302,7 +302,7 @@ def test_a_condition_on_a_number_imports_no_detector(noisy):
 def test_medians_over_tokens_are_those_of_what_is_left(tmp_path):
     # Values that tie, zeros and a NaN: the median of a part is NaN as long as the NaN is left.
     gaps = [[0.0, -0.1], [0.0, math.nan], [-0.3], [-0.1, -0.2], *[[-0.1 * place] for place in range(1, 7)]]
-    database = Database(record(tmp_path / "run", gaps))
+    database = open_database(record(tmp_path / "run", gaps))
     framework = framework_of("prime-rl", {})
     keys = database.connection.sql("SELECT run, step, seq_id FROM sequences ORDER BY ALL").to_arrow_table()
     names = [f"mismatch_kl/all/{which}" for which in ("median", "mean", "min", "max", "std")]
@@ -312,7 +312,7 @@ def test_medians_over_tokens_are_those_of_what_is_left(tmp_path):
             (row,) = framework.numbers(database, ("train", "rollout"), "run").dicts()
             found.append([row[name] for name in names])
     for part in range(10):
-        plain = Database(tmp_path / "run")
+        plain = open_database(tmp_path / "run")
         plain.leave_out(keys.slice(part, 1))
         (row,) = stats(plain, like="prime-rl").dicts()
         assert found[part] == pytest.approx([row[name] for name in names], rel=1e-12, nan_ok=True), part
@@ -349,7 +349,7 @@ def test_leaving_sequences_out_keeps_nothing_of_it(noisy, tmp_path):
     judged(noisy, "verl.k3_kl>1", "verl.ppl_ratio>2")
     assert stats(noisy).dicts() == before
     make_trace(tmp_path / "run")
-    database = Database(tmp_path / "run")
+    database = open_database(tmp_path / "run")
     database.leave_out(
         database.connection.sql("SELECT run, step, seq_id FROM sequences WHERE step = 1").to_arrow_table()
     )

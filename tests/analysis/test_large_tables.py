@@ -7,8 +7,8 @@ from segmented import QUESTIONS, add_steps, rows_of
 from tim_trace.analysis import compact
 from tim_trace.analysis.query import Session
 from tim_trace.analysis.trace import large_tables
-from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidOption
 from tim_trace.schemas.writer_state import parse_writer_state
 from tim_trace.tracer import index
@@ -80,16 +80,16 @@ def test_conditions_on_steps_leave_every_row_that_they_hold_for(trace, recorded,
         f"SELECT count(*) FROM scores JOIN (SELECT DISTINCT step FROM sequences WHERE {where}) USING (step)",
         f"SELECT (SELECT count(*) FROM sequences), (SELECT count(*) FROM sequences WHERE {where}), (SELECT count(*) FROM scores)",
     ]
-    found = [Database(trace).ask(question).rows for question in questions]
+    found = [open_database(trace).ask(question).rows for question in questions]
     shown = [Session(trace).ask(question).rows for question in questions]
     monkeypatch.setattr(large_tables, "MANY_FILES", 1 << 20)
-    database = Database(recorded)
+    database = open_database(recorded)
     assert found == [database.ask(question).rows for question in questions]
     assert shown == found
 
 
 def test_an_open_and_a_count_read_no_file_and_a_step_those_of_the_step(trace, files_read):
-    database = Database(trace)
+    database = open_database(trace)
     assert database.ask("SELECT count(*) FROM sequences").rows == [(6 * STEPS,)]
     assert database.ask("SELECT count(*) FROM scores").rows == [(18 * STEPS,)]
     assert not files_read
@@ -98,18 +98,18 @@ def test_an_open_and_a_count_read_no_file_and_a_step_those_of_the_step(trace, fi
 
 
 def test_chosen_steps_read_no_file_of_others(trace, files_read):
-    database = Database(trace, "3:4")
+    database = open_database(trace, "3:4")
     assert database.ask("SELECT DISTINCT step FROM sequences ORDER BY 1").rows == [(3,), (4,)]
     assert len(set(files_read)) == 2
     assert database.ask("SELECT count(*) FROM pair('train', 'rollout') WHERE step = 3").rows[0][0] > 0
     assert len(set(files_read)) == 3
-    assert Database(trace, "-2:").kept_steps == {"run": [STEPS - 1, STEPS]}
+    assert open_database(trace, "-2:").kept_steps == {"run": [STEPS - 1, STEPS]}
     with pytest.raises(InvalidOption, match=f"recorded: 1 to {STEPS}"):
-        Database(trace, f"{STEPS + 1}:")
+        open_database(trace, f"{STEPS + 1}:")
 
 
 def test_a_question_that_is_computed_later_reads_its_own_files(trace):
-    connection = Database(trace).connection
+    connection = open_database(trace).connection
     first = connection.sql("SELECT count(*), min(step) FROM sequences WHERE step = 3")
     second = connection.sql("SELECT count(*), min(step) FROM sequences WHERE step > 8")
     assert connection.execute("SELECT count(*) FROM sequences").fetchall() == [(6 * STEPS,)]
@@ -129,7 +129,7 @@ def test_a_footer_that_is_read_later_is_compared_with_what_its_writer_said(trace
     content[-200] ^= 4
     path.write_bytes(content)
     assert verify(trace).damaged
-    database = Database(trace)
+    database = open_database(trace)
     assert database.ask("SELECT count(*) FROM pair('train', 'rollout') WHERE step = 4").rows[0][0] > 0
     with pytest.raises(DamagedTrace, match=path.name):
         database.ask("SELECT count(*) FROM pair('train', 'rollout') WHERE step = 1")
@@ -140,11 +140,11 @@ def test_a_file_under_another_s_name_and_of_another_s_columns_is_told_when_it_is
     if first.stat().st_size == second.stat().st_size:
         first.write_bytes(second.read_bytes())
         with pytest.raises(DamagedTrace, match=first.name):
-            Database(trace).ask("SELECT sum(len(logprobs)) FROM scores WHERE step = 1")
+            open_database(trace).ask("SELECT sum(len(logprobs)) FROM scores WHERE step = 1")
     for path in (trace / "sequences").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.warns(DamageWarning, match="bytes where its writer wrote"):
-        assert len(Database(trace).damaged) == STEPS
+        assert len(open_database(trace).damaged) == STEPS
 
 
 def test_steps_that_a_writer_says_and_its_rows_have_not_are_named_by_verify(trace):

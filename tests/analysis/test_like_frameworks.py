@@ -21,7 +21,7 @@ from shared import rest_slow
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import likeness, stats
-from tim_trace.analysis.trace.database import Database, connect
+from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.tracer.recorder import Recorder
 
@@ -631,7 +631,7 @@ def test_a_run_is_one_batch(steps, tmp_path):
 
 @pytest.mark.slow
 def test_an_open_database_answers_of_one_pair_after_the_other(steps):
-    database = Database(steps[0])
+    database = open_database(steps[0])
     for pair in ("train:rollout", "current:rollout", "train:rollout"):
         for framework in FRAMEWORKS:
             shown = stats(database, pair=pair, like=framework, by="step").rows

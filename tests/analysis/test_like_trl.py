@@ -19,7 +19,7 @@ from builders import make_trace
 from shared import rest_slow
 from tim_trace.analysis.frameworks.trl import Trl
 from tim_trace.analysis.stats import likeness, stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 

@@ -14,7 +14,8 @@ from tim_trace.analysis.statistics.loss import (
     log_weight,
     sql_options,
 )
-from tim_trace.analysis.trace.database import connect, sql_file
+from tim_trace.analysis.trace.macros import sql_file
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.loss import CORRECTIONS, KINDS, SEQUENCE_SUM, TOKEN, VESPO, Loss
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward

@@ -9,7 +9,7 @@ from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import Database, connect
+from tim_trace.analysis.views import connect, open_database
 from tim_trace.tracer.dense import Logits
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.routing import Routing
@@ -179,7 +179,7 @@ def test_verbs_answer_alike(traces):
         ]
         assert judged[0] == judged[1]
         assert [f.code for f in check(one).findings] == [f.code for f in check(other).findings]
-        mine, theirs = (read_series(trace) for trace in (one, other))
+        mine, theirs = (read_series(open_database(trace)) for trace in (one, other))
         assert mine.keys() == theirs.keys()
         for name in mine:
             np.testing.assert_allclose(mine[name].values, theirs[name].values, rtol=1e-9, err_msg=name)
@@ -187,7 +187,7 @@ def test_verbs_answer_alike(traces):
 
 def test_a_sequence_that_is_left_out_takes_no_namesake_with_it(traces):
     for trace in traces:
-        database = Database(trace)
+        database = open_database(trace)
         some = database.connection.sql(
             "SELECT run, step, seq_id FROM sequences WHERE run = 'one' AND step = 2"
         ).to_arrow_table()

@@ -13,7 +13,7 @@ from tim_trace.analysis.objective.text import objective_text
 from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.statistics.loss import contribution, correction_weight, is_clipped
 from tim_trace.analysis.trace import connection, ragged, sampling
-from tim_trace.analysis.trace.database import Database, connect
+from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
@@ -119,7 +119,7 @@ def opened(tmp_path_factory):
     """Whether advantages are by token -> two steps of two inner iterations, and the trace of them."""
     steps = {by_token: [make(seed, by_token=by_token) for seed in (1, 2)] for by_token in (False, True)}
     folder = tmp_path_factory.mktemp("objective")
-    return {by_token: (made, Database(write(folder / str(by_token), made))) for by_token, made in steps.items()}
+    return {by_token: (made, open_database(write(folder / str(by_token), made))) for by_token, made in steps.items()}
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def exact(tmp_path_factory):
     """A trace whose engine is exact, and whose policy drifts."""
     batch = make(3, holes=False)
     batch["rollout"] = batch["train"]
-    return Database(write(tmp_path_factory.mktemp("exact") / "run", [batch]))
+    return open_database(write(tmp_path_factory.mktemp("exact") / "run", [batch]))
 
 
 def f(loss, ratio, advantage):
@@ -584,7 +584,7 @@ def test_the_named_query_is_the_same_with_a_clip_of_a_fifth(tmp_path):
 
 
 def test_blocks_and_ranges_of_steps_change_no_digit(tmp_path, monkeypatch):
-    trace = Database(
+    trace = open_database(
         write(
             tmp_path / "run", [make(seed) for seed in range(5)], Loss(correction="sequence_mask", correction_high=1.5)
         )
@@ -710,7 +710,7 @@ def test_options_change_what_is_recorded_and_no_more(tmp_path):
     recorded = Loss(
         clip_low=0.1, clip_high=0.3, aggregation="sequence_mean", correction="token_mask", correction_high=2.0
     )
-    trace = Database(write(tmp_path / "run", [make(9)], recorded))
+    trace = open_database(write(tmp_path / "run", [make(9)], recorded))
     assert objective(trace).loss == recorded
     assert objective(trace, loss="ppo_clip").loss == recorded
     assert objective(trace, clip_high=0.5).loss.clip_low == 0.1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from builders import add_step, make_batch, make_trace
 from tim_trace.analysis import attribute, check, diagnose, dynamics
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.tracer.recorder import Recorder
 
 STEPS, ROWS = 48, 64
@@ -89,7 +89,7 @@ def test_progress_follows_a_long_query_to_its_end(tmp_path, verb):
 
 
 def test_a_query_that_fails_ends_its_bar_and_names_the_query_s_error(trace):
-    database, bars = Database(trace[0]), Bars()
+    database, bars = open_database(trace[0]), Bars()
     with database.telling(bars), pytest.raises(duckdb.CatalogException), database.following("reading"):
         database.connection.execute("SELECT * FROM nothing_of_this_name")
     assert [what for what, _, _ in bars.drawn] == ["reading"]
@@ -106,7 +106,7 @@ def test_a_control_s_tokens_are_counted_too(trace, tmp_path):
 
 
 def test_an_open_database_tells_nobody_after_a_verb_has_ended(trace):
-    database = Database(trace[0])
+    database = open_database(trace[0])
     bars = Bars()
     dynamics(database, progress=bars)
     drawn = len(bars.drawn)

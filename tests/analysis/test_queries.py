@@ -5,7 +5,7 @@ import pytest
 from rich_trace import close, make_rich_trace, of, of_sequences, of_step, tokens_of
 from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.query import sql
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 

@@ -9,7 +9,7 @@ from shared import rest_slow
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import diagnosis_text
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.tracer.recorder import Recorder
 
 

@@ -25,7 +25,7 @@ from tim_trace.analysis.facts.change_text import change_sentence
 from tim_trace.analysis.facts.conditions import read_conditions
 from tim_trace.analysis.facts.recorded import read_recorded
 from tim_trace.analysis.report.report import report
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.tracer.recorder import Recorder
 
 STEPS, AT, GROUPS, GROUP = 80, 50, 4, 8
@@ -197,7 +197,7 @@ def test_what_was_planted_is_the_cause_and_stands_first_with_its_step(traces, na
     # Those that stand before it are the same plant, seen from another side: they are of the same kind and step.
     before = own[: own.index(planted)]
     assert {(change.kind, change.step) for change in before} <= {(planted.kind, AT), ("sampling", AT), ("setting", AT)}
-    recorded = read_recorded(Database(traces(name)), PAIR)
+    recorded = read_recorded(open_database(traces(name)), PAIR)
     assert (series, AT, AT, AT) in {(change.series, change.step, change.low, change.high) for change in recorded}
 
 
@@ -233,7 +233,7 @@ def test_the_view_has_numbers_and_texts_in_columns_of_their_own(traces):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sign of advantages", "scale of advantages", "baseline"])
 def test_the_same_trace_has_the_same_changes_each_time(traces, name):
-    first, *others = (read_recorded(Database(traces(name)), PAIR) for _ in range(4))
+    first, *others = (read_recorded(open_database(traces(name)), PAIR) for _ in range(4))
     assert all(other == first for other in others)
     # What is always equal has no scatter: the order in which numbers were added is none.
     noisy = [change for change in first if change.series in ("advantage_correlation", "advantage_mean")]
@@ -250,7 +250,7 @@ def test_what_float32_rounds_off_a_mean_advantage_of_0_is_no_change(tmp_path, mo
             recorder.add_sequences(
                 step=step, response_ids=draw.integers(1, 9, (16, 10)), reward=reward, advantage=advantage
             )
-    found = {change.series for change in read_recorded(Database(tmp_path / "run"), PAIR)}
+    found = {change.series for change in read_recorded(open_database(tmp_path / "run"), PAIR)}
     assert ("advantage_mean" in found) == is_listed
 
 
@@ -263,7 +263,7 @@ def test_a_mask_that_covers_more_tokens_from_a_step_on_is_listed(tmp_path):
             recorder.add_sequences(
                 step=step, response_ids=draw.integers(1, 9, (16, 10)), response_mask=mask, reward=draw.random(16)
             )
-    database = Database(tmp_path / "run")
+    database = open_database(tmp_path / "run")
     (change,) = (one for one in read_recorded(database, PAIR) if one.kind == "mask")
     assert (change.series, change.step, change.shape) == ("share_masked", AT, "shift")
     assert (change.before, change.after) == pytest.approx((0.0, 0.3), abs=1e-6)
@@ -292,7 +292,7 @@ def several_ranks(path, monkeypatch, *, gone=None, off=None):
 
 
 def of_writers(trace):
-    return [change for change in read_recorded(Database(trace), PAIR) if change.kind == "writers"]
+    return [change for change in read_recorded(open_database(trace), PAIR) if change.kind == "writers"]
 
 
 def test_a_rank_that_disappears_is_listed_with_its_step(tmp_path, monkeypatch):
@@ -318,15 +318,15 @@ def test_every_column_of_the_view_is_documented(traces):
     documented = {
         name for line in section.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]
     }
-    assert set(Database(traces("text")).ask("FROM changes").columns) == {"run", *documented} - {'"order"'}
+    assert set(open_database(traces("text")).ask("FROM changes").columns) == {"run", *documented} - {'"order"'}
     (query,) = (line.strip() for line in section.splitlines() if line.startswith("    SELECT"))
-    first = Database(traces("text")).ask(query).dicts()[0]
+    first = open_database(traces("text")).ask(query).dicts()[0]
     assert (first["series"], first["step"]) == ("verifier", AT)
 
 
 def test_the_view_holds_the_steps_that_were_asked_for(traces):
     trace, query = traces("kl coefficient"), "SELECT series FROM changes WHERE kind = 'setting'"
-    until, all_of_it = Database(trace, f"1:{AT - 1}"), Database(trace, f"1:{AT + 10}")
+    until, all_of_it = open_database(trace, f"1:{AT - 1}"), open_database(trace, f"1:{AT + 10}")
     assert until.ask(query).dicts() == []
     assert all_of_it.ask(query).dicts() == [{"series": "kl_coef"}]
 
@@ -342,7 +342,7 @@ def test_a_setting_that_is_given_again_as_it_was_is_no_change(tmp_path):
         tmp_path / "run",
         Plan(settings={"kl_coef": 0.01, "verifier": "exact"}, settings_at={"kl_coef": 0.01, "verifier": "exact"}),
     )
-    assert not [change for change in read_recorded(Database(again), PAIR) if change.kind == "setting"]
+    assert not [change for change in read_recorded(open_database(again), PAIR) if change.kind == "setting"]
 
 
 def doubling(since, until):
@@ -373,7 +373,7 @@ def test_a_setting_that_moves_step_by_step_is_one_change_from_its_first_step_to_
             recorder.add_scores("train", batch, logprobs=[[-1.0, -0.5]] * 4)
     found = [
         (c.series, c.kind, c.shape, c.low, c.high, c.before, pytest.approx(c.after))
-        for c in read_recorded(Database(tmp_path / "run"), PAIR) if c.kind == "setting"
+        for c in read_recorded(open_database(tmp_path / "run"), PAIR) if c.kind == "setting"
     ]  # fmt: skip
     assert found == ([] if expected is None else [expected])
 
@@ -382,7 +382,7 @@ def test_a_setting_that_moves_step_by_step_is_one_change_from_its_first_step_to_
 def test_a_run_in_which_nothing_was_changed_has_no_change_of_what_it_was_given(tmp_path, right):
     calm = record(tmp_path / "run", Plan(right=right))
     given = ("prompts", "sampling", "advantages", "setting", "contract", "reference")
-    assert not [change for change in read_recorded(Database(calm), PAIR) if change.kind in given]
+    assert not [change for change in read_recorded(open_database(calm), PAIR) if change.kind in given]
 
 
 def test_a_step_of_the_first_tenth_is_not_nearer_to_it_because_it_is_a_part_of_it(tmp_path):
@@ -395,7 +395,7 @@ def test_a_step_of_the_first_tenth_is_not_nearer_to_it_because_it_is_a_part_of_i
                 step=step, prompt_ids=prompts, response_ids=[[2, 3]] * 16, reward=draw.random(16).tolist()
             )
             recorder.add_scores("train", batch, logprobs=[[-1.0, -0.5]] * 16)
-    database = Database(tmp_path / "run")
+    database = open_database(tmp_path / "run")
     series = read_conditions(database)
     for name in ("prompt_shift", "prompt_form_shift", "prompt_pattern_shift"):
         assert np.isnan(series[name].values).tolist() == [True] * 10 + [False] * 90
@@ -405,7 +405,7 @@ def test_a_step_of_the_first_tenth_is_not_nearer_to_it_because_it_is_a_part_of_i
 @pytest.mark.slow
 def test_a_series_that_is_exactly_0_before_a_change_says_0(tmp_path):
     run = record(tmp_path / "run", Plan(right=always(0.7), gap=from_at(0.0, 0.2)))
-    recorded = {change.series: change for change in read_recorded(Database(run), PAIR)}
+    recorded = {change.series: change for change in read_recorded(open_database(run), PAIR)}
     for name in ("k3", "mean_abs_d", "max_abs_d"):
         assert (recorded[name].step, recorded[name].before) == (AT, 0.0)
         assert recorded[name].after > 0.01

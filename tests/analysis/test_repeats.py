@@ -20,7 +20,7 @@ from tim_trace.analysis.facts.relations import changed_responses, explained_by_l
 from tim_trace.analysis.facts.repeats import unequal_in_step, unequal_openings, unequal_share
 from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts
 from tim_trace.analysis.facts.staleness import EarlierWeights, read_earlier_weights
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 
 # The functions of the package hide its modules of the same names.
 changed, data, length, mismatch, optimizer, reward, staleness, truncation = (
@@ -390,7 +390,7 @@ def record_prompts(path, prompts_of):
                 response_ids=draw.integers(1, 9, (32, 4)),
                 reward=draw.random(32),
             )
-    return Database(path)
+    return open_database(path)
 
 
 def marked(step, draw):
@@ -452,7 +452,7 @@ def test_what_a_tool_wrote_is_no_part_of_a_response_s_likelihood(tmp_path):
         )
         recorder.add_scores("train", batch, logprobs=[[-1.0, -9.0, -9.0, -2.0], [-1.0, -2.0, -3.0, -4.0]])
         recorder.add_scores("rollout", batch, logprobs=[[-1.0, 0.0, 0.0, -2.0], [-1.0, -2.0, -3.0, -4.0]])
-    found = read_rollouts(Database(tmp_path / "run"))
+    found = read_rollouts(open_database(tmp_path / "run"))
     assert found.likelihood.tolist() == found.sampled.tolist() == [-1.5, -2.5]
     assert found.length.tolist() == [2.0, 4.0]
     assert found.num_tokens.tolist() == [4.0, 4.0]

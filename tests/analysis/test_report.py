@@ -31,7 +31,7 @@ from tim_trace.analysis.report.page.page import pack, page
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.report.subject import num_steps_within, without_most_steps
 from tim_trace.analysis.report.terms import SERIES
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import FileThere, TraceNotFound
 from tim_trace.tracer.recorder import Recorder
 
@@ -52,7 +52,7 @@ def html(made):
 
 
 def asked(run, query):
-    return Database(run).ask(query)
+    return open_database(run).ask(query)
 
 
 @pytest.mark.slow
@@ -368,12 +368,12 @@ def test_the_command_says_the_verdict_and_where_the_file_is(run, tmp_path):
 def test_a_large_run_is_read_in_part_and_says_so(run, monkeypatch):
     monkeypatch.setattr(subject, "WHOLE", 100)
     monkeypatch.setattr(subject, "MOST_TOKENS", 48 * 5)
-    part, told = without_most_steps(Database(run))
+    part, told = without_most_steps(open_database(run))
     steps = [step for (step,) in part.ask("SELECT DISTINCT step FROM sequences ORDER BY 1").rows]
     assert len(steps) == 5
     assert {1, NUM_STEPS} < set(steps)
     assert told == f"5 of {NUM_STEPS} evenly spaced steps"
-    assert without_most_steps(Database(run))[1] == told
+    assert without_most_steps(open_database(run))[1] == told
 
 
 def test_few_steps_of_a_large_run_and_many_of_a_small_one():

@@ -8,7 +8,7 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.info_text import info_text
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, InvalidRecord
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.routing import Routing, read_routing

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.trace.source import open_source
+from tim_trace.analysis.views import connect
 from tim_trace.cli import main
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, NewerTrace, TraceNotFound
 from tim_trace.schemas.sums import KINDS

@@ -11,7 +11,7 @@ from clusters import removing, two_nodes
 from runs import train
 from segmented import make_run
 from tim_trace.analysis import check, corrections, gradient, objective, stats, triangulate, verify
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import DamagedTrace, InvalidOption
 from tim_trace.tracer.batch import Batch
 from tim_trace.tracer.recorder import Recorder

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tim_trace.analysis.stats import approximate, stats
 from tim_trace.analysis.trace import pair_sums, quantiles, ragged, sums
 from tim_trace.analysis.trace.connection import Connection
-from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.sums import summarize
+from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.schemas.sums import KINDS
@@ -170,7 +170,7 @@ def test_k3_keeps_its_digits_for_tiny_differences(size):
 
 def connect_empty():
     import duckdb
-    from tim_trace.analysis.trace.database import sql_file
+    from tim_trace.analysis.trace.macros import sql_file
 
     connection = duckdb.connect()
     connection.execute(sql_file("macros"))
@@ -184,7 +184,7 @@ def test_sums_and_tokens_give_the_same_numbers(tmp_path_factory, seed, steps):
     path = tmp_path_factory.mktemp("sums") / "run"
     record(path, {step: draw_step(seed + step) for step in range(1, steps + 1)})
     from_tokens = {by: stats(path, by=by).rows for by in ("step", "run")}
-    kept = Database(path)
+    kept = open_database(path)
     assert not sums.ensure(kept, sums.MISMATCH), "sums were kept, so no token is read again"
     # Bit for bit: one SQL makes the statistics of both.
     assert {by: stats(path, by=by).rows for by in ("step", "run")} == from_tokens
@@ -234,8 +234,8 @@ def test_only_steps_without_sums_are_computed(tmp_path, monkeypatch):
         return compute(database, unit)
 
     monkeypatch.setattr(sums, "_compute", noted)
-    database = Database(path)
-    assert sums.MISMATCH not in database.covered
+    database = open_database(path)
+    assert not database.sums.covers(sums.MISMATCH)
     assert sums.ensure(database, sums.MISMATCH)
     assert computed_steps == [(9, 9)]
     assert stats(path, by="step").rows[:4] == from_all
@@ -326,12 +326,12 @@ def test_a_database_that_is_asked_again_gives_the_same_numbers(tmp_path, is_kept
         summarize(tmp_path / "run")
         with Recorder.of_writer(TraceWriter(tmp_path / "run"), Capture()) as recorder:
             add_step(recorder, 9, make_batch(seed=9))
-    database = Database(tmp_path / "run")
+    database = open_database(tmp_path / "run")
     by_step = stats(database, by="step").rows
     by_run = stats(database, by="run").rows
     assert stats(database, by="step").rows == by_step
-    assert stats(Database(tmp_path / "run"), by="run").rows == by_run
-    assert stats(Database(tmp_path / "run"), by="step").rows == by_step
+    assert stats(open_database(tmp_path / "run"), by="run").rows == by_run
+    assert stats(open_database(tmp_path / "run"), by="step").rows == by_step
 
 
 def test_each_inner_iteration_is_a_row_of_its_own(tmp_path):

@@ -11,8 +11,8 @@ from shared import rest_slow
 from tim_trace import attribute, check, corrections, diagnose, dynamics, objective, report, stats
 from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.stats import likeness
-from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.hyperparameters import read_hyperparameters
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
@@ -148,7 +148,7 @@ def test_what_a_report_offers_to_copy_is_of_its_steps(whole):
         assert "--steps 5:11" in answer.command
     for one in made.charts:
         assert "--steps 5:11" in one.sql or "step BETWEEN 5 AND 11" in one.sql, one.key
-    database = Database(whole)
+    database = open_database(whole)
     for one in made.run:
         if not one.sql.startswith("tim-trace"):
             rows = database.ask(one.sql).rows
@@ -212,7 +212,7 @@ def test_settings_hold_from_the_step_that_they_were_recorded_at(tmp_path):
         recorder.add_hyperparameters({"beta": 0.5})
         for step in (1, 2, 3):
             recorder.add_sequences(step=step, response_ids=[[1]], reward=[1.0])
-    assert read_hyperparameters(Database(tmp_path / "run", "2:")) == {"beta": 0.5}
+    assert read_hyperparameters(open_database(tmp_path / "run", "2:")) == {"beta": 0.5}
 
 
 def test_a_table_of_stats_takes_steps_on_the_command_line(whole):

@@ -15,9 +15,9 @@ from tim_trace.analysis.token_samples.choice import PROMPT_TOKENS, Wanted
 from tim_trace.analysis.token_samples.token_sample import FINITE, INFINITE, NAN, NOT_RECORDED
 from tim_trace.analysis.token_samples.token_samples import read_token_samples
 from tim_trace.analysis.token_samples.token_text import read_token_text
-from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.source import open_source
 from tim_trace.analysis.trace.sums import ensure
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.progress import no_progress
 from tim_trace.tracer.recorder import Recorder
@@ -53,7 +53,7 @@ def record(path, *, num_steps=3, rows=6, length=5, passes=("rollout", "train"), 
             for name in passes:
                 near = [np.minimum(t + draw.normal(0, 0.2, length), 0).astype(np.float32) for t in train]
                 recorder.add_scores(name, batch, logprobs=sides.get(name, near))
-    return Database(path)
+    return open_database(path)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def one(path, **columns):
         batch = recorder.add_sequences(step=1, seq_ids=["one"], **columns)
         for name, logprobs in scores.items():
             recorder.add_scores(name, batch, logprobs=[logprobs], **more.get(name, {}))
-    (found,) = read_token_samples(Database(path)).sequences
+    (found,) = read_token_samples(open_database(path)).sequences
     return found
 
 
@@ -117,7 +117,7 @@ def test_placeholders_are_told_from_numbers_and_are_in_no_sum(tmp_path):
 
 def test_sums_are_those_of_sql(tmp_path):
     record(tmp_path / "run", loss=Loss())
-    database = Database(tmp_path / "run")
+    database = open_database(tmp_path / "run")
     query = "SELECT seq_id, sum_d, sum_abs_d / num_tokens, max_abs_d FROM pair_sums('train', 'rollout')"
     known = {seq_id: values for seq_id, *values in database.connection.execute(query).fetchall()}
     found = read_token_samples(database, wanted=Wanted(random=99)).sequences
@@ -128,7 +128,7 @@ def test_sums_are_those_of_sql(tmp_path):
 
 def test_each_sort_is_what_its_name_says(tmp_path):
     record(tmp_path / "run", num_steps=5)
-    database = Database(tmp_path / "run")
+    database = open_database(tmp_path / "run")
     query = "SELECT seq_id, sum_abs_d / num_tokens FROM pair_sums('train', 'rollout')"
     mean = dict(database.connection.execute(query).fetchall())
     found = read_token_samples(database, wanted=Wanted(worst=2, typical=3, random=4, per_step=1))
@@ -142,13 +142,13 @@ def test_each_sort_is_what_its_name_says(tmp_path):
 
 
 def test_the_choice_is_the_same_every_time_and_from_kept_sums(plain):
-    database = Database(plain)
+    database = open_database(plain)
     first, again = (
         read_token_samples(database, wanted=Wanted(random=3)),
-        read_token_samples(Database(plain), wanted=Wanted(random=3)),
+        read_token_samples(open_database(plain), wanted=Wanted(random=3)),
     )
     ensure(database, ("train", "rollout"))
-    assert ("train", "rollout") in database.covered
+    assert database.sums.covers(("train", "rollout"))
     for other in (again, read_token_samples(database, wanted=Wanted(random=3))):
         assert [(each.seq_id, each.why) for each in other.sequences] == [
             (each.seq_id, each.why) for each in first.sequences
@@ -174,7 +174,7 @@ def test_a_long_run_is_looked_at_in_part_and_says_so(tmp_path, monkeypatch):
 def test_kept_sums_find_the_worst_of_the_whole_run(tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "LOOKED_TOKENS", 90)
     record(tmp_path / "run", num_steps=20)
-    database = Database(tmp_path / "run")
+    database = open_database(tmp_path / "run")
     ensure(database, ("train", "rollout"))
     found = read_token_samples(database, wanted=Wanted(worst=2))
     assert names(found, "worst") == ["20-5", "19-5"]
@@ -191,7 +191,7 @@ def test_a_long_response_is_shown_around_its_worst_token(tmp_path):
         batch = recorder.add_sequences(step=1, response_ids=[list(range(100))], prompt_ids=[list(range(900))])
         recorder.add_scores("rollout", batch, logprobs=[rollout])
         recorder.add_scores("train", batch, logprobs=[train])
-    (found,) = read_token_samples(Database(tmp_path / "run"), wanted=Wanted(max_sequence_tokens=10)).sequences
+    (found,) = read_token_samples(open_database(tmp_path / "run"), wanted=Wanted(max_sequence_tokens=10)).sequences
     assert (found.num_tokens, found.first_token, found.ids.tolist()) == (100, 65, list(range(65, 75)))
     np.testing.assert_array_equal(found.logprobs["train"], train[65:75])
     assert len(found.texts) == len(found.mask) == len(found.state["train"]) == 10
@@ -201,7 +201,7 @@ def test_a_long_response_is_shown_around_its_worst_token(tmp_path):
 
 
 def test_whole_sequences_are_left_out_the_worst_last(plain):
-    found = read_token_samples(Database(plain), wanted=Wanted(worst=2, typical=2, random=9, max_tokens=30))
+    found = read_token_samples(open_database(plain), wanted=Wanted(worst=2, typical=2, random=9, max_tokens=30))
     assert sum(len(each.ids) + len(each.prompt) for each in found.sequences) == 28
     assert Counter(each.why[0] for each in found.sequences) == {"worst": 2, "typical": 2}
     assert "Left out to stay below 30 shown tokens" in found.choice
@@ -264,7 +264,7 @@ def test_one_pass_is_shown_without_d(tmp_path):
 def test_an_empty_trace_has_no_sequences(tmp_path):
     with Recorder(tmp_path / "run"):
         pass
-    found = read_token_samples(Database(tmp_path / "run"))
+    found = read_token_samples(open_database(tmp_path / "run"))
     assert (found.sequences, found.passes) == ((), ())
     assert "no sequences" in found.choice
 

@@ -14,8 +14,8 @@ from builders import make_trace
 from tim_trace.analysis.frameworks.verl import FRAMEWORK, REJECTIONS
 from tim_trace.analysis.frameworks.verl_sums import token_sums
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.pairs import parse_pair
+from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.importers.import_dump import import_dump
 from tim_trace.tracer.recorder import Recorder
@@ -364,5 +364,5 @@ def test_numbers_that_verl_averaged_in_half_precision_are_told(tmp_path, dtype, 
         batch = recorder.add_sequences(step=1, response_ids=[[1, 2]])
         recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
         recorder.add_scores("train", batch, logprobs=[[-1.0, -2.5]])
-    database = Database([str(tmp_path / "run")])
+    database = open_database([str(tmp_path / "run")])
     assert len(FRAMEWORK().notes(database, parse_pair("train:rollout"))) == num_notes

@@ -26,6 +26,7 @@ from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.facts.series import KINDS, Series
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.source import open_source
+from tim_trace.analysis.views import open_database
 from tim_trace.analysis.watch import memory
 from tim_trace.analysis.watch.extent import Surveyor
 from tim_trace.analysis.watch.memory import Memory
@@ -89,13 +90,13 @@ def test_what_is_kept_of_steps_is_what_a_whole_reading_gives(tmp_path, seal_byte
             while (seen := watcher.look()).num_unread_steps:
                 pass
             if step in (3, 4, 5):
-                assert_same(seen.series, read_series(tmp_path / "run"))
+                assert_same(seen.series, read_series(open_database(tmp_path / "run")))
             assert (seen.state, seen.last_step, seen.num_steps, seen.is_over) == ("live", step, step, False)
     seen = watcher.look()
     assert (seen.state, seen.is_over) == ("finished", True)
     told = info(tmp_path / "run")
     assert (seen.num_sequences, seen.num_tokens) == (told.num_sequences, told.num_response_tokens)
-    assert_same(seen.series, read_series(tmp_path / "run"))
+    assert_same(seen.series, read_series(open_database(tmp_path / "run")))
 
 
 def test_only_steps_that_have_grown_are_read_again(tmp_path):
@@ -123,7 +124,7 @@ def test_only_steps_that_have_grown_are_read_again(tmp_path):
         recorder.flush()
         assert pending() == [4]
     assert pending() == []
-    whole = read_series(tmp_path / "run")
+    whole = read_series(open_database(tmp_path / "run"))
     assert_same(kept.series([1, 2, 3, 4]), whole)
 
 
@@ -164,7 +165,7 @@ def test_a_long_run_is_read_in_portions_the_newest_first(tmp_path, monkeypatch):
     assert np.flatnonzero(first.series["k3"].known).tolist() == [4]
     assert "4 earlier steps are not shown yet" in drawn(first)
     (seen,) = watch(tmp_path / "run", once=True)
-    assert_same(seen.series, read_series(tmp_path / "run"))
+    assert_same(seen.series, read_series(open_database(tmp_path / "run")))
     assert [one.num_unread_steps for one in watch(tmp_path / "run", every=0.01)] == [4, 3, 2, 1, 0]
 
 
@@ -186,7 +187,7 @@ def test_a_trace_is_watched_while_files_are_sealed_and_vanish(tmp_path):
         counts.append(seen.num_steps)
     training.join()
     assert counts == sorted(counts)
-    assert_same(seen.series, read_series(tmp_path / "run"))
+    assert_same(seen.series, read_series(open_database(tmp_path / "run")))
 
 
 def test_watching_writes_nothing(tmp_path):
@@ -218,7 +219,7 @@ def test_a_trace_that_takes_another_s_place_is_watched_from_its_beginning(tmp_pa
     assert watcher.look().num_steps == 3
     with Recorder(tmp_path / "run", force=True) as recorder:
         add(recorder, 7)
-    assert_same(watcher.look().series, read_series(tmp_path / "run"))
+    assert_same(watcher.look().series, read_series(open_database(tmp_path / "run")))
 
 
 def test_a_pair_without_scores_is_said_with_the_passes_there_are(tmp_path):
@@ -443,7 +444,7 @@ def test_names_do_not_act_on_the_terminal(seen, collapsing):
 
 def test_json_has_every_digit_of_the_latest_steps(collapsing, seen):
     told = tim_trace("watch", collapsing, "--json", "--steps", "-2:").json()
-    k3 = read_series(collapsing)["k3"].values
+    k3 = read_series(open_database(collapsing))["k3"].values
     assert [row["step"] for row in told["latest"]] == [19, 20]
     assert [row["k3"] for row in told["latest"]] == [k3[18], k3[19]]
     assert told["latest"][1]["grad_norm"] == "NaN"
@@ -517,7 +518,7 @@ def test_the_steps_to_show_are_named_as_everywhere(collapsing):
     lines = [line.split(",") for line in done.stdout.splitlines()]
     assert lines[0][0] == "step"
     assert [line[0] for line in lines[1:]] == ["3", "4", "5", "20"]
-    k3 = read_series(collapsing)["k3"].values
+    k3 = read_series(open_database(collapsing))["k3"].values
     assert [float(line[lines[0].index("k3")]) for line in lines[1:]] == k3[[2, 3, 4, 19]].tolist()
 
 

@@ -4,7 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.tracer import environment, liveness
 from tim_trace.tracer.recorder import Recorder
 

@@ -5,7 +5,7 @@ import pytest
 from grouped import VOCAB, record_groups, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.batching import forwards
 from tim_trace.replay.engine import replay

@@ -8,7 +8,7 @@ import torch
 from builders import tim_trace
 from runs import train
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.engine import replay
 from tim_trace.replay.recorded import RecordedRun
 from tim_trace.schemas.capture import Capture

@@ -11,8 +11,8 @@ import pytest
 from builders import TIM_TRACE, tim_trace
 from clusters import two_nodes
 from runs import train
-from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.spread import spread
+from tim_trace.analysis.views import connect, open_database
 from tim_trace.replay.engine import replay
 from tim_trace.schemas.errors import ClusterFailed, InvalidOption
 
@@ -120,10 +120,10 @@ def test_what_a_node_had_when_it_died_is_read_on_another(recording, cluster):
 
     made, nodes = cluster
     steps = [1, 2, 3, 1, 2, 3]
-    found = spread(Database(recording, ray=made.address), slow_total, steps)
+    found = spread(open_database(recording, ray=made.address), slow_total, steps)
     read = [next(found)]
     made.remove_node(nodes[0], allow_graceful=False)
-    assert read + list(found) == [total(Database(recording), step) for step in steps]
+    assert read + list(found) == [total(open_database(recording), step) for step in steps]
 
 
 def of_this_module(database, step):
@@ -136,7 +136,7 @@ def test_actors_that_cannot_start_end_the_work(recording, cluster):
     with pytest.raises(
         ClusterFailed, match=r"3 actors died before they were ready .*No module named .*is tim-trace .*, and what"
     ):
-        list(spread(Database(recording, ray=cluster[0].address), of_this_module, [1, 2, 3]))
+        list(spread(open_database(recording, ray=cluster[0].address), of_this_module, [1, 2, 3]))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import train
 from shared import rest_slow
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.arms import parse_arm
 from tim_trace.replay.backends.double import keep_double
 from tim_trace.replay.backends.exact import attention, head, layers

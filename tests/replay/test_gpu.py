@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from grouped import VOCAB, tiny_model
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.backends.kernels import KERNELS
 from tim_trace.replay.engine import replay
 from tim_trace.replay.locate.engine import locate

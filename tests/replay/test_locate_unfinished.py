@@ -16,8 +16,8 @@ from builders import TIM_TRACE
 from located import make_run
 from tim_trace.analysis.locate import locate
 from tim_trace.analysis.located import read_located
-from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import open_database
 from tim_trace.replay.locate.engine import locate as locate_operators
 from tim_trace.replay.locate.unfinished import Unfinished
 from tim_trace.schemas.errors import DamageWarning
@@ -103,7 +103,7 @@ def test_a_killed_locate_goes_on_where_it_was(run, made):
     assert heard.told[1].startswith("patching operators, 3 of ")
     assert replace(found, kept=None) == made[1]
     assert [name for name in names(run) if "unfinished" in name] == []
-    assert read_located(Database(run))[0].location == found
+    assert read_located(open_database(run))[0].location == found
     assert (verify(run).damaged, verify(run).ignored) == ((), ())
 
 

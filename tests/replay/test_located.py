@@ -21,8 +21,8 @@ from tim_trace.analysis.location import location, location_rows
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.report.report import report
-from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import open_database
 from tim_trace.replay.engine import replay
 from tim_trace.replay.locate.unfinished import question_id
 from tim_trace.schemas.errors import DamageWarning
@@ -72,10 +72,10 @@ def test_the_views_have_the_rows_that_the_verb_prints(made):
 
 def test_several_results_and_runs_are_told_apart(run, made):
     locate(run, steps="2", arm="dtype=bf16", against="dtype=fp32", sequences="4", patch="none")
-    several = Database([run, made[0]])
+    several = open_database([run, made[0]])
     query = "SELECT run, step, count(DISTINCT result) AS n FROM operators GROUP BY ALL ORDER BY ALL"
     assert several.ask(query).rows == [("run", 1, 1), ("run", 2, 1), ("run-2", 1, 1)]
-    assert Database(run, "2").ask("SELECT DISTINCT step FROM operators").rows == [(2,)]
+    assert open_database(run, "2").ask("SELECT DISTINCT step FROM operators").rows == [(2,)]
 
 
 def test_a_trace_where_nothing_was_located_has_empty_views(made, run):
@@ -91,7 +91,7 @@ def test_the_same_question_replaces_its_own_result_alone(run):
     assert len(names(run)) == 2 * len(before)
     again = locate(run, steps="1", arm=" dtype=bf16", against="dtype=fp32", sequences="4")
     assert len(names(run)) == 2 * len(before)
-    assert [each.location for each in read_located(Database(run))][-1] == again
+    assert [each.location for each in read_located(open_database(run))][-1] == again
     assert verify(run).is_whole
     assert verify(run).ignored == ()
 
@@ -190,11 +190,11 @@ def test_info_counts_results_and_their_bytes(made):
 
 
 def test_compaction_keeps_results(run, tmp_path):
-    before = read_located(Database(run))
+    before = read_located(open_database(run))
     compact(run)
-    assert read_located(Database(run)) == before
+    assert read_located(open_database(run)) == before
     compact(run, output=tmp_path / "other" / "run")
-    assert read_located(Database(tmp_path / "other" / "run")) == before
+    assert read_located(open_database(tmp_path / "other" / "run")) == before
     assert verify(tmp_path / "other" / "run").is_whole
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from grouped import VOCAB, tiny_model
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.batching import packed_batch
 from tim_trace.replay.engine import replay
 from tim_trace.replay.recorded import RecordedRun

@@ -8,7 +8,7 @@ import pytest
 from builders import change_contract, run, tim_trace
 from grouped import record_groups
 from tim_trace.analysis.replay_text import estimate_sentence
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.backends import trusted
 from tim_trace.replay.engine import replay
 from tim_trace.replay.meter import untold

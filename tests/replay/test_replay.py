@@ -17,7 +17,7 @@ import torch
 from builders import PROGRAMS, TIM_TRACE, as_first_format, change_contract, make_trace, run, tim_trace
 from runs import train
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.arm_pass import ArmPass
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.engine import replay

@@ -9,7 +9,7 @@ from builders import tim_trace
 from runs import train
 from safetensors.torch import load_file
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.backends.model import build, load
 from tim_trace.replay.engine import replay

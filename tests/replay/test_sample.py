@@ -13,7 +13,7 @@ from tim_trace.analysis.check.check import check
 from tim_trace.analysis.info import info
 from tim_trace.analysis.replay_text import estimates, replay_estimates
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.engine import replay
 from tim_trace.replay.results import GroupSums
 from tim_trace.replay.sample import SEED, parse_sample, places

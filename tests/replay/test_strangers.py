@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.triangulate import triangulate
+from tim_trace.analysis.views import connect
 from tim_trace.analysis.weights import export, weights
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.backends import model as models

@@ -16,7 +16,7 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.info_text import info_text
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.cli import main
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.attempts import next_attempt

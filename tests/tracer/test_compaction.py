@@ -17,9 +17,9 @@ from builders import PROGRAMS, tim_trace
 from clusters import removing, two_nodes
 from segmented import add_steps, make_run, rows_of
 from tim_trace.analysis import check, compact, objective, stats
-from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import DamagedTrace, TraceExists
 from tim_trace.schemas.layout import TABLES
 from tim_trace.tracer.compaction import buckets
@@ -69,7 +69,7 @@ def test_every_answer_is_the_same_from_few_files(tmp_path):
     assert not verify(trace).ignored
     assert not compact(trace).has_changed
     # What was computed of all rows holds for the merged ones.
-    assert ("train", "rollout") in Database(trace).run_covered
+    assert open_database(trace).sums.covers(("train", "rollout"), runs=True)
 
 
 def test_rows_are_in_the_order_of_steps_and_row_groups_end_where_steps_do(tmp_path):
@@ -275,7 +275,7 @@ def test_merged_files_are_plain_parquet_to_other_readers(tmp_path):
     trace = make_run(tmp_path / "run", attempts=False)
     compact(trace)
     ids = "SELECT step, seq_id, list_sum(response_ids) AS ids FROM sequences ORDER BY step, seq_id"
-    expected = Database(trace).ask(ids).rows
+    expected = open_database(trace).ask(ids).rows
     files = f"{trace}/sequences/*.parquet"
     assert duckdb.connect().sql(ids.replace("FROM sequences", f"FROM read_parquet('{files}')")).fetchall() == expected
     rows = polars.scan_parquet(files).select("step", "seq_id", polars.col("response_ids").list.sum()).collect()
@@ -284,7 +284,7 @@ def test_merged_files_are_plain_parquet_to_other_readers(tmp_path):
     assert sorted((row["step"], row["seq_id"], sum(row["response_ids"])) for row in table) == expected
     frame = pandas.read_parquet(trace / "scores", columns=["pass", "logprobs"])
     found = sum(float(np.sum(values, dtype=np.float64)) for values in frame["logprobs"][frame["pass"] == "train"])
-    (row,) = Database(trace).ask("SELECT fsum(train_logprob) FROM tokens").rows
+    (row,) = open_database(trace).ask("SELECT fsum(train_logprob) FROM tokens").rows
     assert found == pytest.approx(row[0], rel=1e-12)
 
 

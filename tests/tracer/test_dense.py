@@ -5,8 +5,8 @@ import pytest
 import torch
 import zarr
 from tim_trace.analysis.info import info
-from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord
 from tim_trace.tracer import dense
 from tim_trace.tracer.dense import Logits, TopK, read_dense

@@ -7,7 +7,7 @@ import threading
 import pytest
 from builders import PROGRAMS, add_step, make_batch, make_trace, run, tim_trace
 from tim_trace.analysis.info import info
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import DamageWarning, StorageError
 from tim_trace.tracer.recorder import Recorder
 

@@ -8,8 +8,8 @@ import torch
 from runs import train
 from temporaries import MOST_BYTES, most_beside
 from tim_trace.analysis.check.check import check
-from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.engine_parameters import held_tensors

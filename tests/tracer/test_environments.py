@@ -12,8 +12,8 @@ from builders import PROGRAMS, TIM_TRACE, make_batch, make_trace, run, tim_trace
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import connect
 from tim_trace.analysis.watch.watch import watch
 
 RECORDS = PROGRAMS / "records.py"

@@ -7,7 +7,7 @@ import pytest
 from builders import add_step, make_batch, tim_trace
 from runs import train
 from tim_trace.analysis.info import info
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import InvalidRecord
 from tim_trace.tracer.recorder import Recorder
 

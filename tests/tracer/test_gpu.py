@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import InvalidRecord
 from tim_trace.tracer import staging
 from tim_trace.tracer.dense import Logits, read_dense

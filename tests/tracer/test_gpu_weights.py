@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.backends.model import to_torch
 from tim_trace.tracer.optimizer import optimizer_statistics
 from tim_trace.tracer.recorder import Recorder

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders import make_batch, tim_trace
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import ImportFailed
 from tim_trace.tracer.importers.mapping import parse_map
 from tim_trace.tracer.importers.neutral import import_parquet

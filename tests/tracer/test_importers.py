@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from builders import make_batch, tim_trace
 from tim_trace.analysis.info import info
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import ImportFailed, StorageError, TraceExists
 from tim_trace.tracer.importers.neutral import import_parquet
 

@@ -12,9 +12,9 @@ from builders import add_step, make_batch, make_trace
 from segmented import make_run, rows_of
 from tim_trace.analysis import compact
 from tim_trace.analysis.info import info
-from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.verify import verify
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.checksums import whole_hash
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, QueryFailed
 from tim_trace.schemas.layout import TABLES
@@ -54,7 +54,7 @@ def test_an_open_reads_no_footer_that_the_index_holds(indexed, monkeypatch):
 
     def tables_read():
         read.clear()
-        Database(indexed)
+        open_database(indexed)
         return {name.partition("/")[0] for name in read if name.endswith((".parquet", ".zst"))}
 
     assert tables_read() == {"index"}
@@ -83,7 +83,7 @@ def test_an_index_of_before_hides_nothing_that_came_since(indexed):
     for table in ("sequences", "scores"):
         next((indexed / table).iterdir()).unlink()
     with pytest.warns(DamageWarning, match="is missing"):
-        assert len(Database(indexed).damaged) == 2
+        assert len(open_database(indexed).damaged) == 2
     shutil.rmtree(indexed)
     make_trace(indexed, steps=5)
     assert rows_of(indexed) != before
@@ -118,7 +118,7 @@ def test_what_is_of_other_files_in_an_index_is_not_taken(indexed, tmp_path):
     put_index(indexed, other)
     assert rows_of(indexed) == before
     assert take_snapshot(Store(indexed)).writers == states
-    assert not Database(indexed).damaged
+    assert not open_database(indexed).damaged
 
 
 @pytest.mark.parametrize("kind", ["versions", "schemas"])
@@ -153,7 +153,7 @@ def test_a_local_state_that_changed_since_is_read_where_it_lies(tmp_path):
     path.write_bytes(content)  # as many bytes, and at the same time as far as anybody can tell
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.warns(DamageWarning, match=path.name):
-        assert Database(trace).damaged
+        assert open_database(trace).damaged
 
 
 def test_states_of_an_index_are_read_anew_by_a_release_that_reads_more_of_them(tmp_path):
@@ -164,7 +164,7 @@ def test_states_of_an_index_are_read_anew_by_a_release_that_reads_more_of_them(t
     put_index(trace, contents)
     assert not read_index(Store(trace)).states
     assert read_index(Store(trace)).footers
-    assert not Database(trace).damaged
+    assert not open_database(trace).damaged
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_a_damaged_index_is_passed_over(indexed, damage):
     content[len(content) // 2] ^= 1
     path.write_bytes({"flip": content, "cut": content[:50], "text": b"no index"}[damage])
     assert rows_of(indexed) == before
-    assert not Database(indexed).damaged
+    assert not open_database(indexed).damaged
     found = verify(indexed)
     assert not found.damaged
     (sentence,) = found.ignored
@@ -204,7 +204,7 @@ def test_damage_behind_a_footer_that_the_index_holds_is_found(indexed):
     content[40] ^= 255
     content[-20] ^= 255  # in the footer: answers are right without it, and verify reads it
     path.write_bytes(content)
-    assert not Database(indexed).damaged
+    assert not open_database(indexed).damaged
     assert any(path.name in sentence for sentence in verify(indexed).damaged)
 
 
@@ -215,17 +215,17 @@ def test_few_requests_open_a_trace_on_object_storage_however_many_its_writers_ar
     s3.put(str(trace), "bucket/many/run", recursive=True)
     expected = rows_of(trace)
     requests.clear()
-    database = Database("s3://bucket/many/run")
+    database = open_database("s3://bucket/many/run")
     assert sum(requests.values()) <= 12, requests
     assert (
         database.ask("SELECT count(*) FROM sequences").rows
-        == Database(trace).ask("SELECT count(*) FROM sequences").rows
+        == open_database(trace).ask("SELECT count(*) FROM sequences").rows
     )
     assert sum(requests.values()) <= 20, requests
     assert rows_of("s3://bucket/many/run") == expected
     compact(trace)
     s3.put(str(trace), "bucket/few/run", recursive=True)
-    database = Database("s3://bucket/few/run")
+    database = open_database("s3://bucket/few/run")
     requests.clear()
     (found,) = database.ask("SELECT count(*) FROM pair('train', 'rollout') WHERE step = 7").rows
     assert found[0] > 0
@@ -239,16 +239,16 @@ def test_a_writer_s_state_that_changed_since_is_read_where_it_lies(s3, tmp_path,
     state = json.loads(path.read_text())
     s3.put(str(trace), "bucket/changed/run", recursive=True)
     requests.clear()
-    assert not Database("s3://bucket/changed/run").damaged
+    assert not open_database("s3://bucket/changed/run").damaged
     assert requests["get_object"] == 2  # the manifest and the index
     broken = json.dumps(state | {"num_tokens": 1 + state["num_tokens"]})  # its checksum fits no more
     s3.pipe_file(f"bucket/changed/run/writers/{path.name}", broken.encode())
     with pytest.warns(DamageWarning, match=path.name):
-        Database("s3://bucket/changed/run")
+        open_database("s3://bucket/changed/run")
 
 
 def test_a_file_that_goes_while_it_is_asked_is_told_as_that(indexed):
-    database = Database(indexed)
+    database = open_database(indexed)
     for path in (indexed / "scores").iterdir():
         path.unlink()
     with pytest.raises(QueryFailed, match="is gone: merged, or removed; ask again"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from builders import PROGRAMS, ROOT, make_batch, run, tim_trace
 from tim_trace.analysis.info import info
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import TraceExists
 from tim_trace.tracer.recorder import Recorder
 

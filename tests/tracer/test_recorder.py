@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import add_step, make_batch
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import InvalidRecord, StorageError, TraceExists
 from tim_trace.tracer.dense import Logits
 from tim_trace.tracer.recorder import Recorder

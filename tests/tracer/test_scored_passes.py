@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 from builders import make_trace
-from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.pairs import num_scored
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import DamageWarning
 from tim_trace.tracer.ragged import Ragged
 from tim_trace.tracer.recorder import Recorder
@@ -47,17 +47,17 @@ def recorded(folder, passes, *, closes=True, num_tokens=3):
 )
 def test_the_passes_that_have_logprobs_are_those_that_a_database_counts(tmp_path, passes, pair, closes):
     trace = recorded(tmp_path / "run", passes, closes=closes)
-    assert scored_passes(trace) == list(num_scored(Database(trace)))
+    assert scored_passes(trace) == list(num_scored(open_database(trace)))
     assert comparable_pair(trace) == pair
 
 
 def test_responses_without_tokens_have_logprobs_all_the_same(tmp_path):
     trace = recorded(tmp_path / "run", {"train": True, "rollout": True}, num_tokens=0)
-    assert scored_passes(trace) == list(num_scored(Database(trace))) == ["rollout", "train"]
+    assert scored_passes(trace) == list(num_scored(open_database(trace))) == ["rollout", "train"]
 
 
 def test_traces_of_earlier_releases_tell_their_passes(trace_v1):
-    assert scored_passes(trace_v1) == list(num_scored(Database(trace_v1)))
+    assert scored_passes(trace_v1) == list(num_scored(open_database(trace_v1)))
 
 
 def test_damage_is_told(tmp_path):

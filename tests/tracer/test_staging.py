@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import InvalidRecord
 from tim_trace.tracer import staging
 from tim_trace.tracer.recorder import Recorder

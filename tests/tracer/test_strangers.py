@@ -15,8 +15,8 @@ from builders import make_batch, make_trace
 from forged import change_document, reseal, rewrite_table
 from shared import rest_slow
 from tim_trace.analysis.info import info
-from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.trace.sums import summarize
+from tim_trace.analysis.views import connect
 from tim_trace.schemas.documents import MAX_DEPTH, read_object
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, StorageError, WeightsMissing
 from tim_trace.tracer.adopt import adopt

@@ -9,7 +9,7 @@ from runs import train
 from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import likeness, stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.gradients.engine import gradient
 from tim_trace.tracer.dense import read_dense
 from tim_trace.tracer.hooks.trl_batches import scoring_call

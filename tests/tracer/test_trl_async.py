@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from runs import program
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.arms import AS_RECORDED
 from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient

@@ -8,7 +8,7 @@ from builders import tim_trace
 from runs import program, train
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.replay.engine import replay
 from tim_trace.replay.results import by_arm
 

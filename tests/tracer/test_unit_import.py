@@ -18,7 +18,7 @@ from clusters import removing, two_nodes
 from dumps import ONE_SIDED, WRITERS, make_steps, write_lines
 from segmented import QUESTIONS
 from tim_trace import check, import_dump, stats, verify
-from tim_trace.analysis.trace.database import Database, connect
+from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.errors import ImportFailed, NothingToCompare, TimTraceWarning
 from tim_trace.schemas.tables import TABLES
 from tim_trace.tracer.importers import unit_import
@@ -57,7 +57,7 @@ def same_trace(one, other):
 
 
 def answers(run):
-    database = Database(run)
+    database = open_database(run)
     found = [database.ask(question).rows for question in QUESTIONS if "FROM pair_" in question]
     found.append(database.ask('SELECT "pass", contract FROM passes ORDER BY ALL').rows)
     for table in TABLES.values():

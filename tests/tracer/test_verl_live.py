@@ -8,7 +8,7 @@ from tim_trace.analysis.check.check import check
 from tim_trace.analysis.engine_weights import read_engine_verdict
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.views import open_database
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
 from verl_runs import DYNAMIC, FLOAT32, PACKED, REFERENCE, replayed, rows, verl_run
@@ -202,7 +202,7 @@ def test_every_tensor_of_the_engine_is_accounted_for(run):
     """
     # vLLM has no head of its own where it is the embedding.
     assert rows(run, query) == [(version, 25, 25, 24, 24) for version in (0, 1)]
-    assert read_engine_verdict(Database(str(run.trace))).agreeing_steps == {1, 2}
+    assert read_engine_verdict(open_database(str(run.trace))).agreeing_steps == {1, 2}
 
 
 ONE_BY_ONE = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import program
 from tim_trace.analysis.info import info
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 from tim_trace.tracer.dense import read_dense
 from tim_trace.tracer.hooks.vllm_contract import Conditions, async_contract
 from tim_trace.tracer.store import Store

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from runs import program
 from tim_trace.analysis.info import info
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.views import connect
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

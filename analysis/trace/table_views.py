@@ -1,0 +1,219 @@
+"""The tables of traces as views: which files, journals, steps and sequences a query reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import pyarrow as pa
+
+from ...schemas.layout import HYPERPARAMETER, METRICS, TABLES
+from ...schemas.steps import named_range, parse_steps, select_steps
+from ...schemas.tables import TABLES as TABLE_SPECS
+from ...schemas.tables import Table
+from ...tracer.arrow_arrays import text_array
+from ...tracer.snapshot import TableFile
+from ...tracer.trace_files import TraceFiles
+from ...tracer.verified_file import VerifiedFile
+from . import large_tables
+from .connection import Connection, Parameters
+from .large_tables import LargeTables
+from .quoting import quoted
+from .source import RUN_OF_FOLDER, Source, run_folder
+
+RunFile = tuple[str, str]
+"""A run, and the URL of one of its files."""
+
+_PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
+
+_IS_SETTING = f"starts_with(name, '{HYPERPARAMETER}')"
+
+_RECORDED = f"""
+    SELECT DISTINCT run, step
+    FROM (SELECT run, step FROM sequences UNION ALL SELECT run, step FROM metrics WHERE NOT {_IS_SETTING}){{where}}
+    ORDER BY run, step
+"""
+
+_PASSES_OF_SCORES = """
+    CREATE OR REPLACE VIEW passes AS SELECT * FROM contracts
+    WHERE (run, "pass", contract) IN (SELECT run, "pass", contract FROM scores WHERE contract IS NOT NULL)
+       OR (run, "pass") NOT IN (SELECT run, "pass" FROM every_scores)
+    ORDER BY run, "pass", contract
+"""
+
+
+class TableViews:
+    """Views of the tables of several traces, narrowed to the steps and sequences that are asked for."""
+
+    def __init__(self, connection: Connection, sources: Sequence[Source], files: TraceFiles):
+        self._connection, self._sources, self._files = connection, sources, files
+        self.large = LargeTables(connection.raw, files)
+        self.is_whole = True
+        """Whether the views hold every sequence."""
+        self._leaves_out = False
+        for table in TABLES:
+            self._define(TABLE_SPECS[table])
+        rows = [contract for source in sources for contract in source.passes]
+        columns = [text_array([row[name] for row in rows]) for name in _PASSES.names]
+        connection.register("contracts", pa.Table.from_arrays(columns, schema=_PASSES))
+        connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
+
+    def add_file(self, source: Source, relative: str, file: VerifiedFile) -> RunFile:
+        """Let queries read a file of a trace, and return the name under which they do."""
+        return source.run, self._files.add(f"{run_folder(source.run)}/{relative}", file)
+
+    def choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
+        """Let a query read the files of large tables that it needs; what is returned lets it read them again."""
+        choice = self.large.choose(query, parameters)
+        return lambda: None if choice is None else self.large.take(choice)
+
+    def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
+        """Narrow sequences, scores, logged values and contracts to some steps; return those of each run, and a condition that holds for them.
+
+        Hyperparameters stay, which hold from the step that they were recorded at.
+        """
+        several = len(self._sources) > 1
+        recorded = self._recorded_steps(steps)
+        kept_steps = {run: parse_steps(steps, every, of=run if several else "") for run, every in recorded.items()}
+        conditions, until = [], []
+        for run, kept in kept_steps.items():
+            conditions.append(f"(run = {quoted(run)} AND {step_condition(kept, recorded[run])})")
+            until.append(f"(run = {quoted(run)} AND {_IS_SETTING} AND step <= {kept[-1]})")
+        condition = " OR ".join(conditions)
+        for table in TABLES:
+            kept_rows = " OR ".join([condition, *until]) if table == METRICS else condition
+            for name in (table, f"all_{table}"):
+                self._narrow(name, kept_rows)
+        self._connection.execute(_PASSES_OF_SCORES)
+        self.is_whole = False
+        return kept_steps, condition
+
+    def keep_steps(self, steps: Sequence[int]) -> None:
+        """Narrow sequences and scores to these steps; what was logged stays."""
+        for name in ("sequences", "scores"):
+            self._narrow(name, step_condition(steps))
+        self.is_whole = False
+
+    def leave_out(self, sequences: pa.Table) -> None:
+        """Leave these sequences out, given by run, step and seq_id, and no others that were left out before."""
+        self._connection.register("left_out", sequences)
+        if not self._leaves_out:
+            for name in ("sequences", "scores"):
+                self._connection.execute(f"ALTER VIEW {name} RENAME TO whole_{name}")
+                self._connection.execute(
+                    f"CREATE VIEW {name} AS SELECT * FROM whole_{name} ANTI JOIN left_out USING (run, step, seq_id)"
+                )
+        self._leaves_out, self.is_whole = True, False
+
+    def _define(self, spec: Table) -> None:
+        """Define the views of a table over the files and journals of every trace."""
+        columns = ", ".join(f'"{column.name}"' for column in spec.columns)
+        files: dict[tuple[str, ...], list[RunFile]] = {}
+        others = []
+        for index, source in enumerate(self._sources):
+            for lacking, entries in source.files_by_columns(spec.name).items():
+                named = [self.add_file(source, entry.relative, entry.file) for entry in entries]
+                if len(entries) > large_tables.MANY_FILES:
+                    view = self._add_large(index, source, spec, entries, self._found(spec, lacking))
+                    others.append(f"SELECT {quoted(source.run)} AS run, {columns} FROM {view}")
+                else:
+                    files.setdefault(lacking, []).extend(named)
+            if spec.name in source.journals:
+                journal = f"journal_{index}_{spec.name}"
+                self._connection.register(journal, source.journals[spec.name])
+                others.append(f"SELECT {quoted(source.run)} AS run, {columns} FROM {journal}")
+        parts = [rows_of(named, self._found(spec, lacking)) for lacking, named in files.items()] + others
+        define_view(self._connection, f"all_{spec.name}", parts, columns, spec.schema)
+        define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
+
+    def _found(self, spec: Table, lacking: Collection[str]) -> str:
+        """Columns of a table as they are read from files that lack some of them."""
+        # DuckDB itself says what it calls the types of Arrow's columns.
+        types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
+        return ", ".join(
+            f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
+            for column, type in zip(spec.columns, types, strict=True)
+        )
+
+    def _add_large(self, index: int, source: Source, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
+        """Name of a view over many files, which reads those that a query needs."""
+        lacking = entries[0].lacking
+        view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
+        schema = pa.schema([field for field in spec.schema if field.name not in lacking])
+        self.large.add(view, schema, columns, run_folder(source.run), entries)
+        return view
+
+    def _newest(self, parts: list[str]) -> list[str]:
+        """Rows of the newest attempt at training each step, where a run resumed."""
+        if not parts or not any(source.newest for source in self._sources):
+            return parts
+        rows = [(source.run, *newest) for source in self._sources for newest in source.newest.items()]
+        runs, steps, attempts = zip(*rows, strict=True)
+        columns = {"run": text_array(runs), "step": pa.array(steps, pa.int64())}
+        self._connection.register("newest", pa.table(columns | {"newest_attempt": pa.array(attempts, pa.int32())}))
+        return [
+            f"SELECT * EXCLUDE (newest_attempt) FROM ({' UNION ALL '.join(parts)}) LEFT JOIN newest USING (run, step) "
+            "WHERE attempt IS NULL OR newest_attempt IS NULL OR attempt = newest_attempt"
+        ]
+
+    def _recorded_steps(self, steps: str) -> dict[str, list[int]]:
+        """Run -> its recorded steps; only those of the range that a text names, where it names one."""
+        within = named_range(steps)
+        if within is not None:
+            first, last = within
+            until = "" if last is None else f" AND step <= {last}"
+            found = self._steps_where(f" WHERE step >= {first}{until}")
+            if all(select_steps(steps, every) for every in found.values()):
+                return found
+        return self._steps_where("")
+
+    def _steps_where(self, where: str) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {source.run: [] for source in self._sources}
+        for run, step in self._connection.execute(_RECORDED.format(where=where)).fetchall():
+            found[run].append(step)
+        return found
+
+    def _narrow(self, view: str, condition: str) -> None:
+        self._connection.execute(f"ALTER VIEW {view} RENAME TO every_{view}")
+        self._connection.execute(f"CREATE VIEW {view} AS SELECT * FROM every_{view} WHERE {condition}")
+
+
+def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
+    """Condition on `step` that holds for these alone, of `recorded` ones where these are known.
+
+    >>> step_condition([3, 4, 6], [1, 3, 4, 6])
+    'step BETWEEN 3 AND 6'
+    >>> step_condition([3, 6])
+    'step BETWEEN 3 AND 6 AND step IN (3, 6)'
+    """
+    if isinstance(steps, range):  # of timestamps it may be too long to go through
+        return f"step BETWEEN {steps.start} AND {steps.stop - 1}" if steps else "false"
+    if not len(steps):
+        return "false"
+    first, last = min(steps), max(steps)
+    # The range lets DuckDB pass over row groups, which it does not for a long list.
+    within = f"step BETWEEN {first} AND {last}"
+    num_known = last + 1 - first if recorded is None else sum(first <= step <= last for step in recorded)
+    return within if num_known == len(set(steps)) else f"{within} AND step IN ({', '.join(map(str, steps))})"
+
+
+def define_view(connection: Connection, name: str, parts: list[str], columns: str, schema: pa.Schema) -> None:
+    """Define a view of the rows of several queries; without any of them it has no rows."""
+    if not parts:
+        connection.register(f"empty_{name}", no_rows(schema))
+        parts = [f"SELECT NULL::VARCHAR AS run, {columns} FROM empty_{name}"]
+    connection.execute(f"CREATE OR REPLACE VIEW {name} AS {' UNION ALL '.join(parts)}")
+
+
+def no_rows(schema: pa.Schema) -> pa.Table:
+    """A table without rows; `empty_table` imports pandas, which takes a third of a second."""
+    return pa.Table.from_batches([], schema)
+
+
+def rows_of(files: Sequence[RunFile], columns: str) -> str:
+    """A query for columns of files and the run of each; files of several runs are one scan, with one plan."""
+    urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
+    if len(runs) == 1:
+        return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"
+    # DuckDB reads the name of the run from that of its folder, and opens no file of a run that a query leaves out.
+    parsed = f"hive_partitioning = true, hive_types = {{'{RUN_OF_FOLDER}': VARCHAR}}"
+    return f"SELECT substr({RUN_OF_FOLDER}, 2) AS run, {columns} FROM read_parquet({urls}, {parsed})"

@@ -1,0 +1,80 @@
+"""Every macro and view of SQL, with the feature that offers it; databases are opened here, so that they have all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+
+import duckdb
+
+from ..schemas.steps import ALL_STEPS
+from . import correction, routing
+from .distributions import function
+from .frameworks import registry
+from .trace.database import Database, core_files, macro_file
+from .trace.macros import LISTING, Catalogue
+from .trace.source import Source, Traces
+
+_CHANGES = "CREATE OR REPLACE VIEW changes AS SELECT * FROM recorded_changes"
+_LOCATED = """
+    CREATE OR REPLACE VIEW operators AS SELECT * FROM located_operators;
+    CREATE OR REPLACE VIEW patches AS SELECT * FROM located_patches;
+"""
+
+
+@cache
+def catalogue() -> Catalogue[Database]:
+    """The macros of all features."""
+    return Catalogue(
+        [
+            *core_files(), correction.MACROS, function.MACROS, routing.MACROS,
+            macro_file("changes", _CHANGES, _register_changes), macro_file("located", _LOCATED, _register_located),
+            *registry.macro_files(),
+        ]
+    )  # fmt: skip
+
+
+def open_database(
+    traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, ray: str | None = None
+) -> Database:
+    """Open traces as a database of some steps; one that is open already is opened again only for other steps or a cluster.
+
+    Raises InvalidOption where a trace has none of the steps, TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    if isinstance(traces, Database) and steps in (ALL_STEPS, traces.steps) and ray in (None, traces.ray):
+        return traces
+    return Database(traces, steps, ray=ray, catalogue=catalogue)
+
+
+def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
+    """Open one trace or several for SQL.
+
+    The connection has the views `sequences`, `scores`, `passes`, `metrics`, `steps`, `tokens` and `changes`, the views
+    `operators` and `patches` of what `locate` found, and the table macros
+    `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`, where d = logprob(a) - logprob(b) in
+    nats; `pair_distributions(a, b)`, a row a response token whose distribution both passes captured, with
+    `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these; `pair_routing(a, b)` and its kin where router
+    choices were recorded; and `objective_tokens(train, rollout, now, ...)`, `objective_steps` and `loss_shares(now, ...)`, what
+    the mismatch does to a loss. Every one has a column `run`. A trace that is being written shows what was recorded by now.
+
+    Raises TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    for name in like:
+        registry.check_name(name)
+    database = open_database(traces)
+    database.define_named(LISTING | {f"{name.replace('-', '_')}_runs" for name in like})
+    database.views.large.choose_all()
+    return database.connection.raw
+
+
+def _register_changes(database: Database) -> None:
+    from .facts.recorded import changes_table  # SciPy and Zarr take a while to import
+
+    database.connection.register("recorded_changes", changes_table(database))
+
+
+def _register_located(database: Database) -> None:
+    from .located import view_rows
+
+    for name, rows in view_rows(database).items():
+        database.connection.register(f"located_{name}", rows)
