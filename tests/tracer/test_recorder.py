@@ -139,7 +139,6 @@ def test_refused_scores_of_a_later_iteration_leave_the_count_of_iterations(tmp_p
         recorder.add_scores("current", added, logprobs=[[-1.0, -1.0]])
         with pytest.raises(InvalidRecord):
             recorder.add_scores("current", added, logprobs=[[1.0, -2.0]])
-            recorder.flush()
         recorder.add_scores("current", added, logprobs=[[-3.0, -3.0]])
     assert logprobs_of(tmp_path / "run", "current") == {("a", 0): [-1.0, -1.0], ("a", 1): [-3.0, -3.0]}
 
