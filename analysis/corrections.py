@@ -16,10 +16,9 @@ from ..tracer.progress import Progress, no_progress
 from .correction import MACROS, Correction, define, published, token_bounds
 from .correction_zones import KEYS, TYPES, Bounds, zones_of_rows
 from .rows import Rows
+from .trace.connection import quoted, quoted_pair
 from .trace.database import Database
-from .trace.pairs import parse_pair, why_nothing
-from .trace.quoting import quoted, quoted_pair
-from .trace.samples import tell_sampled
+from .trace.pairs import parse_pair, tell_sampled, why_nothing
 from .trace.source import Pair, Traces
 from .trace.spread import spread
 from .trace.sums import Chunk, run_chunks

@@ -9,12 +9,11 @@ import numpy as np
 
 from ...schemas.loss import CURRENT
 from ..trace.columns import passes_with, sequence_columns
+from ..trace.connection import quoted
 from ..trace.database import Database
-from ..trace.quoting import quoted
 from ..trace.ragged import Tokens
-from ..trace.sampling import notable_first, tokens_by_step
 from ..trace.source import Pair
-from ..trace.tokens import PassRows, token_query, tokens_of_rows
+from ..trace.tokens import PassRows, notable_first, token_query, tokens_by_step, tokens_of_rows
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
 """A number of a sequence that says nothing of it, and is the same everywhere; `rows` is empty, or a table with a dot."""

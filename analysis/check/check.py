@@ -16,8 +16,7 @@ from ...tracer.progress import Progress, no_progress
 from ..engine_weights import read_engine_verdict
 from ..info import attempts
 from ..trace.database import Database, cached
-from ..trace.pairs import parse_pair, why_nothing
-from ..trace.samples import tell_sampled
+from ..trace.pairs import parse_pair, tell_sampled, why_nothing
 from ..trace.source import Pair
 from ..trace.spread import spread
 from ..views import open_database

@@ -16,9 +16,8 @@ import pyarrow.compute as pc
 from ...schemas.tables import SAMPLING
 from ..trace.database import Database
 from ..trace.ragged import counted, fitted, flat
-from ..trace.sampling import neighbouring_pairs, tokens_by_step
 from ..trace.source import Pair
-from ..trace.tokens import PassRows, token_query, tokens_of_rows
+from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_step, tokens_of_rows
 from .thresholds import MAX_READ_TOKENS, MAX_SAMPLED_STEPS, MAX_SAMPLED_TOKENS, MAX_WORST_STEPS, MIN_SAMPLED_STEPS
 
 

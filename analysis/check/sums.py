@@ -8,14 +8,13 @@ import numpy as np
 import pyarrow as pa
 
 from ..trace.columns import sequence_columns
+from ..trace.connection import quoted
 from ..trace.database import Database
 from ..trace.pair_sums import OF_DIFFERENCES, finite, pair_sums
-from ..trace.quoting import quoted
 from ..trace.ragged import counted
-from ..trace.sampling import tokens_by_step
 from ..trace.source import Pair
 from ..trace.sums import ensure
-from ..trace.tokens import PassRows, token_query, tokens_of_rows
+from ..trace.tokens import PassRows, token_query, tokens_by_step, tokens_of_rows
 
 LOST = ("num_nan", "num_inf")
 _COLUMNS = ("num_tokens", *LOST, *OF_DIFFERENCES)

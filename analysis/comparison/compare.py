@@ -17,9 +17,8 @@ from ..facts.series import Series
 from ..statement import Statement
 from ..trace.columns import passes_with
 from ..trace.database import Database
-from ..trace.pairs import parse_pair
-from ..trace.samples import tell_sampled
-from ..trace.sampling import tokens_by_step
+from ..trace.pairs import parse_pair, tell_sampled
+from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .comparison import KINDS, Comparison, RunDifference
 from .sequences import logprob_differences, sequence_differences

@@ -10,7 +10,7 @@ import numpy as np
 from ..facts.rollouts import Rollouts, reward_differences
 from ..facts.two_runs import Pairs, paired, read_prefixes
 from ..trace.database import Database
-from ..trace.sampling import step_ranges, tokens_by_step
+from ..trace.tokens import step_ranges, tokens_by_step
 from .comparison import RunDifference
 
 

@@ -10,7 +10,7 @@ from ...schemas.layout import HYPERPARAMETER
 from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.tables import SAMPLING
 from ..statement import Measured
-from ..trace.contracts import field_text, flat_contract
+from ..trace.columns import field_text, flat_contract
 from ..trace.database import Database
 from .comparison import RunDifference
 

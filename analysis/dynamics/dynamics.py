@@ -16,8 +16,7 @@ from ..facts.read_series import read_series
 from ..facts.series import Series
 from ..statement import Statement
 from ..trace.database import Database
-from ..trace.pairs import parse_pair
-from ..trace.samples import tell_sampled
+from ..trace.pairs import parse_pair, tell_sampled
 from ..views import open_database
 from . import laws
 from .laws import FEWEST_FOR_LAGS, Growth, entropy_law, growths, lead_lags

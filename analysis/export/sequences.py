@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import SEQUENCES_TABLE
 from ..trace.columns import scored_passes
+from ..trace.connection import quoted
 from ..trace.database import Database
-from ..trace.quoting import quoted
-from ..trace.sampling import step_ranges
 from ..trace.source import Pair
+from ..trace.tokens import step_ranges
 
 CHUNK_TOKENS = 1 << 20
 """Tokens of prompts and responses in memory at once; a larger step is read whole."""

@@ -10,12 +10,11 @@ import pyarrow as pa
 
 from ..statistics.estimators import Array
 from ..trace.columns import OptionalColumns, sequence_columns
+from ..trace.connection import quoted_pair
 from ..trace.database import Database
 from ..trace.pair_sums import BATCH_ROWS, finite, pair_sums
-from ..trace.quoting import quoted_pair
-from ..trace.sampling import step_ranges, tokens_by_step
 from ..trace.source import Pair
-from ..trace.tokens import PassRows, token_query, tokens_of_rows
+from ..trace.tokens import PassRows, step_ranges, token_query, tokens_by_step, tokens_of_rows
 from . import thresholds as t
 from .fall import Fall
 from .series import Column, Series, by_step, columns_of

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import options
-from ..trace.hyperparameters import read_hyperparameters
-from ..trace.quoting import quoted
+from ..trace.columns import read_hyperparameters
+from ..trace.connection import quoted
 
 if TYPE_CHECKING:
     from ..trace.database import Database

@@ -30,10 +30,9 @@ from ..statistics.intervals import (
     unit,
 )
 from ..stats import stats
+from ..trace.connection import quoted_pair
 from ..trace.database import Database
-from ..trace.pairs import parse_pair, why_nothing
-from ..trace.quoting import quoted_pair
-from ..trace.samples import tell_sampled
+from ..trace.pairs import parse_pair, tell_sampled, why_nothing
 from ..views import open_database
 from .condition import OWN, Condition, metric_named
 from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, left_out

@@ -11,9 +11,9 @@ import numpy as np
 
 from ..statistics.estimators import Array, addable
 from ..statistics.intervals import unit
+from ..trace.connection import quoted_pair
 from ..trace.database import Database
 from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
-from ..trace.quoting import quoted_pair
 from ..trace.source import Pair
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}

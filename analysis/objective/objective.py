@@ -17,7 +17,7 @@ from ..statistics.estimators import Array
 from ..statistics.intervals import NoInterval, bootstrap
 from ..statistics.loss import SAFETY_BOUND
 from ..trace.database import Database
-from ..trace.sampling import tokens_by_step
+from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .chosen import choose_loss
 from .concentration import CARRIED, Carried

@@ -18,12 +18,11 @@ import pyarrow as pa
 from ...schemas.loss import Loss
 from ...tracer.progress import Progress
 from ..statistics.estimators import Array
+from ..trace.connection import mapped, num_threads
 from ..trace.database import Database
 from ..trace.ragged import blocks, counted
-from ..trace.sampling import CHUNK_TOKENS, step_ranges, tokens_by_step
 from ..trace.spread import spread, unit_tokens
-from ..trace.threads import mapped, num_threads
-from ..trace.tokens import tokens_of_rows
+from ..trace.tokens import CHUNK_TOKENS, step_ranges, tokens_by_step, tokens_of_rows
 from .concentration import NUM_BINS, Carried, bins_of
 from .pass_roles import PassRoles, names_of, read_batches
 from .sequence_sums import COLUMNS, sequence_sums

@@ -10,9 +10,9 @@ from importlib.resources import files
 
 from ...schemas.errors import InvalidOption, NothingToCompare
 from ..rows import Rows
+from ..trace.connection import quoted_pair
 from ..trace.database import Database
 from ..trace.pairs import num_scored, parse_pair, why_nothing
-from ..trace.quoting import quoted_pair
 from ..trace.source import Pair, Traces
 from ..views import open_database
 

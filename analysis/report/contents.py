@@ -19,7 +19,7 @@ from ..attribution.text import note_sentences
 from ..diagnosis.text import story, story_of_run
 from ..dynamics.text import unanswered_sentences
 from ..info import TraceInfo
-from ..trace.contracts import field_text, flat_contract
+from ..trace.columns import field_text, flat_contract
 from .answers import QUESTIONS, Answer, answers
 from .chart import Chart, LineChart
 from .commands import command

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..trace.connection import quoted
 from ..trace.database import Database
-from ..trace.quoting import quoted
-from ..trace.sampling import evenly_within, fitting
 from ..trace.source import Pair
+from ..trace.tokens import evenly_within, fitting
 
 LOOKED_TOKENS = 4_000_000
 """Response tokens that are always looked at."""

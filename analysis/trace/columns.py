@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ...schemas.layout import HYPERPARAMETER
+from .connection import quoted
 from .database import Database, cached
-from .quoting import quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +60,31 @@ def _has(
         terms.append("iteration = 0")
     query = f"SELECT step FROM {table} WHERE {' AND '.join(terms)} LIMIT 1"
     return bool(database.connection.execute(query).fetchall())
+
+
+_ROWS = """
+SELECT name, value, text FROM metrics
+WHERE step = 0 AND starts_with(name, $prefix) AND ($run IS NULL OR run = $run)
+ORDER BY logged_at
+"""
+
+
+def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
+    """Name, without its prefix -> number or text; of one that was recorded twice the last. None asks all that is open."""
+    rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
+    return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
+
+
+def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
+    """A contract as path -> text, as `model.attention`; lists and what is empty stay one value."""
+    if isinstance(contract, dict) and contract:
+        found: dict[str, str] = {}
+        for name, part in contract.items():
+            found |= flat_contract(part, f"{path}.{name}" if path else str(name))
+        return found
+    return {path: field_text(contract)} if path else {}
+
+
+def field_text(value: Any) -> str:
+    """A field's value as text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -14,7 +16,38 @@ import pyarrow as pa
 
 from ...schemas.errors import StorageError, TimTraceError
 from .macros import words_of
-from .threads import is_limited, mapped, num_threads
+
+Item = TypeVar("Item")
+
+_most: list[int] = []
+"""The limit, where there is one."""
+
+
+def limit_threads(most: int) -> None:
+    """Let readings of this process use so many threads at most."""
+    _most[:] = [most]
+
+
+def num_threads() -> int:
+    """Threads of a reading: as many as there are cores, unless they were limited."""
+    return min([os.cpu_count() or 1, *_most])
+
+
+def is_limited() -> bool:
+    """Whether they were."""
+    return bool(_most)
+
+
+def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+    """Results of a function, in the order of its items; a few items are taken ahead, not all of them."""
+    waiting: deque[Future[Made]] = deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) > 2 * num_threads():
+            yield waiting.popleft().result()
+    for future in waiting:
+        yield future.result()
+
 
 Made = TypeVar("Made")
 
@@ -32,6 +65,16 @@ NOT_OF_FILES = (
     duckdb.NotImplementedException, duckdb.InterruptException,
 )  # fmt: skip
 """What is wrong with the question, or ended by who asked it."""
+
+
+def quoted(text: str) -> str:
+    """Return a text as a literal of SQL."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def quoted_pair(pair: tuple[str, str]) -> str:
+    """Return both passes of a pair as arguments of a macro."""
+    return f"{quoted(pair[0])}, {quoted(pair[1])}"
 
 
 def _nothing() -> None: ...

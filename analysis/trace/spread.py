@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 
 from ...schemas.errors import InvalidOption
 from ...tracer.cluster import run_units
+from .connection import limit_threads
 from .database import Database
 from .macros import Catalogue
-from .threads import limit_threads
 
 Unit = TypeVar("Unit")
 Made = TypeVar("Made")

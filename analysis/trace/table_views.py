@@ -15,9 +15,8 @@ from ...tracer.snapshot import TableFile
 from ...tracer.trace_files import TraceFiles
 from ...tracer.verified_file import VerifiedFile
 from . import large_tables
-from .connection import Connection, Parameters
+from .connection import Connection, Parameters, quoted
 from .large_tables import LargeTables
-from .quoting import quoted
 from .source import RUN_OF_FOLDER, Source, run_folder
 
 RunFile = tuple[str, str]

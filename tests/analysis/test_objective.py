@@ -12,7 +12,7 @@ from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.objective.text import objective_text
 from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.statistics.loss import contribution, correction_weight, is_clipped
-from tim_trace.analysis.trace import connection, ragged, sampling
+from tim_trace.analysis.trace import connection, ragged, tokens
 from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.loss import Loss
@@ -592,7 +592,7 @@ def test_blocks_and_ranges_of_steps_change_no_digit(tmp_path, monkeypatch):
     whole = objective(trace)
     monkeypatch.setattr(ragged, "_BLOCK_TOKENS", 7)
     monkeypatch.setattr(connection, "BATCH_ROWS", 3)
-    monkeypatch.setattr(sampling, "CHUNK_TOKENS", 100)
+    monkeypatch.setattr(tokens, "CHUNK_TOKENS", 100)
     cut = objective(trace)
     assert cut.steps == whole.steps
     assert {name: each.value for name, each in cut.figures.items()} == {
