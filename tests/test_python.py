@@ -16,6 +16,7 @@ from builders import ROOT, TIM_TRACE, run
 from click.testing import CliRunner
 from shared import rest_slow
 from tim_trace import analysis, cli
+from tim_trace.analysis import views
 from tim_trace.analysis.frameworks import registry
 from tim_trace.analysis.rows import Rows
 from tim_trace.schemas.errors import DamageWarning, InvalidOption, NotInstalled, TimTraceError, TraceNotFound, WrongType
@@ -326,7 +327,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tim_trace.analysis.frameworks.framework import Framework, option_field
-from tim_trace.analysis.trace.quoting import quoted_pair
+from tim_trace.analysis.trace.connection import quoted_pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,6 +361,7 @@ def test_a_framework_is_one_module_and_one_file_of_sql(trace, tmp_path, monkeypa
     package = import_module("tim_trace.analysis.frameworks")
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     registry._files.cache_clear()
+    views.catalogue.cache_clear()
     try:
         assert "my-toy" in registry.FRAMEWORKS
         rows, stats = tim_trace.stats(trace, like="my-toy", scale=2.0), tim_trace.stats(trace)
@@ -371,6 +373,7 @@ def test_a_framework_is_one_module_and_one_file_of_sql(trace, tmp_path, monkeypa
             tim_trace.stats(trace, like="my-toy", scale=-1.0)
     finally:
         registry._files.cache_clear()
+        views.catalogue.cache_clear()
 
 
 WITH_TOY = """
