@@ -1,4 +1,4 @@
-"""Is the comparison of two passes valid, and if not, which fault lies between them?"""
+"""Check whether two passes may be compared, and name the fault if not."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def check(
 ) -> CheckResult:
     """Say whether two passes may be compared, or which fault lies between them.
 
-    Faults are those of FAULTS, each with its data, its effect in nats, the share of tokens that it affects and the
-    command that would confirm it. Sums of the whole run are looked at, and the tokens of some of its steps; `steps` (3:80,
-    -10:, 2:200:2) takes a part of the run. `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` for one that is
-    started here), divides the tokens of the sums among its actors, one of which looks at the tokens of the steps.
+    Each fault of FAULTS found is reported with its evidence, effect in nats, share of affected tokens, and a command to
+    confirm it. The check uses sums over the whole run and the individual tokens of a sample of steps. `steps` (3:80, -10:,
+    2:200:2) restricts it to part of the run. `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start
+    one) whose actors compute the sums.
 
-    Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
-    trace cannot be read or is missing, unless `partial` asks for the answer from the rest.
+    Raises NothingToCompare if the passes share no token; InvalidOption, TraceNotFound, NewerTrace; and DamagedTrace if part of
+    the trace is missing or unreadable, unless `partial` is set.
     """
     database = open_database(trace, steps, ray=ray)
     database.check_whole(partial=partial)
@@ -59,19 +59,18 @@ def check(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """What is asked of the tokens of a sample of steps, by the process that reads them."""
+    """Input of `_judged` in the process that reads the sampled tokens."""
 
     pair: Pair
     trace: str
-    """As it was named."""
+    """Path as given by the caller."""
     sums: PairSums
-    """Of the whole run, in one row."""
+    """Totals of the whole run, in one row."""
     worst_steps: list[int]
     worst_lost_steps: list[int]
 
     @classmethod
     def of(cls, pair: Pair, trace: str, sums: PairSums) -> _Question:
-        """What is asked of a run that has these sums."""
         return cls(
             pair=pair, trace=trace, sums=sums.total, worst_steps=sums.worst_steps(), worst_lost_steps=sums.worst_lost_steps()
         )  # fmt: skip
@@ -84,9 +83,9 @@ def _judged(database: Database, question: _Question) -> Iterator[CheckResult]:
 
 
 def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
-    """Read what a check looks at.
+    """Read the input of the detectors.
 
-    Raises NothingToCompare when the passes share no token.
+    Raises NothingToCompare if the passes share no token.
     """
     tell_sampled(database, pair)
     return _pair_data(database, pair, trace, _sums(database, pair), _sample(database, pair))
@@ -125,9 +124,9 @@ def _sample(database: Database, pair: Pair) -> Sample:
 
 
 def judge(data: PairData, pair: str) -> CheckResult:
-    """Ask every detector.
+    """Run every detector.
 
-    Raises NothingToCompare when no token has a finite logprob in both and nothing was found that says why.
+    Raises NothingToCompare if no token has a finite logprob in both passes and no finding explains it.
     """
     sums = data.sums
     findings = tuple(find(data))

@@ -1,4 +1,4 @@
-"""The commands that would confirm a finding, as a shell takes them."""
+"""Shell commands that confirm a finding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .pair_data import PairData
 
 
 def sql(data: PairData, query: str) -> Advice:
-    """`tim-trace sql` with a query; `{pair}` in it becomes the tokens of both passes."""
+    """Return `tim-trace sql` with a query; `{pair}` and `{sequences}` in it become tables of both passes."""
     a, b = data.sample.a.name, data.sample.b.name
     tables = {"pair": f"pair('{a}', '{b}')", "sequences": f"pair_sequences('{a}', '{b}')"}
     if data.condition:
@@ -22,7 +22,7 @@ def sql(data: PairData, query: str) -> Advice:
 
 
 def row(data: PairData, number: int) -> Advice:
-    """`tim-trace sql` with the tokens of one sequence of the sample."""
+    """Return `tim-trace sql` for the tokens of one sequence of the sample."""
     name = data.sample.seq_ids[number].replace("'", "''").replace("{", "{{").replace("}", "}}")
     step = int(data.sample.steps[number])
     return sql(
@@ -33,17 +33,17 @@ def row(data: PairData, number: int) -> Advice:
 
 
 def query(data: PairData, name: str) -> Advice:
-    """`tim-trace query` over both passes."""
+    """Return `tim-trace query` over both passes."""
     return Advice(f"tim-trace query {name} {_trace(data)}{_pair(data)}")
 
 
 def stats(data: PairData, by: str) -> Advice:
-    """`tim-trace stats` over both passes."""
+    """Return `tim-trace stats` over both passes."""
     return Advice(f"tim-trace stats {_trace(data)}{_pair(data)}{_steps(data)} --by {by}")
 
 
 def replay(data: PairData, options: str, name: str, step: int | None = None) -> Advice:
-    """`tim-trace replay` of one step, and how far the replay lies from pass b; what to record first without weights."""
+    """Return `tim-trace replay` of one step and `stats` against pass b; without weights, how to supply them first."""
     step = int(data.sample.steps[0]) if step is None else step
     trace = _trace(data) if data.has_weights or data.is_import else "RUN"
     asked = f"tim-trace replay {trace} --steps {step} {options} --name {name} && tim-trace stats {trace} "
@@ -52,16 +52,16 @@ def replay(data: PairData, options: str, name: str, step: int | None = None) -> 
 
 
 def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
-    """`tim-trace replay` of one step by vLLM, which scores its tokens without a grammar, and a check of `other` against it;
-    what to record first without weights."""
+    """Return `tim-trace replay` of one step by vLLM, which scores without a grammar, and a check of `other` against it; without
+    weights, how to supply them first."""
     trace = _trace(data) if data.has_weights or data.is_import else "RUN"
     asked = f"tim-trace replay {trace} --steps {step} --engine vllm --name whole && tim-trace check {trace} "
     return _with_weights(data, asked + f"--pair {shlex.quote(f'{other}:replay/whole')}")
 
 
 def weights_replay(data: PairData) -> Advice:
-    """`tim-trace replay` with the weights before and with quantised ones, and what each removes; what to record first without
-    weights."""
+    """Return `tim-trace replay` with the previous and with quantised weights, and `diagnose`; without weights, how to supply them
+    first."""
     sample = data.sample
     known = sample.versions.compressed()
     version = max(int(known.max()) - 1, 0) if len(known) else 1
@@ -73,43 +73,43 @@ def weights_replay(data: PairData) -> Advice:
 
 
 def weights(data: PairData) -> Advice:
-    """`tim-trace weights` by module; what to record first without weights."""
+    """Return `tim-trace weights` by module; without weights, how to supply them."""
     if not data.has_weights:
         return Advice(supply(data), "supplies the weights")
     return Advice(f"tim-trace weights {_trace(data)} --by module")
 
 
 def engine_weights(data: PairData) -> Advice:
-    """`tim-trace weights` with the engine's tensors beside the trainer's."""
+    """Return `tim-trace weights` with the engine's tensors next to the trainer's."""
     return Advice(f"tim-trace weights {_trace(data)} --engine")
 
 
 def triangulate(data: PairData, dtype: str | None) -> Advice:
-    """`tim-trace triangulate` of one step: how the mismatch splits between the two sides.
+    """Return `tim-trace triangulate` of one step, which attributes the mismatch to the two sides.
 
-    `dtype` is what pass a was computed in; the arm has another one.
+    `dtype` is the dtype that pass a was computed in; the arm uses a different one.
     """
     step, other = int(data.sample.steps[-1]), "fp32" if dtype in ("bfloat16", "float16") else "bf16"
     return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype={other} --arm lm-head=fp32")
 
 
 def locate(data: PairData, against: str) -> Advice:
-    """`tim-trace locate` of one step, as recorded against an arm."""
+    """Return `tim-trace locate` of one step, as recorded against an arm."""
     step = int(data.sample.steps[-1])
     return Advice(f"tim-trace locate {_trace(data)} --steps {step} --against {shlex.quote(against)}")
 
 
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
-"""Records with what a replay needs."""
+"""Record a run with the weights a replay needs."""
 
 
 def supply(data: PairData) -> str:
-    """What gives a trace without weights some: they are attached to a dump, and of a run they are recorded."""
+    """Return the command that supplies weights: attach them to an imported trace, record them in a run."""
     return f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else RECORD
 
 
 def _with_weights(data: PairData, asked: str) -> Advice:
-    """A command that needs weights; before it what supplies them, where the trace has none."""
+    """Return a command that needs weights, or first the one that supplies them if the trace has none."""
     return (
         Advice(asked) if data.has_weights else Advice(supply(data), f"this trace has no weights; afterwards: {asked}")
     )

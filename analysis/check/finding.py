@@ -1,4 +1,4 @@
-"""The findings of a check, in codes and numbers; text.py has the sentences."""
+"""Findings of a check, as codes and numbers; text.py has the sentences."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ FAULTS = {
     "low_precision_head": "one side's head or log-softmax has low precision",
     "router_flips": "the two sides choose different experts",
 }
-"""Code of a fault -> its name. A trace with one of these is not a valid comparison of numerics."""
+"""Code of a fault -> its name. With any of these, the comparison is not valid for numerics."""
 
 HEALTHY = {
     "rounding": "rounding at the expected level",
     "equal": "bitwise equal",
     "too_few": "too few tokens",
 }
-"""Code of a verdict without a fault -> its name."""
+"""Code of a fault-free verdict -> its name."""
 
 WEIGHT_CAUSES = {
     "stale_weights": "one side's weights are a step or more behind",
@@ -47,16 +47,16 @@ WEIGHT_CAUSES = {
     "never_synchronised": "the trainer's weights were never sent to the engine",
     "other_weights": "the engine's weights match no recorded version of the trainer",
 }
-"""Why weights differ -> in words. `weights_differ` has one in `numbers["cause"]` where the recording says it."""
+"""Cause of differing weights -> its name. `weights_differ` has it in `numbers["cause"]` if the recording shows it."""
 
 TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 
 Number = float | int | str | None
 
 Broken = Literal["recording", "engine", "versions"]
-"""`recording`: the numbers of the two passes are not the same quantity of the same tokens. `engine`: they are, and one side
-(engine or trainer) computed it with other weights, caches, experts or precision than it should. `versions`: nothing is broken; policy
-versions say that the two sides had other weights, as in asynchronous training."""
+"""`recording`: the two passes do not hold the same quantity for the same tokens. `engine`: they do, but one side (engine or
+trainer) used the wrong weights, cache, experts or precision. `versions`: nothing is broken; the policy versions of the two sides
+differ, as in asynchronous training."""
 
 _ENGINE = frozenset(
     {
@@ -74,28 +74,28 @@ _ENGINE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing a check found."""
+    """One fault, or fault-free verdict, found by a check."""
 
     code: str
-    """Of FAULTS or HEALTHY."""
+    """Key of FAULTS or HEALTHY."""
     signal: str
-    """How it was detected: a code of text.EVIDENCE."""
+    """How it was detected: key of text.EVIDENCE."""
     effect: float
-    """Root mean square of d over the affected tokens, nats; NaN where one side has no value."""
+    """Root mean square of d over the affected tokens, nats; NaN if one side has no value."""
     share: float
     """Affected share of the compared tokens, 0 to 1."""
     weight: float = 1.0
-    """Share of the mismatch that the fault explains, or 1 where it was seen bit for bit."""
+    """Share of the mismatch that the fault explains, 0 to 1; 1 if it was detected bitwise."""
     is_expected: bool = False
-    """Whether the recorded engines and dtypes make it without a fault: it is said then, and the comparison is valid."""
+    """True if the recorded engines and dtypes cause it without a fault: it is reported, and the comparison is valid."""
     next: Advice = NOTHING
-    """The command that would confirm it; empty where nothing is left to confirm."""
+    """Command to confirm it; empty if nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
-    """What was fitted or counted, and the passes that it was seen in."""
+    """Fitted or counted values, and the passes concerned."""
 
     @property
     def title(self) -> str:
-        """The code in words; of weights that differ the cause, where the recording says it, and of later steps the first."""
+        """The fault's name; the cause if the recording shows why weights differ; the first step of a change in time."""
         if self.since is not None:
             before = int(self.numbers.get("last_before") or self.since - 1)
             exact = before == self.since - 1
@@ -106,18 +106,18 @@ class Finding:
 
     @property
     def since(self) -> int | None:
-        """The first inspected step from which on a `subset` is all of the run: a change in time; None of others."""
+        """First inspected step of a `subset` that covers the rest of the run: a change in time; None otherwise."""
         since = self.numbers.get("since")
         return int(since) if self.code == "subset" and since is not None else None
 
     @property
     def fails(self) -> bool:
-        """Whether the comparison is not valid because of it."""
+        """True if it makes the comparison invalid."""
         return self.code in FAULTS and not self.is_expected
 
     @property
     def broken(self) -> Broken | None:
-        """What has to be fixed; None without a fault."""
+        """What must be fixed; None if it is not a fault."""
         if not self.fails:
             return None
         if self.signal == "policy_versions":

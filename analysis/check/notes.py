@@ -1,4 +1,4 @@
-"""What could not be asked of a trace, and what to know of the answer, in codes; text.py has the sentences."""
+"""Limits of a check, as codes; text.py has the sentences."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .thresholds import FEW_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A question that this trace leaves open, or a remark on what was judged."""
+    """A test this trace does not allow, or a remark on its data."""
 
     code: str
-    """Of text.NOTES."""
+    """Key of text.NOTES."""
     num_tokens: int
-    """Tokens that were compared one by one."""
+    """Tokens compared individually."""
     attempts: tuple[AttemptInfo, ...] = ()
-    """Of the code `attempts`: every attempt at training."""
+    """All training attempts; only for the code `attempts`."""
 
 
 def notes(data: PairData) -> list[Note]:
-    """All that applies to this trace."""
+    """Return the notes that apply to this trace."""
     sample = data.sample
     applies = {
         "few_tokens": data.num_kept < FEW_TOKENS,

@@ -1,4 +1,7 @@
-"""What the detectors look at: the sample, what is left of it once a fault is explained, contracts and sums of the run."""
+"""Input of the detectors: sampled tokens not yet explained, contracts, and sums of the run.
+
+Shapes: N sampled tokens, K of them kept, of S sequences.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +27,33 @@ Result = TypeVar("Result")
 
 @dataclass(kw_only=True)
 class PairData:
-    """Everything that a detector may ask."""
+    """All data available to a detector."""
 
     trace: str
     steps: str = ALL_STEPS
-    """Which steps are looked at, as they were asked for."""
+    """The `steps` option as given."""
     condition: str = ""
-    """The same as a condition in SQL; empty for all of them."""
+    """The same as an SQL condition; empty for all steps."""
     sample: Sample
     sums: PairSums
     contracts: dict[str, Contract]
     """Hash -> contract."""
     passes: list[str]
-    """Every pass of the trace that has logprobs."""
+    """All passes of the trace with logprobs."""
     has_weights: bool
     is_import: bool
-    """Whether the trace was made of another tool's files."""
+    """True if the trace was imported from another tool's files."""
     model: dict[str, Any]
-    """Identity of the trained model, as the recording describes it."""
+    """Recorded description of the trained model."""
     attempts: tuple[AttemptInfo, ...] = ()
-    """Attempts at training, where there are several."""
+    """Training attempts, if there are several."""
     engine: EngineVerdict = field(default_factory=EngineVerdict)
-    """What digests say of the weights that the engine sampled with."""
+    """Comparison of the engine's weights with the trainer's, by digest."""
     keep: np.ndarray
-    """[N] bool: the compared tokens that no earlier finding explains."""
+    """[N] bool: compared tokens not explained by an earlier finding."""
 
     def without(self, explained: np.ndarray) -> PairData:
-        """The same less tokens that a finding explains, [N] bool."""
+        """Return the data without the tokens that a finding explains, [N] bool."""
         changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return PairData(**changed | {"keep": self.keep & ~explained})
 
@@ -71,22 +74,22 @@ class PairData:
 
     @cached_property
     def seq(self) -> np.ndarray:
-        """[K] number of the sequence."""
+        """[K] index of the sequence."""
         return np.asarray(self.sample.seq[self.keep])
 
     @cached_property
     def position(self) -> np.ndarray:
-        """[K] place in the response."""
+        """[K] position in the response, from 0."""
         return np.asarray(self.sample.position[self.keep])
 
     @cached_property
     def updates_behind(self) -> np.ndarray:
-        """[S] updates that pass b's weights are behind pass a's, as recorded policy versions say; 0 where they do not."""
+        """[S] updates by which pass b's weights lag behind pass a's, from the recorded policy versions; 0 if unknown."""
         return np.asarray((self.sample.a.versions - self.sample.b.versions).filled(0))
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
-        """[K] entropy of what each token was drawn from, nats, as pass a or else b has it; None where none was recorded."""
+        """[K] entropy of each token's distribution, nats, from pass a or else b; None if not recorded."""
         for side in (self.sample.a, self.sample.b):
             if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
                 return np.asarray(side.entropy[self.keep])
@@ -94,24 +97,24 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p, with p the larger of both: what a change of the logits acts on (arXiv 2512.23087)."""
+        """[K] 1 - p for the larger p of both: the factor by which a change of a logit changes its logprob (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
     def noise(self) -> np.ndarray:
-        """[K] |d| / (1 - p): the change of the logits that would explain d; NaN where p leaves nothing to see."""
+        """[K] |d| / (1 - p), nats: the logit change that would explain d; NaN where 1 - p is too small."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.rest > MIN_REST, np.abs(self.d) / self.rest, np.nan)
 
     @cached_property
     def level(self) -> np.ndarray:
-        """[K] logarithm of `noise`, so that levels can be held against each other; what is far below the median is one."""
+        """[K] logarithm of `noise`, floored at 2 % of the median so that exact tokens do not dominate."""
         floor = 0.02 * np.nanmedian(self.noise) if np.isfinite(self.noise).any() else 0.0
         return np.log(self.noise + max(float(floor), 1e-9))
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` less what is usual for the token's id: what a place or a part of the data adds to it."""
+        """[K] `level` minus the shrunken mean of the token's id: the effect of a position or a part of the data."""
         there = np.isfinite(self.level)
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
         centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
@@ -121,7 +124,7 @@ class PairData:
         return out
 
     def explained_by(self, affected: np.ndarray) -> float:
-        """Share of the variance of the tokens' level that dividing them in two, [K] bool, explains."""
+        """Return the share of the variance of the level explained by splitting the tokens in two, [K] bool."""
         there = np.isfinite(self.level_beyond_tokens)
         part = affected[there]
         if not part.any() or part.all():
@@ -133,7 +136,7 @@ class PairData:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """What is worked out once: see `once`."""
+        """Results cached by `once`."""
         return {}
 
     @property
@@ -141,7 +144,7 @@ class PairData:
         return int(self.keep.sum())
 
     def rms(self, where: np.ndarray | None = None) -> float:
-        """Root mean square of d over kept tokens, nats."""
+        """Return the root mean square of d over kept tokens, nats."""
         d = self.d if where is None else self.d[where]
         return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
 
@@ -156,7 +159,7 @@ class PairData:
         next: Advice = NOTHING,
         numbers: Mapping[str, Number],
     ) -> Finding:
-        """A finding about some of the kept tokens, [K] bool, or about all of them."""
+        """Return a finding about some of the kept tokens, [K] bool, or about all of them."""
         share = 1.0 if affected is None else float(affected.mean())
         return Finding(
             code=code,
@@ -171,17 +174,17 @@ class PairData:
 
     @property
     def names(self) -> dict[str, str]:
-        """The passes' names, as `a` and `b` of a finding's numbers."""
+        """Names of the passes, keyed `a` and `b`."""
         return {"a": self.sample.a.name, "b": self.sample.b.name}
 
     def contract(self, side: str) -> Contract:
-        """The contract of most rows of pass `a` or `b`; empty where there is none."""
+        """Return the most frequent contract of pass `a` or `b`; empty if none is recorded."""
         hashes = [name for name in getattr(self.sample, side).contracts if name]
         return self.contracts.get(max(set(hashes), key=hashes.count), {}) if hashes else {}
 
 
 def once(work: Callable[[PairData], Result]) -> Callable[[PairData], Result]:
-    """Compute something once for a PairData, however many detectors ask for it."""
+    """Cache the result of a function per PairData."""
 
     @wraps(work)
     def known(data: PairData) -> Result:
@@ -194,7 +197,7 @@ def once(work: Callable[[PairData], Result]) -> Callable[[PairData], Result]:
 
 
 def declared(contract: Contract, *path: str) -> Any:
-    """A value deep in a contract; None where it does not say."""
+    """Return a nested value of a contract; None if missing."""
     value: Any = contract
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None

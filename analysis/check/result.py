@@ -12,7 +12,7 @@ from .notes import Note
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult(Result):
-    """What a check of two passes found."""
+    """Findings of a check of two passes."""
 
     _text = "tim_trace.analysis.check.text:checked_text"
 
@@ -20,24 +20,24 @@ class CheckResult(Result):
     pair: str
     """a:b; d = logprob(a) - logprob(b)."""
     steps: str = ALL_STEPS
-    """Which steps were looked at, as they were asked for."""
+    """The `steps` option as given."""
     num_tokens: int
-    """Tokens that count in the loss and have a finite logprob in both."""
+    """Tokens that count in the loss and have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """Of those, the tokens that were inspected individually; the others count in sums."""
+    """Number of these inspected individually; the others are included in sums only."""
     rms_d: float
     """Root mean square of d, nats."""
     findings: tuple[Finding, ...]
-    """The most probable first; never empty."""
+    """Most probable first; never empty."""
     notes: tuple[Note, ...] = ()
-    """What could not be asked of this trace; and which attempts at training were judged, where there are several."""
+    """Tests this trace does not allow, and the training attempts used if there are several."""
 
     @property
     def is_valid(self) -> bool:
-        """Whether no fault was found."""
+        """True if no fault was found."""
         return not any(finding.fails for finding in self.findings)
 
     @property
     def broken(self) -> Broken | None:
-        """What the most probable fault says is broken; None where the comparison is valid."""
+        """What is broken according to the most probable fault; None if the comparison is valid."""
         return next((finding.broken for finding in self.findings if finding.fails), None)

@@ -1,6 +1,6 @@
-"""The part of a trace that a check looks at token by token.
+"""Tokens of a trace that a check inspects individually.
 
-Shapes: N tokens of S sequences, the tokens of one sequence after those of the other.
+Shapes: N tokens of S sequences, concatenated.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class PassSample:
 
     name: str
     logprobs: np.ndarray
-    """[N] float64, nats; NaN where there is none."""
+    """[N] float64, nats; NaN where missing."""
     is_null: np.ndarray
-    """[N] bool: not recorded."""
+    """[N] bool: True where not recorded."""
     entropy: np.ndarray | None
-    """[N] float64, nats, NaN where there is none; None where none was recorded at all."""
+    """[N] float64, nats, NaN where missing; None if no row has it."""
     versions: np.ma.MaskedArray
     """[S] int64, policy version of the scoring weights; masked where unknown."""
     contracts: list[str | None]
-    """[S] hash of each row's contract."""
+    """[S] contract hashes."""
     writers: list[str]
-    """[S] process that recorded the row."""
+    """[S] recording process."""
 
 
 @dataclass(kw_only=True)
@@ -49,9 +49,9 @@ class Sample:
     tokens: np.ndarray
     """[N] token ids."""
     mask: np.ndarray
-    """[N] bool: counts in the loss."""
+    """[N] bool: True where the token counts in the loss."""
     starts: np.ndarray
-    """[S + 1] where each sequence's tokens begin."""
+    """[S + 1] offsets of the sequences' tokens."""
     steps: np.ndarray
     """[S]"""
     seq_ids: list[str]
@@ -74,12 +74,12 @@ class Sample:
 
     @cached_property
     def seq(self) -> np.ndarray:
-        """[N] number of the sequence."""
+        """[N] index of the sequence."""
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
     @cached_property
     def position(self) -> np.ndarray:
-        """[N] place in the response, from 0."""
+        """[N] position in the response, from 0."""
         return np.asarray(np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths))
 
     @cached_property
@@ -89,24 +89,24 @@ class Sample:
 
     @cached_property
     def d(self) -> np.ndarray:
-        """[N] logprob(a) - logprob(b), nats; NaN where one is missing or not finite."""
+        """[N] logprob(a) - logprob(b), nats; NaN where either is missing or not finite."""
         with np.errstate(invalid="ignore"):
             d = self.a.logprobs - self.b.logprobs
         return np.where(np.isfinite(d), d, np.nan)
 
     @cached_property
     def compared(self) -> np.ndarray:
-        """[N] bool: counts in the loss and has a finite logprob in both."""
+        """[N] bool: True where the token counts in the loss and both logprobs are finite."""
         return np.asarray(self.mask & np.isfinite(self.d))
 
     @property
     def prefix_keys(self) -> np.ndarray:
-        """[N] a number for the prompt and the response before each token; equal for equal ones."""
+        """[N] hash of the prompt and the response before each token."""
         return self._keys[0]
 
     @property
     def token_keys(self) -> np.ndarray:
-        """[N] a number for the prompt and the response up to and with each token; equal for equal ones."""
+        """[N] hash of the prompt and the response up to and including each token."""
         return self._keys[1]
 
     @cached_property
@@ -127,7 +127,7 @@ class Sample:
 
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int], lost_steps: Sequence[int] = ()) -> Sample:
-    """Read steps spread over a run, among them the worst ones and those that lack most, up to a number of tokens."""
+    """Read a sample of steps spread over a run, including the worst ones and those with the most missing values."""
     query = token_query(
         {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=_chosen_steps(database, worst_steps, lost_steps),
         of_sequences=True, lists=["mask"], order="s.step, s.group_id, length(s.seq_id), s.seq_id",
@@ -155,7 +155,7 @@ _ROWS = [
 
 
 def _chosen_steps(database: Database, worst: Sequence[int], lost: Sequence[int] = ()) -> list[int]:
-    """Steps in neighbouring pairs all over the run, so that one can be held against the next; and the worst ones."""
+    """Return pairs of consecutive steps spread over the run, and the worst steps."""
     tokens = tokens_by_step(database)
     known = list(tokens)
     most = int(
@@ -167,7 +167,7 @@ def _chosen_steps(database: Database, worst: Sequence[int], lost: Sequence[int] 
 
 
 def _within(table: pa.Table) -> pa.Table:
-    """The first rows of every step, so many that MAX_SAMPLED_TOKENS are not passed."""
+    """Return the first rows of every step, up to MAX_SAMPLED_TOKENS in total."""
     tokens = table["num_response_tokens"].to_numpy()
     if tokens.sum() <= MAX_SAMPLED_TOKENS:
         return table
@@ -212,10 +212,10 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
-    """int64, masked for NULL."""
+    """Convert to int64, masked for NULL."""
     return np.ma.MaskedArray(pc.fill_null(values, 0).to_numpy(), mask=values.is_null().to_numpy())  # type: ignore[no-untyped-call]
 
 
 def _numbers(values: pa.ChunkedArray) -> np.ndarray:
-    """float64, NaN for NULL."""
+    """Convert to float64, NaN for NULL."""
     return np.asarray(pc.fill_null(values.cast(pa.float64()), np.nan).to_numpy(zero_copy_only=False), np.float64)

@@ -1,4 +1,4 @@
-"""Sums over the whole run, not over the sampled tokens alone."""
+"""Sums over all tokens of a run, in contrast to its sample."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ _OF_VERDICT = ("num_tokens", *LOST, "sum_d2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSums:
-    """Sums of d and what follows from it, by sequence or by step, or of the whole run: see schemas.sums."""
+    """Sums of d and quantities derived from it, per sequence, per step or over the run; see schemas.sums."""
 
     steps: np.ndarray
     """[R] step of each row."""
     columns: dict[str, np.ndarray]
-    """Name of a sum -> [R], 0 where a row has no finite token."""
+    """Name of a sum -> [R] values; 0 if a row has no finite token."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens with a finite logprob in both passes."""
+        """Number of tokens with a finite logprob in both passes."""
         return int(self.columns["num_tokens"].sum())
 
     def mean(self, name: str) -> float:
-        """A sum over all tokens, with one result whatever the order of the rows, divided by their number."""
+        """Return a sum divided by the number of tokens, independent of the order of rows."""
         return float(np.sort(self.columns[name]).sum() / max(self.num_tokens, 1))
 
     @property
     def total(self) -> PairSums:
-        """What a verdict asks of these: counts and the sum of squares of the whole run, in one row, whose step is 0."""
+        """Counts and sum of squares of the whole run, as one row with step 0."""
         columns = {name: np.asarray([np.sort(self.columns[name]).sum()]) for name in _OF_VERDICT}
         return PairSums(steps=np.zeros(1, np.int64), columns=columns)
 
     @property
     def num_not_finite(self) -> int:
-        """Tokens with NaN or an infinity in either pass."""
+        """Number of tokens with NaN or an infinity in either pass."""
         return int(sum(self.columns[name].sum() for name in LOST))
 
     def worst_lost_steps(self) -> list[int]:
-        """Steps in which tokens are not finite or were not recorded, those that lack most first."""
+        """Return the steps with non-finite or missing logprobs, most such tokens first."""
         steps, place = np.unique(self.steps, return_inverse=True)
         lost = np.bincount(place, sum(self.columns[name] for name in (*LOST, "num_null")))
         return [int(step) for step in steps[np.argsort(-lost, kind="stable")] if lost[steps == step][0] > 0]
 
     def worst_steps(self) -> list[int]:
-        """Steps by their mean of d squared, the largest first."""
+        """Return the steps by mean squared d, largest first."""
         steps, place = np.unique(self.steps, return_inverse=True)
         squares = np.bincount(place, self.columns["sum_d2"])
         mean = squares / np.maximum(np.bincount(place, self.columns["num_tokens"]), 1)
@@ -65,14 +65,14 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair) -> PairSums:
-    """The sums that the trace keeps, or else those of tokens; on a cluster those are made first."""
+    """Return the sums stored in the trace, or compute them from tokens; on a cluster they are stored first."""
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
     if database.sums.covers(pair):
         kept = database.connection.execute(_kept(pair, has_mask=sequence_columns(database).mask)).fetchnumpy()
         columns = {name: np.asarray(values) for name, values in kept.items()}
     else:
-        # No other table is read where no sequence has a mask.
+        # Without a mask no other table needs to be read.
         query = token_query(
             {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"],
             lists=["mask"] if sequence_columns(database).mask else [],
@@ -98,7 +98,7 @@ def _kept(pair: Pair, *, has_mask: bool) -> str:
 
 
 def _of_tokens(rows: pa.RecordBatch) -> tuple[int, dict[str, np.ndarray]]:
-    """How many tokens there are; the step and sums of those with a finite logprob in both passes, by sequence."""
+    """Return the number of tokens, and the step and sums of each sequence over tokens finite in both passes."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     sums = pair_sums(finite(tokens), _COLUMNS)
     mask_T = counted(rows.column("mask"), tokens.lengths_N) if "mask" in rows.schema.names else None
