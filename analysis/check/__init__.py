@@ -1,1 +1,1 @@
-"""Whether two passes can be compared at all, and which fault lies between them when not."""
+"""Check whether two passes may be compared, and name the fault if not."""

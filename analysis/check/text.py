@@ -1,4 +1,4 @@
-"""Render a check as text: every sentence is made here, from codes and numbers."""
+"""Render a check as text, from its codes and numbers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ EVIDENCE: Mapping[str, str] = {
     "rounding": "the logits differ by {level:.2g} nats rms, at most {allowed:.2g} is expected from rounding of {dtypes}, and no pattern "
     "was found",
 }
-"""Code of a signal -> the evidence, with the numbers of the finding."""
+"""Code of a signal -> template of the evidence, filled with the numbers of the finding."""
 
 _REASONS = {
     "begin_alike": "; all sequences of a prompt begin with them, so they belong to the prompt",
@@ -164,7 +164,7 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str | float]]] =
         "dtypes": " and ".join(f"{n[f'dtype_{side}'] or 'an unknown dtype'} ({n[side]})" for side in "ab")
     },
 }
-"""Code of a signal -> the words its template needs beyond the numbers."""
+"""Code of a signal -> function from numbers to the words its template needs."""
 
 NOTES: Mapping[str, str] = {
     "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults near the level of rounding; record more "
@@ -183,7 +183,7 @@ BROKEN: Mapping[str | None, str] = {
     "engine": "an engine is broken",
     "versions": "the policy versions of the two sides differ",
 }
-"""What is broken -> the words for it."""
+"""Code of what is broken -> phrase."""
 
 
 def evidence_text(finding: Finding) -> str:

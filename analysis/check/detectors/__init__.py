@@ -1,4 +1,4 @@
-"""Detectors, each of a family of faults, and the order in which they are asked."""
+"""Detectors, one per family of faults, and the order in which they run."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ _PARTS = (find_subset, find_low_precision, find_router_flips, find_group)
 _STATE = (find_declared, find_other_weights, find_unsampled)
 
 _INSIDE = (find_one_sided, find_onset, find_temperature, find_own_places, find_declared, find_other_weights)
-"""What may be the cause in a part of the data."""
+"""Detectors of the cause within a subset."""
 
 _BEHIND = (find_one_sided, find_temperature, find_other_weights)
-"""What may stand behind values at other places: what the rows of pass b say of themselves is not moved with its values."""
+"""Detectors run after realigning pass b. Others are left out: contracts and versions of b are not moved with its values."""
 
 
 def find(data: PairData) -> list[Finding]:
-    """Ask every detector, from what is seen bit for bit to what only statistics tell.
+    """Run the detectors, from bitwise to statistical ones.
 
-    Weights of the engine that are known to be others come first, and no statistics are asked for what these explain. Holes (values that are missing, stand for none, or are over the tokens of a grammar) are taken out first; of what is left, the first family of faults
-    that explains the mismatch ends the search. Both are told.
+    Engine weights known to differ come first; statistics that they explain are skipped. Missing values, placeholders and tokens
+    under a grammar are then removed and reported, and the first family of faults that explains the rest ends the search.
     """
     engine = find_engine_weights(data)
     return [*engine, *(each for each in _find(data, is_known=bool(engine)) if each.fails or not engine)]
 
 
 def _find(data: PairData, *, is_known: bool) -> list[Finding]:
-    """What the values say; `is_known` says that the engine's weights are known to be others."""
+    """Return the findings from logprobs; `is_known` is True if the engine's weights are known to differ."""
     above = find_positive(data)
     if above and (unit := find_unit(data)):
         return unit
@@ -107,13 +107,13 @@ def _first(data: PairData, detectors: Sequence[Callable[[PairData], list[Finding
 
 
 def _of_few(data: PairData) -> list[Finding]:
-    """Of so few tokens only bits are told."""
+    """Return the findings of fewer than MIN_LOGPROBS tokens: bitwise equality, or too few."""
     equal = [finding for finding in find_equal(data) if not finding.fails]
     return equal or [data.finding("too_few", "too_few", numbers={"num_tokens": data.num_kept, "least": MIN_LOGPROBS})]
 
 
 def _since(data: PairData) -> list[Finding]:
-    """A fault that begins at a step, and its cause from there on, the more probable one first."""
+    """Return a fault that begins at a step and its cause from there on, the more probable one first."""
     part = part_of(data)
     if part is None or part.since is None:
         return []
@@ -124,7 +124,7 @@ def _since(data: PairData) -> list[Finding]:
 
 
 def _causes(data: PairData, part: SequencePart) -> list[Finding]:
-    """What explains the mismatch of a part of the data."""
+    """Return the findings that explain the mismatch of a part of the data."""
     inside = data.without(~part.tokens)
     share = inside.num_kept / max(data.num_kept, 1)
     since = {} if part.since is None else {"since_step": part.since}
@@ -136,9 +136,9 @@ def _causes(data: PairData, part: SequencePart) -> list[Finding]:
 
 
 def _behind(data: PairData, misplaced: Finding) -> list[Finding]:
-    """What else lies between the passes once values that stand at other places are where they belong.
+    """Return the faults that remain after realigning misplaced values.
 
-    The commands of such a finding would read the trace as it is, so that it has none.
+    They have no command: it would read the trace without the realignment.
     """
     inside = realigned(data, misplaced)
     if inside is None:

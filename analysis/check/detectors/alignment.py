@@ -1,4 +1,4 @@
-"""Values that stand at another token than theirs: a shift of the whole row, or from a place on."""
+"""Values assigned to the wrong token: a shift of the whole row, or from a position on."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .grid import Grid, grid_of, mean, row_means
 
 
 def find_shift(data: PairData) -> list[Finding]:
-    """Nearly every row that is off agrees once one side is moved by a token, or by two."""
+    """Detect that nearly all mismatched rows agree once one side is shifted by up to three tokens."""
     grid = grid_of(data)
     off = np.flatnonzero(np.nan_to_num(row_means(grid.cost())) > MIN_OFF_NATS)
-    # Of a shift in a part of the rows, those that stand right would hide it.
+    # Rows without a shift would hide one that affects only part of the rows.
     grid = grid.rows(off) if len(off) >= MIN_PAIRED_ROWS else grid
     if mean(grid.cost()) < MIN_OFF_NATS:
         return []
@@ -58,7 +58,7 @@ def find_shift(data: PairData) -> list[Finding]:
 
 
 def find_retokenised(data: PairData) -> list[Finding]:
-    """Rows that agree up to a place and, moved by some tokens, after it: the text was cut into other tokens there."""
+    """Detect rows that agree up to a position and, shifted, after it: the text was retokenised there."""
     grid = grid_of(data)
     costs = row_means(grid.cost())
     suspects = np.argsort(-np.nan_to_num(costs), kind="stable")[:MAX_ALIGNED_ROWS]
@@ -74,7 +74,7 @@ def find_retokenised(data: PairData) -> list[Finding]:
     rows = suspects[moved]
     onset = [int(np.flatnonzero(path)[0]) for path in lags[moved]]
     first = int(rows[0])
-    # After tokens that do not count, a change of the lag is a turn that was joined wrongly, and no other text.
+    # After masked tokens, a change of the lag is a wrongly joined turn, not different text.
     joined = np.mean([_follows_a_hole(grid.a[row], place) for row, place in zip(rows, onset, strict=True)]) > 0.8
     return [
         data.finding(
@@ -96,10 +96,10 @@ def find_retokenised(data: PairData) -> list[Finding]:
 
 
 def align(grid: Grid) -> tuple[np.ndarray, np.ndarray]:
-    """The cheapest lag of b at each token, [S, T], and what it saves over no lag at all, [S] nats.
+    """Return the cheapest lag of b at each token, [S, T], and its saving over no lag, [S] nats.
 
-    A change of the lag costs LAG_SWITCH_NATS, and so does beginning with one; a token whose partner is not there costs
-    what two unrelated logprobs differ by on average.
+    Each change of the lag, and a non-zero lag at the start, costs LAG_SWITCH_NATS; a token without a partner costs half of
+    CAP_NATS, about the difference of two unrelated logprobs.
     """
     rows, width = grid.a.shape
     there = np.isfinite(grid.a)
@@ -125,7 +125,7 @@ def align(grid: Grid) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _beside(grid: Grid, lag: int) -> tuple[float, float]:
-    """Mean cost with the lag and without, over the tokens that have both."""
+    """Return the mean cost with and without the lag, over the tokens that have both."""
     moved, unmoved = grid.cost(lag), grid.cost()
     both = np.isfinite(moved) & np.isfinite(unmoved)
     if not both.any():
@@ -134,23 +134,23 @@ def _beside(grid: Grid, lag: int) -> tuple[float, float]:
 
 
 def _share_of_rows(grid: Grid, lag: int) -> float:
-    """Share of the rows that are off which agree better with the lag."""
+    """Return the share of the mismatched rows that agree better with the lag."""
     moved, unmoved = row_means(grid.cost(lag)), row_means(grid.cost())
     off = np.isfinite(moved) & (unmoved > MIN_OFF_NATS)
     return float(np.mean(moved[off] < 0.6 * unmoved[off])) if off.any() else 0.0
 
 
 def _begins_aligned(grid: Grid) -> bool:
-    """Whether most rows stand right at their beginning, and only later one off."""
+    """Return True if most mismatched rows are aligned at their beginning and shifted only later."""
     off = np.flatnonzero(np.nan_to_num(row_means(grid.cost())) > MIN_OFF_NATS)[:MAX_SHIFTED_ROWS]
     if np.isfinite(grid.a[off]).sum(axis=1).max(initial=0) < MIN_ALIGNED_TOKENS:
-        return False  # what a change of the lag costs, so short a row never saves
+        return False  # rows this short never save the cost of a lag change
     lags, _ = align(grid.rows(off))
     return float(np.mean(lags[:, :4].any(axis=1))) < 0.5
 
 
 def _follows_a_hole(logprobs: np.ndarray, place: int) -> bool:
-    """Whether tokens without a value lie just before a place, and some with a value before these."""
+    """Return True if tokens without a value directly precede a position, and tokens with a value precede those."""
     first = max(place - 4, 0)
     hole = np.isnan(logprobs[first : place + 1])
     return bool(hole.any() and np.isfinite(logprobs[: first + int(np.argmax(hole))]).any())

@@ -1,4 +1,4 @@
-"""Values that were rounded to a short format before they were recorded."""
+"""Logprobs rounded to a 16-bit format before they were recorded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..thresholds import MIN_ROUNDED_SHARE, MIN_ROUNDED_TOKENS
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """The dtype that logprobs, [K], were rounded to: `bfloat16`, `float16` or `float32`; None where too few tell."""
+    """Return the dtype that logprobs, [K], were rounded to: `bfloat16`, `float16` or `float32`; None if too few are informative."""
     telling = np.abs(logprobs[np.isfinite(logprobs) & (logprobs < -1e-3) & (logprobs > -60)]).astype(np.float32)
     if len(np.unique(telling)) < MIN_ROUNDED_TOKENS:
         return None

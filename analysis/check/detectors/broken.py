@@ -1,4 +1,4 @@
-"""Rows that agree up to a place of their own and have nothing in common after it."""
+"""Rows that agree up to a position that differs by row, and not after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .grid import grid_of, row_means
 
 
 def find_broken(data: PairData) -> list[Finding]:
-    """The text after a place is another one on the two sides: it begins with a token that one side finds impossible."""
+    """Detect rows whose text differs from a position on, starting with a token that one side considers impossible."""
     grid = grid_of(data)
     cost = grid.cost()
     off = np.flatnonzero(np.nan_to_num(row_means(cost)) > MIN_OFF_NATS)
@@ -41,7 +41,7 @@ def find_broken(data: PairData) -> list[Finding]:
 
 
 def _place(cost: np.ndarray, a: np.ndarray, b: np.ndarray) -> int | None:
-    """Where a row breaks: before it all agrees, from it on little does, and there one side is far more surprised."""
+    """Return the position at which a row breaks: agreement before it, little after, and an impossible token at it; None if none."""
     there = np.flatnonzero(np.isfinite(cost))
     big = there[cost[there] > BROKEN_NATS]
     if not len(big):

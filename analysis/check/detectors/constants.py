@@ -1,4 +1,4 @@
-"""Values that stand for "none": one number over and over where the other side's vary."""
+"""Placeholders: one value repeated where the other side's logprobs vary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..thresholds import (
 
 
 def find_constants(data: PairData) -> list[tuple[Finding, np.ndarray]]:
-    """Each constant that stands for no logprob, and the [N] tokens that have it."""
+    """Return a finding for each placeholder value, with its tokens, [N] bool."""
     found = []
     for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a)):
         for value in _repeated(data, side, other):
@@ -36,7 +36,7 @@ def find_constants(data: PairData) -> list[tuple[Finding, np.ndarray]]:
 
 
 def _repeated(data: PairData, side: PassSample, other: PassSample) -> list[float]:
-    """Values of a side that come again and again while the other side's at the same tokens lie far off and vary."""
+    """Return the values that one side repeats where the other side's are far from it and vary."""
     values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
     often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
     candidates = {int(i) for i in often if counts[i] >= MIN_CONSTANT_COUNT} | set(
@@ -57,7 +57,7 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
     if value == 0.0 and _is_nucleus(off_by, rest):
         return False
     if value < 0 and len(np.unique(data.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
-        return False  # a context that comes again gives a token the same logprob again
+        return False  # a repeated context gives a token the same logprob
     if value < 0 and _is_likely(data, other, value, where):
         return False
     far = off_by > max(MIN_CONSTANT_SPREAD, 10 * usual)
@@ -66,8 +66,8 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
 
 
 def _is_likely(data: PairData, other: PassSample, value: float, where: np.ndarray) -> bool:
-    """Whether the other side puts these tokens around the value and its other tokens elsewhere: ties of two rounded logits
-    give -ln 2 again and again. A floor has all of the other side's values below it."""
+    """Return True if the other side's logprobs of these tokens scatter around the value: ties of two rounded logits repeat
+    -ln 2. For a floor, all of them are below it."""
     rest = other.logprobs[data.keep & ~where]
     off = other.logprobs[where] - value
     around = min(np.mean(off > 0), np.mean(off < 0)) > MIN_TIED_SHARE
@@ -75,7 +75,7 @@ def _is_likely(data: PairData, other: PassSample, value: float, where: np.ndarra
 
 
 def _is_nucleus(off_by: np.ndarray, rest: np.ndarray) -> bool:
-    """Whether 0 may be the logprob of a token that top-p left alone: all other tokens are then raised as well."""
+    """Return True if 0 may be the logprob of a token alone in its nucleus: all other tokens are then raised as well."""
     moved = rest[np.abs(rest) > 1e-3]
     return bool(len(moved) and off_by.max() < 1.2 and max(np.mean(moved > 0), np.mean(moved < 0)) > 0.98)
 
@@ -114,7 +114,7 @@ def _finding(data: PairData, side: PassSample, other: PassSample, value: float, 
 
 
 def _are_given(sample: Sample, other: PassSample, where: np.ndarray) -> bool:
-    """Whether these tokens begin their sequences and are the same in all that share a prompt, against the odds."""
+    """Return True if these tokens start their sequences and are equal across a prompt, unlike sampled ones."""
     given: dict[object, set[tuple[int, ...]]] = {}
     num, covered, surprise = 0, 0, 0.0
     rows = np.unique(sample.seq[where])[:MAX_ALIGNED_ROWS]
@@ -138,6 +138,6 @@ def _are_given(sample: Sample, other: PassSample, where: np.ndarray) -> bool:
 
 
 def _mean_run(where: np.ndarray, seq: np.ndarray) -> float:
-    """Mean length of the runs of neighbouring tokens."""
+    """Return the mean length of runs of consecutive tokens."""
     begins = where & ~np.concatenate([[False], where[:-1] & (seq[1:] == seq[:-1])])
     return float(where.sum() / max(begins.sum(), 1))

@@ -1,4 +1,4 @@
-"""The engine's weights where a recording accounts for them, tensor by tensor: what differs, and that nothing does."""
+"""Differences between engine and trainer weights, from the recorded digests of every tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..pair_data import PairData
 
 
 def find_engine_weights(data: PairData) -> list[Finding]:
-    """Each cause for which the engine sampled with other weights than the trainer's, as the digests of both say."""
+    """Return a finding for each way in which the digests show that engine weights differed from the trainer's."""
     if not _is_of_both(data):
         return []
     steps = data.sample.steps[data.seq]
@@ -42,7 +42,7 @@ def find_engine_weights(data: PairData) -> list[Finding]:
 
 
 def weights_agree(data: PairData) -> bool:
-    """Whether every tensor of the engine was the trainer's at each step of the kept tokens."""
+    """Return True if all tensors of the engine equal the trainer's at each step of the kept tokens."""
     steps = np.unique(data.sample.steps[data.seq]).tolist()
     return bool(steps) and _is_of_both(data) and data.engine.agreeing_steps.issuperset(steps)
 

@@ -1,4 +1,4 @@
-"""Bit for bit the same: two engines that agree, or one pass written twice."""
+"""Bitwise equality: two engines that agree, or a copied pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..thresholds import COPIED_BY_CHANCE, MIN_COPIED_TOKENS
 
 
 def find_equal(data: PairData) -> list[Finding]:
-    """Every compared token has the same bits on both sides."""
+    """Detect that every compared token is bitwise equal on both sides."""
     if not data.num_kept or np.any(data.d != 0.0):
         return []
     differing = _differing(data.contract("a"), data.contract("b"))
@@ -24,7 +24,7 @@ def find_equal(data: PairData) -> list[Finding]:
             data.finding(
                 "copies",
                 "equal_against_contracts",
-                # Two engines can be made to agree bit for bit; two dtypes cannot.
+                # Two engines can be made bitwise equal; two dtypes cannot.
                 is_expected="dtype_a" not in differing,
                 next=replay,
                 numbers={"num_tokens": data.num_kept, **data.names, **differing},
@@ -39,7 +39,7 @@ def find_equal(data: PairData) -> list[Finding]:
 
 
 def find_copied_rows(data: PairData) -> list[Finding]:
-    """Some sequences are the same to the last bit and the others are not."""
+    """Detect that some sequences are bitwise equal and the others are not."""
     if not data.num_kept:
         return []
     num = np.bincount(data.seq, minlength=data.sample.num_sequences)
@@ -50,7 +50,7 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     if not copied.any() or not others.any() or _was_exact(data, copied, others):
         return []
     beside = others & np.isin(data.sample.steps, data.sample.steps[copied])
-    # What an engine agrees with by chance it does in the same steps: from another one on it may hold other weights.
+    # Chance agreement is measured in the same steps: in others the engine may hold different weights.
     telling_others = (beside if beside.any() else others)[data.seq] & (data.b < -1e-3)
     equal_elsewhere = float(np.mean(data.d[telling_others] == 0.0)) if telling_others.any() else 1.0
     expected = len(num) * max(equal_elsewhere, 1e-3) ** telling[copied]
@@ -75,19 +75,19 @@ def find_copied_rows(data: PairData) -> list[Finding]:
 
 
 def _was_exact(data: PairData, copied: np.ndarray, others: np.ndarray) -> bool:
-    """Whether all rows of the first steps have the same bits and none since: an engine that was exact, or not yet behind, and is no more."""
+    """Return True if the equal rows precede all others: an engine that was exact, or not yet stale, at first."""
     steps = data.sample.steps
     return int(steps[copied].max()) < int(steps[others].min())
 
 
 def _differing(a: Contract, b: Contract) -> dict[str, str]:
-    """What two contracts say that excludes equal bits, as `engine_a`, `engine_b`, `dtype_a`, `dtype_b`."""
+    """Return the contract settings that rule out equal bits, as `engine_a`, `engine_b`, `dtype_a`, `dtype_b`."""
     sides = {
         "engine": (declared(a, "engine"), declared(b, "engine")),
         "dtype": (dtype_of(a), dtype_of(b)),
     }
     differing = {name: pair for name, pair in sides.items() if all(pair) and pair[0] != pair[1]}
-    # The exact engine has the same bits as another one, in the same dtype.
+    # In the same dtype, the exact engine is bitwise equal to others.
     if "exact" in sides["engine"] and len(differing) < 2:
         return {}
     return {
@@ -96,7 +96,7 @@ def _differing(a: Contract, b: Contract) -> dict[str, str]:
 
 
 def dtype_of(contract: Contract) -> str | None:
-    """torch's name of the dtype that a pass was computed in, where its contract says so."""
+    """Return torch's name of the dtype a pass was computed in; None if its contract does not name one."""
     if (dtype := engine_dtype(contract)) is not None:
         return dtype
     if (built := declared(contract, "model", "built_in")) is not None:

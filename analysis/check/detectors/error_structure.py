@@ -1,4 +1,4 @@
-"""How a mismatch lies over tokens: by token id, from token to token, and from sequence to sequence."""
+"""Structure of a mismatch: by token id, between neighbouring tokens, and between sequences."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from ..thresholds import (
 
 @dataclass(frozen=True, slots=True)
 class ErrorStructure:
-    """Of log |d| / (1 - p) less what is usual for the token and the step; 0 where too few tokens tell."""
+    """Statistics of log(|d| / (1 - p)) minus its means per token id and step; 0 with too few tokens."""
 
     persistence: float
-    """Mean correlation with the tokens one, two and four places on: high where the mismatch changes inside of sequences."""
+    """Mean autocorrelation at lags of 1, 2 and 4 tokens: high if the mismatch changes inside sequences."""
     sequence_score: float
-    """Share of the variance that lies between sequences, in standard deviations of what chance gives."""
+    """Share of the variance between sequences, as its distance from chance in standard deviations."""
     persistence_within: float = 1.0
-    """The same correlation about each sequence's own mean: 0 where whole sequences are off."""
+    """`persistence` about each sequence's own mean: 0 if whole sequences are affected."""
 
     def changes_inside(self, *, is_excessive: bool) -> bool:
-        """Whether neighbouring tokens are off alike and sequences are not; a mismatch as small as rounding must show it more."""
+        """Return True if |d| is similar in neighbouring tokens but differs between sequences.
+
+        The threshold is higher for a mismatch no larger than rounding.
+        """
         least = MIN_PERSISTENCE if is_excessive else MIN_CLEAR_PERSISTENCE
         if self.persistence_within < least and self.sequence_score > MIN_WHOLE_SCORE:
             return False
@@ -45,12 +48,12 @@ def error_structure(data: PairData) -> ErrorStructure:
     if known.sum() < 2 * max(PERSISTENCE_LAGS):
         return ErrorStructure(0.0, 0.0)
     _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
-    num = int(step.max()) + 1  # the last steps may have no token that is kept
+    num = int(step.max()) + 1  # the last steps may have no token with a finite level
     mean = np.bincount(step[known], level[known], num) / np.maximum(np.bincount(step[known], minlength=num), 1)
     level = level - mean[step]
     count = np.bincount(data.seq[known], minlength=data.sample.num_sequences)
     own = np.bincount(data.seq[known], level[known], len(count)) / np.maximum(count, 1)
-    # About a mean of n tokens, their correlation is 1 / n lower.
+    # Subtracting the mean of n tokens lowers their correlation by 1 / n.
     lowered = float(1 / np.average(count, weights=count))
     within = _persistence(level - own[data.seq], known, data.seq) + lowered
     score = variance_between(level[known], data.seq[known])[1]
@@ -58,7 +61,7 @@ def error_structure(data: PairData) -> ErrorStructure:
 
 
 def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float:
-    """Mean correlation of a level, [K], with the tokens of its sequence at PERSISTENCE_LAGS."""
+    """Return the mean autocorrelation of a level, [K], within sequences at PERSISTENCE_LAGS."""
     lags = []
     for lag in PERSISTENCE_LAGS:
         same = (seq[lag:] == seq[:-lag]) & known[lag:] & known[:-lag]
@@ -68,13 +71,13 @@ def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float
 
 @once
 def token_effect(data: PairData) -> tuple[float, float]:
-    """Adjusted share of the variance of d / (1 - p) that token ids explain, and its distance from 0 in standard deviations
-    of pure noise; 0 where too few tokens tell. The largest hundredth is clipped.
+    """Return the adjusted share of the variance of d / (1 - p) explained by token ids, and its distance from 0 in standard
+    deviations of pure noise; 0 with too few tokens. The largest 1 % is clipped.
     """
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
-    # Sequences of a group begin alike, and what comes again is no new evidence.
+    # Sequences of a group start alike; duplicates are not new evidence.
     distinct = np.unique(np.stack([tokens, signed]), axis=1)
     tokens, signed = distinct[0].astype(np.int64), distinct[1]
     num, groups = len(signed), len(np.unique(tokens))
@@ -85,8 +88,8 @@ def token_effect(data: PairData) -> tuple[float, float]:
 
 
 def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
-    """Adjusted share of the variance of values, [K], that their groups, [K], explain, and its distance from 0 in standard
-    deviations of pure noise; 0 and 0 where there is one group, or no value beside the groups' first ones."""
+    """Return the adjusted share of the variance of values, [K], explained by their groups, [K], and its distance from 0 in
+    standard deviations of pure noise; 0 and 0 for a single group or one value per group."""
     _, place = np.unique(group, return_inverse=True)
     count = np.bincount(place).astype(float)
     num, groups = len(values), len(count)

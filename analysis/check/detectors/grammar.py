@@ -1,4 +1,4 @@
-"""Logprobs over the tokens that a grammar allows, on one side alone."""
+"""Logprobs over the tokens allowed by a grammar, on one side only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .numerics import allowed_noise, precisions
 
 
 def find_grammar(data: PairData) -> list[tuple[Finding, np.ndarray]]:
-    """Of each side the sequences that it alone has under a grammar, and their [N] tokens.
+    """Return a finding for each side that alone used a grammar, with the affected tokens, [N] bool.
 
-    Contracts name the grammar, and the values must bear it out: what is shared out among fewer tokens makes each of them
-    more probable, so that a value which is lower speaks against it.
+    The contract must name the grammar and the values must confirm it: renormalising over fewer tokens raises every logprob,
+    so lower values speak against it.
     """
     under = {side: _under_grammar(data, side) for side in "ab"}
     found = []
@@ -28,7 +28,7 @@ def find_grammar(data: PairData) -> list[tuple[Finding, np.ndarray]]:
 
 
 def _under_grammar(data: PairData, side: str) -> np.ndarray:
-    """[S] bool: whether the contract of the row names structured outputs."""
+    """Return [S] bool: True if the row's contract names structured outputs."""
     named = {name: declared(contract, "structured_outputs") is True for name, contract in data.contracts.items()}
     return np.array([named.get(name or "", False) for name in getattr(data.sample, side).contracts], bool)
 

@@ -1,4 +1,4 @@
-"""Sequences side by side: the logprobs of both passes as padded arrays."""
+"""Logprobs of both passes as arrays padded to the longest sequence."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..thresholds import CAP_NATS
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """[S, T] logprobs, NaN where a sequence has no kept token."""
+    """[S, T] logprobs of both passes; NaN where no token is kept."""
 
     a: np.ndarray
     b: np.ndarray
 
     def cost(self, lag: int = 0) -> np.ndarray:
-        """[S, T] |a at t - b at t + lag|, at most CAP_NATS; NaN where one is not there."""
+        """Return [S, T] |a[t] - b[t + lag]|, capped at CAP_NATS; NaN where either is missing."""
         return np.asarray(np.minimum(np.abs(self.a - self.moved(lag)), CAP_NATS))
 
     def moved(self, lag: int) -> np.ndarray:
-        """[S, T] b at t + lag; NaN where it is not there."""
+        """Return [S, T] b[t + lag]; NaN where missing."""
         moved = np.full_like(self.b, np.nan)
         width = self.b.shape[1]
         if abs(lag) < width:
@@ -30,13 +30,13 @@ class Grid:
         return moved
 
     def rows(self, chosen: np.ndarray) -> Grid:
-        """Some sequences."""
+        """Return the grid of some sequences."""
         return Grid(self.a[chosen], self.b[chosen])
 
 
 @once
 def grid_of(data: PairData) -> Grid:
-    """The kept tokens of every sequence."""
+    """Return the kept tokens of every sequence."""
     sample = data.sample
     shape = (sample.num_sequences, int(sample.lengths.max(initial=0)))
     grids = []
@@ -48,20 +48,20 @@ def grid_of(data: PairData) -> Grid:
 
 
 def mean(costs: np.ndarray) -> float:
-    """Mean of what is there; infinite where nothing is."""
+    """Return the mean of the finite values; infinity if there are none."""
     there = np.isfinite(costs)
     return float(costs[there].mean()) if there.any() else float("inf")
 
 
 def row_means(costs: np.ndarray) -> np.ndarray:
-    """[S] mean of what is there; NaN where nothing is."""
+    """Return [S] means of the finite values; NaN for rows without any."""
     there = np.isfinite(costs)
     count = there.sum(axis=1)
     return np.where(count > 0, np.where(there, costs, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)
 
 
 def row_spreads(data: PairData, values: np.ndarray) -> np.ndarray:
-    """[S] standard deviation of values, [K], within each sequence; NaN where it has fewer than three."""
+    """Return [S] standard deviations of values, [K], within each sequence; NaN with fewer than three."""
     count = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
     squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))

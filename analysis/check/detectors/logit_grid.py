@@ -1,8 +1,7 @@
-"""The precision of logits, seen from logprobs: of two tokens in one context the logprobs differ as their logits do.
+"""Precision of logits, inferred from logprobs: in one context, logprobs of two tokens differ by the same amount as their logits.
 
-A logit that was rounded to bfloat16 is a multiple of 2^-7 from 1 on upwards, one of float16 of 2^-12 from 1/4 on; so are
-differences of two of them, whatever the softmax was computed in. Where logits were divided by a temperature afterwards, the
-differences are multiples of the grid divided by it.
+A logit rounded to bfloat16 is a multiple of 2^-7 from 1 upwards, one rounded to float16 a multiple of 2^-12 from 1/4 upwards; so
+are their differences, whatever the dtype of the softmax. If logits were then divided by a temperature, so is the grid.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from ..pair_data import PairData
 from ..thresholds import GRID_CHANCE, GRID_TOLERANCE, MIN_GRID_PAIRS, MIN_GRID_SHARE, TEMPERATURES
 
 GRIDS = {"bfloat16": 2.0**7, "float16": 2.0**12}
-"""dtype -> steps of its grid in a nat, for logits above 1 (bfloat16) or above 1/4 (float16)."""
+"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16)."""
 
 
 def logit_precision(data: PairData) -> tuple[str | None, str | None]:
-    """The dtype that the logits of each side were rounded to: `bfloat16`, `float16` or `float32`; None where no two
-    tokens of one context tell."""
+    """Return the dtype that the logits of each side were rounded to: `bfloat16`, `float16` or `float32`; None with too few pairs of
+    tokens in one context."""
     first, second = _pairs(data)
     recorded = data.sample.settings["temperature"]
     temperatures = {1.0} | ({float(np.nanmedian(recorded))} if np.isfinite(recorded).any() else set(TEMPERATURES))
@@ -27,7 +26,7 @@ def logit_precision(data: PairData) -> tuple[str | None, str | None]:
 
 
 def _of(difference: np.ndarray, temperatures: list[float]) -> str | None:
-    # Differences of a few steps lie near a grid anyhow, and rounding of the logprob itself blurs large ones.
+    # Small differences are always near the grid, and rounding of the logprob itself blurs large ones.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
     if len(difference) < MIN_GRID_PAIRS:
         return None
@@ -42,14 +41,14 @@ def _of(difference: np.ndarray, temperatures: list[float]) -> str | None:
 
 
 def _chance(share: float, by_chance: float, num: int) -> float:
-    """Chernoff's bound of the probability that so large a share of `num` differences lies on a grid by chance."""
+    """Return the Chernoff bound on the probability that this share of `num` differences is on a grid by chance."""
     share = min(share, 1 - 1e-9)
     divergence = share * np.log(share / by_chance) + (1 - share) * np.log((1 - share) / (1 - by_chance))
     return float(np.exp(-num * divergence))
 
 
 def _pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
-    """Indices into the kept tokens: neighbours that stand in one context of one step and are different tokens."""
+    """Return indices of pairs of kept tokens: different tokens in the same context and step."""
     keys = data.sample.prefix_keys[data.keep]
     steps = data.sample.steps[data.seq]
     tokens = data.sample.tokens[data.keep]

@@ -1,4 +1,4 @@
-"""Tokens that count in the loss and that a side has no value for, or one that is not finite."""
+"""Tokens that count in the loss but have no finite logprob."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..thresholds import MIN_CUT_TOKENS_LOST, MIN_MISSING_SHARE, MIN_TAIL_SHARE
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """NULL, NaN or an infinity: at the ends of sequences they were cut short, elsewhere values were lost.
+    """Detect NULL, NaN and infinities: at the ends of sequences these were cut off, elsewhere values were lost.
 
-    NULL counts on one side only, NaN and infinities on either or both, and however few they are: no logprob of a token
-    that was sampled is one. What the steps that were not read lack of these is counted, too.
+    NULL counts if it is on one side only. NaN and infinities always count, however few: a sampled token never has one. They
+    are also counted in the steps not sampled.
     """
     sample = data.sample
     sides = (sample.a, sample.b)
@@ -75,7 +75,7 @@ def _place(sample: Sample, missing: np.ndarray, at_end: bool) -> str:
 
 
 def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
-    """What stands in the place of logprobs: the first that applies of NULL alone, infinities alone, NaN."""
+    """Return the kind of missing value: NULL only, -inf only, infinities only, else NaN."""
     if nulls.all():
         return "NULL"
     if np.isneginf(values).all():
@@ -84,7 +84,7 @@ def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
 
 
 def _elsewhere(data: PairData, num: int) -> Finding:
-    """NaN and infinities in steps that were not read token by token."""
+    """Return the finding for NaN and infinities in steps that were not sampled."""
     return Finding(
         code="placeholders",
         signal="missing_elsewhere",
@@ -96,8 +96,8 @@ def _elsewhere(data: PairData, num: int) -> Finding:
 
 
 def _tails(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """[N] whether all tokens from here to the end of the sequence have the flag."""
+    """Return [N] bool: True if all tokens from here to the end of the sequence have the flag."""
     ends = np.repeat(starts[1:], np.diff(starts))
-    # The next token without the flag, at or after this one; the sequence's end when there is none in it.
+    # Index of the next token without the flag, at or after this one.
     following = np.minimum.accumulate(np.where(~flags, np.arange(len(flags)), len(flags))[::-1])[::-1]
     return np.asarray(flags & (following >= ends))

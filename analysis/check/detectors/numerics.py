@@ -1,4 +1,4 @@
-"""What is left once nothing is misplaced or rescaled: weights that differ, precision, routers, or plain rounding."""
+"""Faults of precision and routing."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from .logit_grid import logit_precision
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What a side computed in, as its contract says and as its numbers show."""
+    """dtypes of one side, as declared by its contract and as seen in its numbers; None where unknown."""
 
     declared: str | None
     logits: str | None
-    """dtype on whose grid the logits lie."""
+    """dtype that the logits were rounded to."""
     values: str | None
     """dtype that the logprobs themselves were rounded to."""
     has_tf32: bool = False
-    """Whether the contract lets float32 products be rounded to TensorFloat-32."""
+    """True if the contract allows TensorFloat-32 for float32 products."""
 
     @property
     def coarsest(self) -> str | None:
-        """The shortest format that is said or seen; None where nothing is: logits of float32 may follow a coarser body."""
+        """Coarsest dtype declared or seen; None if none: float32 logits may follow a coarser body."""
         seen = [self.declared] if self.declared else []
         seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
         seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF]
@@ -53,7 +53,7 @@ class Precision:
 
 @once
 def precisions(data: PairData) -> tuple[Precision, Precision]:
-    """Of pass a and of pass b."""
+    """Return the precision of pass a and of pass b."""
     a, b = (
         Precision(
             dtype_of(data.contract(side)), grid, value_precision(getattr(data, side)), _has_tf32(data.contract(side))
@@ -68,20 +68,20 @@ def _has_tf32(contract: Contract) -> bool:
 
 
 def allowed_noise(sides: tuple[Precision, Precision]) -> float:
-    """Noise of the logits that rounding gives at most between two sides, nats."""
+    """Return the maximum noise of the logits expected from rounding, nats."""
     known = [side.coarsest for side in sides if side.coarsest in MAX_HEALTHY_NOISE]
     return max((MAX_HEALTHY_NOISE[dtype] for dtype in known if dtype), default=EXCESS)
 
 
 def find_low_precision(data: PairData) -> list[Finding]:
-    """Logprobs that were rounded themselves, or logits rounded in a pass that says to compute in float32."""
+    """Detect rounded logprobs, or rounded logits in a pass declared as float32."""
     for side, precision in zip("ab", precisions(data), strict=True):
         step = HALF.get(precision.values or "")
         if step is not None:
             values = getattr(data, side)
             explained = float(np.sum((values * step) ** 2) / 3 / max(np.sum(data.d**2), 1e-30))
             if explained > MIN_ROUNDING_SHARE:
-                # A pass that computes in 16 bits throughout may hand over 16 bits; what it hands over is then a part of d.
+                # A pass computed in 16 bits throughout may also return 16-bit logprobs.
                 named = precision.declared in HALF
                 unknown = precision.declared is None and explained < MIN_ALL_ROUNDING_SHARE
                 return [_head(data, side, "rounded_logprobs", precision.values, is_expected=named or unknown)]
@@ -103,13 +103,13 @@ def _head(data: PairData, side: str, signal: str, dtype: str | None, *, is_expec
 
 
 def find_router_flips(data: PairData) -> list[Finding]:
-    """Most tokens agree to rounding, and a few lie far off: what a router's choice of another expert does."""
+    """Detect that most tokens agree to rounding and a few differ by far more, as when a router chose other experts."""
     noise = data.noise[np.isfinite(data.noise)]
     if len(noise) < 50:
         return []
     bulk = float(np.median(noise))
     mixture = is_mixture(data)
-    if mixture is None and data.updates_behind.any():  # weights that are known to be others explain a tail as well
+    if mixture is None and data.updates_behind.any():  # different weights can cause a tail, too
         return []
     tail = noise > ROUTER_TAIL_RATIO * bulk
     if mixture is False or not ROUTER_TAIL_SHARE < tail.mean() < (0.4 if mixture else MAX_ROUTER_TAIL_SHARE):
@@ -140,13 +140,13 @@ def find_router_flips(data: PairData) -> list[Finding]:
 
 
 def _rounds_routers(data: PairData) -> bool:
-    """Whether a side computes in 16 bits, or may do so: its routers see rounded inputs then."""
+    """Return True if either side computes, or may compute, in 16 bits, so that its routers see rounded inputs."""
     known = [side.coarsest for side in precisions(data)]
     return None in known or any(dtype in HALF for dtype in known)
 
 
 def is_mixture(data: PairData) -> bool | None:
-    """Whether a contract or the model's configuration names experts; None where neither says what the model is."""
+    """Return True if a contract or the model's configuration names experts; None if neither describes the model."""
     texts = [
         str(declared(data.contract(side), *path) or "")
         for side in "ab"

@@ -1,4 +1,4 @@
-"""Rows that belong to other sequences, and which."""
+"""Rows whose values belong to another sequence."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _CHANCE_TRIALS = 4
 
 @dataclass(frozen=True, slots=True)
 class Partners:
-    """Which row each row's values of pass b belong to."""
+    """Rows whose values of pass b belong to other rows."""
 
     rows: np.ndarray
-    """[S] the row whose values of b agree with a row's of a; -1 where it is its own, or none."""
+    """[S] row whose b matches this row's a; -1 if it is the row itself or none."""
     own: np.ndarray
-    """[S] mean cost of each row with its own values, nats; NaN where there are none."""
+    """[S] mean cost of each row with its own values, nats; NaN if it has none."""
     tried: int
-    """Rows that are off."""
+    """Number of mismatched rows tried."""
 
 
 def find_row_pairing(data: PairData) -> list[Finding]:
-    """Rows of a step that agree with the other side of another row."""
+    """Detect rows that match the other side of another row."""
     partners = partners_of(data)
     if partners is None:
         return []
@@ -62,7 +62,7 @@ def find_row_pairing(data: PairData) -> list[Finding]:
 
 @once
 def partners_of(data: PairData) -> Partners | None:
-    """The rows that belong to others; None where they are no more than chance finds."""
+    """Return the rows that belong to others; None if they are no more than expected by chance."""
     grid = grid_of(data)
     own = row_means(grid.cost())
     partner = np.full(len(own), -1)
@@ -84,14 +84,14 @@ def partners_of(data: PairData) -> Partners | None:
 
 
 def _tried(own: np.ndarray, rows_of: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each step the rows that are off, and those among which their partners are looked for: its own and its neighbours'."""
+    """Yield for each step its mismatched rows and the candidate partners: rows of the step and its neighbours."""
     for place, rows in enumerate(rows_of):
         beside = [*rows_of[max(place - 1, 0) : place], *rows_of[place + 1 : place + 2]]
         yield rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS], np.concatenate([rows, *beside])
 
 
 def _by_chance(grid: Grid, own: np.ndarray, rows_of: list[np.ndarray]) -> float:
-    """Rows that find a partner among rows whose values were exchanged at random, so that no row is one any more."""
+    """Return the number of rows that find a partner among rows with randomly permuted values."""
     draw = np.random.default_rng(0)
     found = 0
     for off, candidates in _tried(own, rows_of):
@@ -104,7 +104,7 @@ def _by_chance(grid: Grid, own: np.ndarray, rows_of: list[np.ndarray]) -> float:
 
 
 def _mixed(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """[R, T] with what is there in any order; what is not there stays away."""
+    """Return [R, T] with the finite values permuted and the missing ones in place."""
     mixed = values.copy()
     there = np.isfinite(mixed)
     mixed[there] = draw.permutation(mixed[there])
@@ -112,7 +112,7 @@ def _mixed(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
 
 
 def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partner: np.ndarray) -> None:
-    """Note for each row that is off which row's b it agrees with, where one clearly does."""
+    """Set `partner` for each mismatched row that clearly matches the b of another row."""
     b = grid.b[rows]
     for row in off:
         best = _partner(grid.a[row], own[row], b)
@@ -121,7 +121,7 @@ def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partn
 
 
 def _partner(a: np.ndarray, own: float, b: np.ndarray) -> int | None:
-    """Which of b's rows agrees best with a row of a, [T], where it clearly does."""
+    """Return the index of the row of b that best matches a row of a, [T]; None if none clearly does."""
     off_by = np.minimum(np.abs(a - b), CAP_NATS)
     enough = np.isfinite(off_by).sum(axis=1) >= min(MIN_PAIRED_TOKENS, np.isfinite(a).sum())
     costs = np.where(enough, row_means(off_by), np.inf)

@@ -1,4 +1,4 @@
-"""Positions inside of sequences at which the level of the mismatch changes."""
+"""Positions inside sequences at which the size of the mismatch changes."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from .numerics import allowed_noise, precisions
 
 @dataclass(frozen=True, slots=True)
 class LevelChange:
-    """A place that divides values into two levels."""
+    """A change point between two levels."""
 
     place: int
-    """First coordinate of the second part."""
+    """First position of the second part."""
     change: float
-    """Mean after it less mean before it."""
+    """Mean after minus mean before."""
     explained: float
     """Sum of squares between the two parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """[L] the tokens that show a level: that level about its mean, their sequence and position."""
+    """[L] the tokens with a finite level: centred level, sequence and position."""
 
     y: np.ndarray
     seq: np.ndarray
     position: np.ndarray
     there: np.ndarray
-    """[K] bool: which of the kept tokens they are."""
+    """[K] bool: mask of these among the kept tokens."""
 
     @classmethod
     def of(cls, data: PairData) -> Levels | None:
-        """None where there are too few to divide."""
+        """Return the levels of the kept tokens; None if too few to divide."""
         level = data.level_beyond_tokens
         there = np.isfinite(level)
         if there.sum() < 4 * MIN_SIDE_TOKENS:
@@ -56,7 +56,7 @@ class Levels:
 
 
 def find_onset(data: PairData) -> list[Finding]:
-    """One position of all sequences from which on (cache, rotary embedding), or up to which, the mismatch is larger."""
+    """Detect a position, common to all sequences, after which (cache, rotary embedding) or before which the mismatch is larger."""
     levels = Levels.of(data)
     if levels is None:
         return []
@@ -80,7 +80,7 @@ def find_onset(data: PairData) -> list[Finding]:
 
 
 def find_own_places(data: PairData) -> list[Finding]:
-    """A position in each sequence at which the mismatch changes: weights that changed on the way."""
+    """Detect a position that differs by sequence at which the mismatch changes: weights changed during sampling."""
     levels = Levels.of(data)
     if levels is None:
         return []
@@ -95,9 +95,9 @@ def find_own_places(data: PairData) -> list[Finding]:
 
 
 def best_cut(y: np.ndarray, where: np.ndarray, margin: int, sign: int = 0) -> LevelChange:
-    """The cut of values y, [N], at a coordinate, [N], that explains most; `margin` values at least lie on either side.
+    """Return the cut of values y, [N], along a coordinate, [N], that explains most, with at least `margin` values per side.
 
-    `sign` asks for a rise (1) or a fall (-1).
+    `sign` restricts it to a rise (1) or a drop (-1).
     """
     order = np.argsort(where, kind="stable")
     y, where = y[order], where[order]
@@ -116,7 +116,7 @@ def best_cut(y: np.ndarray, where: np.ndarray, margin: int, sign: int = 0) -> Le
 
 
 def steepness(y: np.ndarray, where: np.ndarray, cut: LevelChange) -> float:
-    """Share of a cut's change that happens next to it: 1 for a step, little for a slope."""
+    """Return the share of a change that happens next to the cut: 1 for a step, near 0 for a slope."""
     low, high = where[where < cut.place], where[where >= cut.place]
     near_low = (where < cut.place) & (where >= np.quantile(low, 0.7))
     near_high = (where >= cut.place) & (where <= np.quantile(high, 0.3))
@@ -131,7 +131,7 @@ def _holds(cut: LevelChange, total: float, num: int) -> bool:
 
 
 def _detrended(y: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Values less what is usual at their position, so that what all sequences have in common is no place of their own."""
+    """Subtract the mean per position bin, so that a trend common to all sequences is not taken for their own change."""
     bins = np.digitize(position, np.unique(np.quantile(position, np.linspace(0, 1, 13)[1:-1])))
     count = np.bincount(bins)
     usual = np.bincount(bins, y) / np.maximum(count, 1)
@@ -139,8 +139,8 @@ def _detrended(y: np.ndarray, position: np.ndarray) -> np.ndarray:
 
 
 def own_cuts(y: np.ndarray, seq: np.ndarray, position: np.ndarray) -> tuple[dict[int, LevelChange], float]:
-    """The best cut of each sequence in the direction that they share, and by how many standard errors that direction
-    explains more than the other one does: of values in any order both explain the same.
+    """Return the best cut of each sequence in their common direction, and how much more that direction explains than the other,
+    in standard errors: for randomly ordered values both explain the same.
     """
     order = np.lexsort((position, seq))
     parts = np.split(order, np.flatnonzero(np.diff(seq[order])) + 1)
@@ -160,7 +160,7 @@ def own_cuts(y: np.ndarray, seq: np.ndarray, position: np.ndarray) -> tuple[dict
 
 
 def _within_sequences(y: np.ndarray, seq: np.ndarray, after: np.ndarray, cut: LevelChange) -> float:
-    """Share of a cut's change that is there within the sequences that reach over it, and not between long and short ones."""
+    """Return the share of a change found within sequences that span the cut, rather than between long and short ones."""
     num = [np.bincount(seq[part], minlength=int(seq.max()) + 1) for part in (~after, after)]
     spanning = (num[0] >= 3) & (num[1] >= 3)
     if spanning.sum() < 2:
@@ -174,7 +174,7 @@ def _within_sequences(y: np.ndarray, seq: np.ndarray, after: np.ndarray, cut: Le
 
 
 def _low_part(data: PairData, there: np.ndarray, after: np.ndarray, cut: LevelChange) -> float:
-    """Median noise of the part with the smaller mismatch, nats of a logit."""
+    """Return the median logit noise of the part with the smaller mismatch, nats."""
     return float(np.median(data.noise[there][~after if cut.change > 0 else after]))
 
 

@@ -1,4 +1,4 @@
-"""What is left between two passes once values that stand at other tokens, or in other rows, are put where they belong.
+"""Undo a shift or an exchange of rows, to check the rest of the mismatch.
 
 Shapes: N tokens of S sequences; [S, T] the grid of kept tokens.
 """
@@ -17,10 +17,10 @@ from .pairing import partners_of
 
 
 def realigned(data: PairData, finding: Finding) -> PairData | None:
-    """The data with pass b moved as a finding says, of the rows that stand right then; None where it cannot be moved.
+    """Return the data with pass b realigned according to a finding; None if that is not possible.
 
-    Of a shift every row that is off is moved by its lag, and of exchanged rows each gets the values that agree with it. Rows
-    that are off and have no partner are left out.
+    For a shift every mismatched row is moved by the lag; for exchanged rows each gets the values of its partner. Mismatched
+    rows without a partner are dropped.
     """
     if finding.signal == "moved_rows":
         b = _shifted(grid_of(data), int(finding.numbers["lag"] or 0))
@@ -41,7 +41,7 @@ def realigned(data: PairData, finding: Finding) -> PairData | None:
 
 
 def _shifted(grid: Grid, lag: int) -> np.ndarray:
-    """[S, T] b of the rows that `find_shift` moved, at the tokens that it is of."""
+    """Return [S, T] b with the rows shifted that `find_shift` reported."""
     costs = np.nan_to_num(row_means(grid.cost()))
     off = costs > MIN_OFF_NATS
     moved = grid.moved(lag)

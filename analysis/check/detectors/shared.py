@@ -1,4 +1,4 @@
-"""What both passes have wrong alike, so that d does not show it: one constant, or another unit."""
+"""Faults common to both passes, which d does not show: a shared placeholder, or the wrong unit."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..thresholds import (
 )
 
 _UNITS = {"log2": float(np.log(2.0)), "log10": float(np.log(10.0))}
-"""What both sides may hold -> nats of one."""
+"""Unit that both sides may hold -> nats per unit."""
 _WINDOW_NATS = 0.05
-"""Values so near to a constant show how often one comes by chance."""
+"""Values within this distance of a constant show how frequent one is by chance."""
 _TIE_NATS = 4e-3
-"""What bfloat16 rounds -ln 8 by at most."""
+"""Largest rounding error of -ln 8 in bfloat16."""
 
 
 def find_shared_constants(data: PairData) -> list[tuple[Finding, np.ndarray]]:
-    """Each value that both passes have at the same tokens far more often than the values next to it, and these [N] tokens."""
+    """Return a finding for each value that both passes share far more often than nearby values, with its tokens, [N] bool."""
     same = data.keep & (data.sample.a.logprobs == data.sample.b.logprobs)
     values, counts = np.unique(data.sample.a.logprobs[same], return_counts=True)
     often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
@@ -40,14 +40,14 @@ def find_shared_constants(data: PairData) -> list[tuple[Finding, np.ndarray]]:
 
 
 def _is_shared_constant(data: PairData, value: float, where: np.ndarray) -> bool:
-    # The same token after the same prompt and response has the same value again.
+    # Repeated contexts count once: they repeat the value.
     contexts = len(np.unique(data.sample.token_keys[where]))
     if contexts < MIN_SHARED_COUNT or len(np.unique(data.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
         return False
     if value == 0.0:
         return _is_no_certainty(data, where)
     if value > -_WINDOW_NATS or any(abs(value + np.log(ties)) < _TIE_NATS for ties in range(2, 9)):
-        return False  # float32 sums lie on a grid next to 0, and logits that tie give -ln 2, -ln 3, ...
+        return False  # float32 values are coarse next to 0, and tied logits give -ln 2, -ln 3, ...
     near = data.keep & ~where & (np.abs(data.sample.a.logprobs - value) < _WINDOW_NATS)
     _, counts = np.unique(data.sample.a.logprobs[near], return_counts=True)
     usual = float(np.quantile(counts, 0.9)) if len(counts) else 1.0
@@ -55,7 +55,7 @@ def _is_shared_constant(data: PairData, value: float, where: np.ndarray) -> bool
 
 
 def _is_no_certainty(data: PairData, where: np.ndarray) -> bool:
-    """Whether the tokens with logprob 0, [N] bool, were not certain: of these the entropy is 0, too."""
+    """Return True if the tokens with logprob 0, [N] bool, have an entropy above 0, so they were not certain."""
     for side in (data.sample.a, data.sample.b):
         if side.entropy is not None and np.isfinite(side.entropy[data.keep]).all():
             at, elsewhere = float(np.mean(side.entropy[where])), float(np.mean(side.entropy[data.keep & ~where]))
@@ -84,7 +84,7 @@ def _constant(data: PairData, value: float, where: np.ndarray) -> Finding:
 
 
 def find_shared_unit(data: PairData) -> list[Finding]:
-    """Both passes are in one unit that is not nats: logprob + entropy averages to 0 over sampled tokens in the right one."""
+    """Detect that both passes share a unit other than nats: only in the right unit does logprob + entropy average to 0."""
     entropy = data.entropy
     if entropy is None or data.num_kept < MIN_LOGPROBS or data.rms() > np.std(data.a) / 2:
         return []
@@ -114,5 +114,5 @@ def find_shared_unit(data: PairData) -> list[Finding]:
 
 
 def _score(data: PairData, values: np.ndarray) -> float:
-    """Mean of values, [K], in standard errors."""
+    """Return the mean of values, [K], in standard errors."""
     return float(values.mean() / max(float(values.std()) / np.sqrt(len(values)), 1e-12))

@@ -1,4 +1,4 @@
-"""A part of the data in which the mismatch is concentrated: an engine, a rank, a prompt, a policy version, a range of steps."""
+"""Parts of the data in which the mismatch is concentrated: an engine, rank, prompt, policy version or range of steps."""
 
 from __future__ import annotations
 
@@ -28,60 +28,59 @@ from .numerics import allowed_noise, precisions
 SEEN_BEFORE = "prompt_seen_before"
 
 ORDERED = ("step", "version", "version_a", "version_b")
-"""Columns along which a fault has a beginning and an end."""
+"""Columns along which a fault is a contiguous range."""
 CHANGING = (*ORDERED, "group_id")
-"""Columns along which the mismatch changes anyhow, as policies sharpen and prompts differ: there the larger part must be more
-than rounding explains."""
+"""Columns along which the mismatch also changes without a fault, as policies sharpen and prompts differ: the larger part must
+exceed rounding."""
 
 _NAMED_FIRST = (
     SEEN_BEFORE, "writer_a", "writer_b", "contract_a", "contract_b", "version_a", "version_b", "version", "group_id", "step",
 )  # fmt: skip
-"""Columns in the order in which they are named where several divide the sequences alike; sampling settings come before."""
+"""Order of preference if several columns split the sequences alike; sampling settings come before these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Values of a column whose sequences lie higher than those of the others."""
+    """A split of sequences by the values of a column into a low and a high mismatch."""
 
     column: str
     values: list[Any]
-    """Of the part with the larger mismatch."""
+    """Values of the part with the larger mismatch."""
     rows: np.ndarray
-    """[S] bool: sequences of that part."""
+    """[S] bool: True for sequences of that part."""
     ratio: float
-    """Of the two parts' mismatches."""
+    """Ratio of the two parts' mismatches."""
     r2: float
-    """Share of the variance between sequences that the split explains."""
+    """Share of the variance between sequences explained by the split."""
 
 
 def find_group(data: PairData) -> list[Finding]:
-    """Prompts in which the mismatch is concentrated."""
+    """Detect prompts in which the mismatch is concentrated."""
     part = group_of(data)
     return [] if part is None else [part.finding]
 
 
 def find_subset(data: PairData) -> list[Finding]:
-    """An engine, rank, policy version, setting or range of steps in which the mismatch is concentrated."""
+    """Detect an engine, rank, policy version, setting or range of steps in which the mismatch is concentrated."""
     part = part_of(data)
     return [] if part is None else [part.finding]
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """A part of the data that `find_subset` names."""
+    """A part of the data in which the mismatch is concentrated."""
 
     finding: Finding
     tokens: np.ndarray
-    """[N] bool"""
+    """[N] bool: True for tokens of the part."""
     since: int | None
-    """The step from which on it is all of the run; None where it is another part. That is a fault with a beginning: before
-    the first update there are no older weights. Where every prompt came before from then on, a prefix cache explains it
-    as well as other weights do."""
+    """First step if the part is the rest of the run, i.e. the fault begins there; None otherwise. If from then on all prompts
+    are repeats, a prefix cache explains it as well as different weights."""
 
 
 @once
 def part_of(data: PairData) -> SequencePart | None:
-    """The part of the data in which the mismatch is concentrated; None where there is none."""
+    """Return the part of the data in which the mismatch is concentrated; None if there is none."""
     split = _best(data, _columns(data))
     if split is None:
         return None
@@ -91,15 +90,14 @@ def part_of(data: PairData) -> SequencePart | None:
 
 @once
 def group_of(data: PairData) -> SequencePart | None:
-    """The prompts in which the mismatch is concentrated; None where there are none."""
+    """Return the prompts in which the mismatch is concentrated; None if there are none."""
     split = _best(data, {"group_id": list(data.sample.group_ids)})
     return None if split is None else SequencePart(_told(data, split, None), split.rows[data.sample.seq], None)
 
 
 def fades(data: PairData) -> tuple[float, float]:
-    """By how much the mismatch is smaller in the last third of the sequences than in the first, as a logarithm, and that in
-    standard errors over the sequences: states of a cached prompt lie before the first token and are left behind, and
-    weights act everywhere alike."""
+    """Return the log ratio of the mismatch in the first to the last third of sequences, and the same in standard errors over
+    the sequences. The effect of a cached prompt fades along the response; that of weights does not."""
     level = data.level_beyond_tokens
     there = np.isfinite(level)
     place = data.position / np.maximum(data.sample.lengths[data.seq], 1)
@@ -115,18 +113,18 @@ def fades(data: PairData) -> tuple[float, float]:
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """The step from which on rows, [S] bool, are all that there are, and none before; None where they are others, or few."""
+    """Return the first step of rows, [S] bool, if they are the whole rest of the run; None if not, or if they are few."""
     return _begin(steps, rows) if rows.mean() > MIN_SINCE_SHARE else None
 
 
 def _begin(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """The same of however few rows."""
+    """Return the same for any number of rows."""
     first = int(steps[rows].min())
     return first if first > steps.min() and np.all(rows == (steps >= first)) else None
 
 
 def _best(data: PairData, columns: dict[str, list[Any]]) -> Split | None:
-    """A column of which some values have a far larger mismatch than the others, which have a healthy one."""
+    """Return the best split by a column whose low part is healthy and whose high part is far larger; None if there is none."""
     columns = {name: values for name, values in columns.items() if len(set(map(str, values))) > 1}
     level, weight = _levels(data)
     healthy = allowed_noise(precisions(data))
@@ -141,18 +139,18 @@ def _best(data: PairData, columns: dict[str, list[Any]]) -> Split | None:
     if not splits:
         return None
     best = max(splits, key=lambda split: split.r2)
-    # Of two columns that say nearly the same, the one with fewer values is the plainer.
+    # Of columns that split the sequences alike, report the simplest.
     return min((s for s in splits if s.r2 >= ALIKE_R2 * best.r2), key=_order)
 
 
 def _changes_anyhow(data: PairData, split: Split) -> bool:
-    """Whether the mismatch of the parts differs without a fault; prompts that all came before from one step on are a range of steps."""
+    """Return True if the mismatch may differ without a fault; prompts that are all repeats from a step on are a range of steps."""
     is_range = split.column == SEEN_BEFORE and _begin(data.sample.steps, split.rows) is not None
     return is_range or split.column in CHANGING
 
 
 def _is_declared(data: PairData, split: Split) -> bool:
-    """Whether prompts that came before are those which recorded versions say were sampled by older weights."""
+    """Return True if the repeated prompts were sampled by older weights according to their policy versions."""
     is_behind = data.updates_behind != 0
     return split.column == SEEN_BEFORE and float(is_behind[split.rows].mean()) > MIN_DECLARED_SHARE
 
@@ -201,7 +199,7 @@ def _prefix_cache(data: PairData, split: Split, affected: np.ndarray) -> Finding
 
 
 def _is_more_than_change(data: PairData, rows: np.ndarray) -> bool:
-    """Whether a part's mismatch is more than rounding gives, judged by the others; or whether it was computed in less."""
+    """Return True if a part's mismatch exceeds the rounding of the others, or its precision is lower."""
     inside = rows[data.sample.seq]
     others, own = precisions(data.without(inside)), precisions(data.without(~inside))
     coarser = any(one.logits == "float32" and two.logits in HALF for one, two in zip(others, own, strict=True))
@@ -209,7 +207,7 @@ def _is_more_than_change(data: PairData, rows: np.ndarray) -> bool:
 
 
 def _seen_before(sample: Sample) -> list[bool | None]:
-    """[S] whether the prompt came at an earlier step: an engine's prefix cache may hold it."""
+    """Return [S] True if the prompt occurred at an earlier step, so a prefix cache may hold it; None if unknown."""
     first: dict[tuple[int, ...], int] = {}
     seen: list[bool | None] = []
     for prompt, step in zip(sample.prompts, sample.steps.tolist(), strict=True):
@@ -218,13 +216,13 @@ def _seen_before(sample: Sample) -> list[bool | None]:
 
 
 def _noise(data: PairData, rows: np.ndarray) -> float:
-    """Median noise of some sequences, nats of a logit."""
+    """Return the median logit noise of some sequences, nats."""
     values = data.noise[rows[data.seq] & np.isfinite(data.noise)]
     return float(np.median(values)) if len(values) else 0.0
 
 
 def _levels(data: PairData) -> tuple[np.ndarray, np.ndarray]:
-    """[S] mean level of each sequence, and how many tokens show it."""
+    """Return [S] the mean level of each sequence, and the number of its informative tokens."""
     level = data.level_beyond_tokens
     there = np.isfinite(level)
     weight = np.bincount(data.seq[there], minlength=data.sample.num_sequences).astype(float)
@@ -249,7 +247,7 @@ def _columns(data: PairData) -> dict[str, list[Any]]:
 
 
 def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) -> Split | None:
-    """The best division of a column's values into a low and a high part, when it is one."""
+    """Return the best split of a column's values into a low and a high part; None if it is not significant."""
     texts = np.array([str(value) for value in values])
     known, place = np.unique(texts, return_inverse=True)
     there = np.isfinite(level)
@@ -278,7 +276,7 @@ def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) 
 
 
 def _is_range(values: list[Any], rows: np.ndarray) -> bool:
-    """Whether the values of some rows, [S] bool, are neighbours: a range, or all but a range."""
+    """Return True if the values of some rows, [S] bool, form a range, or all but a range."""
     known = sorted({value for value in values if value is not None})
     marked = {value for value, is_marked in zip(values, rows.tolist(), strict=True) if is_marked}
     inside = np.array([value in marked for value in known])
@@ -286,7 +284,7 @@ def _is_range(values: list[Any], rows: np.ndarray) -> bool:
 
 
 def _best_division(means: np.ndarray, tokens: np.ndarray) -> tuple[float, int]:
-    """Of sorted means: the largest sum of squares between two parts, and where the second begins."""
+    """Return the largest sum of squares between two parts of sorted means, and the start of the second part."""
     total = np.average(means, weights=tokens)
     left = np.cumsum(tokens)[:-1]
     sums = np.cumsum(tokens * (means - total))[:-1]
@@ -301,7 +299,7 @@ def _order(split: Split) -> tuple[int, int]:
 
 
 def _by_column(column: str, data: PairData) -> str:
-    """A query of the mismatch by a column of sequences, or of one pass's scores."""
+    """Return a query of the mismatch by a column of `sequences`, or of the `scores` of one pass."""
     table, name, passed = "sequences", column, ""
     if column.endswith(("_a", "_b")):
         table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]

@@ -1,4 +1,4 @@
-"""A temperature that one side divides its logits by and the other does not."""
+"""A temperature applied to the logits of one side only."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from ..thresholds import (
 )
 
 _MODEL_ERROR = 0.05
-"""Error of the fits relative to log T: log-odds are a line for two outcomes, and nearly one for more."""
+"""Error of the fits relative to log T: log-odds are linear for two outcomes, and nearly so for more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleFit:
-    """Logits of b = scale * logits of a, fitted."""
+    """Fit of logits_b = scale * logits_a."""
 
     scale: float
-    """1 / temperature of b, seen from a."""
+    """1 / temperature of b relative to a."""
     r2: float
-    """Share of the sum of d squared that it explains."""
+    """Share of the sum of d squared explained."""
     score: float
-    """How many standard errors the scale lies off 1."""
+    """Distance of the scale from 1, standard errors."""
     lowest: float = 0.0
     highest: float = float("inf")
-    """What the scale may be: from the least to the largest of all fits, each two standard errors wider."""
+    """Range of the scale: all fits, each widened by two standard errors."""
 
 
 def find_temperature(data: PairData) -> list[Finding]:
-    """d follows the logits themselves: logprob + entropy where entropies were recorded, the log-odds elsewhere."""
+    """Detect that d is proportional to the logits, from logprob + entropy if recorded, and from the log-odds."""
     fit = fit_scale(data)
     if fit is None or not is_temperature(fit):
         return []
@@ -64,7 +64,7 @@ def find_temperature(data: PairData) -> list[Finding]:
 
 
 def is_temperature(fit: ScaleFit) -> bool:
-    """Whether a fit is far enough from 1, sure enough, and explains enough."""
+    """Return True if the scale is far enough from 1, significant, and explains enough of d."""
     return (
         abs(np.log(fit.scale)) >= MIN_TEMPERATURE_SHIFT
         and fit.score >= MIN_TEMPERATURE_SCORE
@@ -73,12 +73,12 @@ def is_temperature(fit: ScaleFit) -> bool:
 
 
 def fit_scale(data: PairData) -> ScaleFit | None:
-    """ScaleFit one factor between both sides' logits; None where too few tokens can tell."""
+    """Fit one factor between both sides' logits; None with too few informative tokens."""
     fits = [_by_entropy(data, side) for side in ("a", "b")] + [_by_odds(data)]
     known = [fit for fit in fits if fit is not None]
     if not known:
         return None
-    # Each fit is of first order, from one end or the other: what they differ by is its error. So is what none explains.
+    # Each fit is of first order, so their spread, and what none of them explains, count as error.
     telling = [fit for fit in known if is_temperature(fit)] or known
     best = max(known, key=lambda fit: fit.r2)
     wider = float(np.exp(abs(np.log(best.scale)) * max((1 - best.r2) / 2, _MODEL_ERROR)))
@@ -87,7 +87,7 @@ def fit_scale(data: PairData) -> ScaleFit | None:
 
 
 def _by_entropy(data: PairData, side: str) -> ScaleFit | None:
-    """Scaling logits by s moves a logprob by (s - 1)(logprob + entropy) - (s - 1)^2 varentropy / 2 + ..."""
+    """Fit by entropy: scaling logits by s changes a logprob by (s - 1)(logprob + entropy) - (s - 1)^2 varentropy / 2 + ..."""
     recorded = getattr(data.sample, side).entropy
     if recorded is None:
         return None
@@ -104,7 +104,7 @@ def _by_entropy(data: PairData, side: str) -> ScaleFit | None:
     left = d - x @ solution
     slope = float(solution[0])
     slope_error = float(np.sqrt(left @ left / len(d) * np.linalg.inv(x.T @ x + 1e-12 * np.eye(3))[0, 0]))
-    # log p moves by u at the first step of a scaling, and by u at the scale reached at the last: exp and 1 + lie on either side.
+    # The slope of log p against the scale is u at its start and changes on the way: 1 + slope and exp(slope) bound the scale.
     scales = np.array([1 + slope - 2 * slope_error, math.exp(min(slope + 2 * slope_error, 50.0)), 1 + slope])
     if scales.min() <= 0:
         return None
@@ -120,7 +120,7 @@ def _by_entropy(data: PairData, side: str) -> ScaleFit | None:
 
 
 def _by_odds(data: PairData) -> ScaleFit | None:
-    """The slope of b's log-odds on a's: with one alternative it is the factor, with k of them the line is raised by
+    """Fit the slope of b's log-odds against a's: for two outcomes it is the scale s; k alternatives shift the line by
     (s - 1) log k."""
     odds_a, odds_b = (_log_odds(x) for x in (data.a, data.b))
     there = np.isfinite(odds_a) & np.isfinite(odds_b) & (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
@@ -134,7 +134,7 @@ def _by_odds(data: PairData) -> ScaleFit | None:
     if xy <= 0 or xx <= 0:
         return None
     low, high = sorted((xy / xx, yy / xy))
-    # Noise on one axis flattens a slope: the truth lies between both regressions.
+    # Noise on one axis flattens a slope: the true one is between both regressions.
     scale = low if low > 1 else high if high < 1 else 1.0
     left = yy - xy * xy / xx
     error = np.sqrt(max(left, 0.0) / max(xx, 1e-30) / len(x))
@@ -150,7 +150,7 @@ def _log_odds(logprobs: np.ndarray) -> np.ndarray:
 
 
 def _declared(data: PairData) -> dict[str, float | str]:
-    """The temperatures that the trace names, as `recorded_a`, `recorded_b` and `recorded_sampling`; and its logprobs_mode."""
+    """Return the recorded temperatures, as `recorded_a`, `recorded_b` and `recorded_sampling`, and `logprobs_mode`."""
     settings = data.sample.settings["temperature"]
     named = {
         "recorded_a": declared(data.contract("a"), "temperature"),
@@ -163,7 +163,7 @@ def _declared(data: PairData) -> dict[str, float | str]:
 
 
 def _confirming(data: PairData, temperature: float) -> Advice:
-    """A replay at the temperature; where the trace has no weights, the scale of the log-odds by step, from its tokens."""
+    """Return a replay at the temperature; without weights, a query of the scale of the log-odds by step."""
     if data.has_weights:
         return commands.replay(data, f"--temperature {_to_try(data, temperature):.3g}", "temperature")
     odds = "ln(exp({0}) / (1 - exp({0})))"
@@ -175,7 +175,7 @@ def _confirming(data: PairData, temperature: float) -> Advice:
 
 
 def _to_try(data: PairData, fitted: float) -> float:
-    """The recorded temperature, where the fit is near it; else the fit."""
+    """Return the recorded temperature if the fit is near it, else the fit."""
     settings = data.sample.settings["temperature"]
     recorded = float(np.nanmedian(settings)) if np.isfinite(settings).any() else fitted
     return recorded if abs(np.log(recorded / fitted)) < 0.3 else fitted

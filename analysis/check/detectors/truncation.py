@@ -1,4 +1,4 @@
-"""Probability that one side lacks: cut off by top-p, top-k or min-p, or given to the padding of the vocabulary."""
+"""Probability mass missing on one side: cut off by top-p, top-k or min-p, or given to padding of the vocabulary."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ..thresholds import (
 
 
 def find_one_sided(data: PairData) -> list[Finding]:
-    """The larger differences have one sign: the mean of exp(-|d|) over sampled tokens is then the mass that both sides share."""
+    """Detect that the larger differences have one sign; the mean of exp(-|d|) over sampled tokens is then the shared mass."""
     size = np.abs(data.d)
     if len(size) < 20 or not size.any():
         return []
     squares = size * size
     negative = float(squares[data.d < 0].sum() / squares.sum())
     minor = size[data.d > 0] if negative > 0.5 else size[data.d < 0]
-    # Rounding is on the minor side too; differences beyond it must all have the other sign.
+    # Rounding has both signs; differences beyond it must have only one.
     large = size > 2 * (float(np.quantile(minor, 0.95)) if len(minor) else 0.0)
     wrong = float(np.mean((data.d[large] > 0) == (negative > 0.5))) if large.any() else 1.0
     clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= MIN_LARGE_SHARE * squares.sum()
-    # Another scale of the logits moves the tail far one way, and everything else a little the other.
+    # Scaled logits change the tail a lot in one direction and everything else a little in the other.
     lean = abs(float(data.d.mean())) / float(size.mean())
     if lean < (MIN_ONE_SIDED if clear else MIN_LEANING) or np.quantile(size, 0.999) > MAX_CUT_NATS:
         return []
@@ -45,10 +45,10 @@ def find_one_sided(data: PairData) -> list[Finding]:
 
 
 def _is_cut(data: PairData, raised: str) -> bool:
-    """Whether tokens were cut off, rather than rows added to the vocabulary.
+    """Return True if tokens were cut off, False if rows were added to the vocabulary.
 
-    Over samples the mean of 1 / p is the number of tokens that can be sampled: the whole vocabulary, or those that were
-    kept. A nucleus that lies in a flat tail has always the same mass; one token alone in it has logprob 0.
+    The mean of 1 / p over samples is the number of tokens that can be sampled: the whole vocabulary, or those kept. A nucleus
+    in a flat tail always has the same mass; a token alone in it has logprob 0.
     """
     settings = data.sample.settings
     if np.any(settings["top_p"] < 1) or np.any(settings["top_k"] > 0) or np.any(settings["min_p"] > 0):
@@ -56,7 +56,7 @@ def _is_cut(data: PairData, raised: str) -> bool:
     sides = {"a": data.sample.a, "b": data.sample.b}
     cut_off = np.isneginf(sides[raised].logprobs) & np.isfinite(sides["b" if raised == "a" else "a"].logprobs)
     if np.any(cut_off & data.sample.mask):
-        return True  # what the other side drew lies outside of what this one keeps
+        return True  # the other side sampled a token that this one cut off
     if raised == "a" or _is_neutral(data):
         return False
     if np.mean((data.b > -1e-6) & (data.a < -1e-3)) > NUCLEUS_ALONE_SHARE:
@@ -68,7 +68,7 @@ def _is_cut(data: PairData, raised: str) -> bool:
 
 
 def _is_neutral(data: PairData) -> bool:
-    """Whether the recorded settings say that nothing was cut off."""
+    """Return True if the recorded settings rule out truncation."""
     settings = data.sample.settings
     neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
     return all(bool(np.all(settings[name] == value)) for name, value in neutral.items())

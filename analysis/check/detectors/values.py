@@ -1,4 +1,4 @@
-"""Values that are no logprobs of the tokens, whatever the other side says: above 0, unrelated, or of something else."""
+"""Values that are not logprobs of the tokens: above 0, unrelated, or another quantity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .grid import row_spreads
 
 
 def find_positive(data: PairData) -> list[tuple[Finding, np.ndarray]]:
-    """Of each side the values above 0, and the [N] tokens that have them."""
+    """Return a finding for each side with values above 0, with their tokens, [N] bool."""
     found = []
     for side in (data.sample.a, data.sample.b):
         where = data.keep & (np.nan_to_num(side.logprobs, nan=-1.0) > MAX_LOGPROB)
@@ -44,7 +44,7 @@ def _positive(data: PairData, side: PassSample, where: np.ndarray) -> Finding:
 
 
 def find_constant_rows(data: PairData) -> list[Finding]:
-    """One value for all tokens of a sequence, another for the next: a mean of the sequence, where the other side varies."""
+    """Detect a side with one value for all tokens of a sequence, such as its mean, where the other side varies."""
     for side, values, others in (("a", data.a, data.b), ("b", data.b, data.a)):
         spread, spread_other = row_spreads(data, values), row_spreads(data, others)
         asked = np.isfinite(spread) & (spread_other > MIN_OFF_NATS)
@@ -54,7 +54,7 @@ def find_constant_rows(data: PairData) -> list[Finding]:
 
 
 def find_other_quantity(data: PairData) -> list[Finding]:
-    """A side's values are the negative entropies, or the logprobs of the most probable tokens."""
+    """Detect a side that holds the negative entropies, or the logprobs of the most probable tokens."""
     for side, values in (("a", data.a), ("b", data.b)):
         recorded = getattr(data.sample, side).entropy
         entropy = data.entropy if recorded is None else recorded[data.keep]
@@ -69,10 +69,10 @@ def find_other_quantity(data: PairData) -> list[Finding]:
 
 
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
-    """Whether values are never below the others', equal where the token was the most probable one, and leave room for it.
+    """Return True if values fit the logprobs of the most probable tokens.
 
-    A token that was not the most probable one and the one that was are two outcomes: their probabilities add up to 1 at
-    most. Values that were renormalised are raised at all tokens alike, and by little.
+    They are then never below the others, and equal where the sampled token is the most probable one. Elsewhere the two
+    probabilities belong to different tokens and add up to at most 1. Renormalised values are raised slightly at all tokens.
     """
     if len(values) < MIN_LOGPROBS:
         return False
@@ -81,13 +81,13 @@ def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
     if not 0.1 < equal.mean() < 0.95 or np.min(raised) < -0.5 or raised.max() < MAX_CUT_NATS:
         return False
     fits = np.exp(values[~equal]) + np.exp(others[~equal]) <= 1 + MIN_OFF_NATS
-    # The most probable token is drawn as often as its probability says, however low that is.
+    # The most probable token is sampled as often as its probability predicts.
     expected = float(np.mean(np.exp(np.minimum(values, 0.0))))
     return bool(fits.mean() > 0.995 and abs(equal.mean() - expected) < 0.1)
 
 
 def find_unrelated(data: PairData) -> list[Finding]:
-    """The two passes' values do not go together at all, token by token."""
+    """Detect that the values of the two passes are uncorrelated."""
     if data.num_kept < MIN_LOGPROBS or data.rms() < MIN_OFF_NATS:
         return []
     if min(np.std(data.a), np.std(data.b)) < MIN_SPREAD:

@@ -1,4 +1,4 @@
-"""Weights that are not the same on both sides. Why they differ is said where the recording says it; else a replay decides."""
+"""Weights that differ between the two sides. The cause is reported if the recording shows it; otherwise a replay decides."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ _QUANTISED = (
     ("arm", "quantize"),
     ("arm", "kv_dtype"),
 )
-"""Where a contract may say that weights or cache are quantised."""
+"""Contract paths that may declare quantised weights or cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class LogitMismatch:
-    """How far logits differ against what rounding would do, and whether it looks like other weights."""
+    """Size of the logit mismatch relative to rounding, and signs of different weights."""
 
     level: float
-    """Change of a logit that gives so large a d, nats: sqrt(sum d^2 / sum (1 - p)^2), the largest hundredth clipped."""
+    """Rms logit change that explains d, nats: sqrt(sum d^2 / sum (1 - p)^2), with the largest 1 % clipped."""
     allowed: float
-    """What rounding gives at most on models of 0.5 billion parameters and more, nats."""
+    """Maximum from rounding on models of 0.5 billion parameters and more, nats."""
     token_effect: float
-    """Share of the variance of d / (1 - p) that the token's id explains, beyond chance."""
+    """Share of the variance of d / (1 - p) explained by the token id, beyond chance."""
     token_score: float
-    """The same in standard deviations of what chance gives."""
+    """Distance of `token_effect` from chance, standard deviations."""
     is_sure: bool = False
-    """Whether the policy is sure of its tokens, so that its logits are large and rounded by more."""
+    """True for a low-entropy policy, whose logits are large and rounded by more."""
     both_float32: bool = False
-    """Whether both contracts say float32, and no TensorFloat-32."""
+    """True if both contracts say float32 without TensorFloat-32."""
     is_of_known_dtypes: bool = True
-    """Whether both sides' dtypes are said or seen."""
+    """True if the dtypes of both sides are declared or inferred."""
     num_ids: int = 0
-    """Different tokens."""
+    """Number of different token ids."""
 
     @property
     def bound(self) -> float:
-        """The largest level that is taken for rounding, nats: `allowed` where the mismatch belongs to tokens, else more."""
+        """Largest level attributed to rounding, nats: `allowed` if the mismatch depends on the token id, else more."""
         if self.token_score > MIN_TOKEN_SCORE:
             return self.allowed
         return self.allowed * (MAX_SURE_NOISE if self.is_sure else MAX_UNTOLD_NOISE)
@@ -73,7 +73,8 @@ class LogitMismatch:
 
     @property
     def is_of_weights(self) -> bool:
-        """Rounding changes with every context; other weights push a token the same way wherever it stands."""
+        """True if the mismatch depends on the token id: rounding changes with every context, different weights shift a token the
+        same way in all."""
         least = (MIN_TOKEN_EFFECT, MIN_TOKEN_SCORE)
         if self.both_float32:
             least = (MIN_FLOAT32_TOKEN_EFFECT, MIN_FLOAT32_TOKEN_SCORE)
@@ -82,13 +83,13 @@ class LogitMismatch:
 
     @property
     def may_carry(self) -> bool:
-        """Whether rounding alone may be alike from token to token: a state or a cache that is rounded is read by all that follow."""
+        """True if rounding alone may be correlated between tokens: all later tokens read a rounded state or cache."""
         return self.level <= MIN_WEIGHTS_NOISE or not self.is_of_known_dtypes
 
 
 @once
 def logit_mismatch(data: PairData) -> LogitMismatch:
-    """Measure how far logits differ and how much of it belongs to tokens."""
+    """Measure the logit mismatch and how much of it depends on the token id."""
     known = np.isfinite(data.noise)
     noise, rest = data.noise[known], data.rest[known]
     cut = float(np.quantile(noise, 0.99)) if len(noise) else 0.0
@@ -106,7 +107,7 @@ def logit_mismatch(data: PairData) -> LogitMismatch:
 
 
 def find_declared(data: PairData) -> list[Finding]:
-    """Weights that differ as policy versions or contracts say themselves."""
+    """Detect weights that differ according to policy versions or contracts."""
     return _versions(data) + _quantisation(data)
 
 
@@ -146,13 +147,13 @@ def _quantisation(data: PairData) -> list[Finding]:
 
 
 def _quantised(contract: Contract) -> dict[tuple[str, ...], str]:
-    """Where a contract says that weights or cache are quantised -> how."""
+    """Return the contract paths that declare quantised weights or cache -> setting."""
     values = {path: str(declared(contract, *path)) for path in _QUANTISED if declared(contract, *path)}
     return {path: value for path, value in values.items() if value not in _NOT_QUANTISED}
 
 
 def find_other_weights(data: PairData) -> list[Finding]:
-    """The mismatch is larger than rounding, or belongs to tokens as only other weights make it."""
+    """Detect a mismatch larger than rounding, or dependent on token ids as only different weights cause."""
     size, structure = logit_mismatch(data), error_structure(data)
     agree = weights_agree(data)
     differ = size.is_excessive or (size.is_of_weights and not agree)
@@ -178,7 +179,7 @@ def find_other_weights(data: PairData) -> list[Finding]:
 
 
 def _finding(data: PairData, code: str, signal: str, weight: float, command: Advice, **more: str) -> Finding:
-    """With every score that was measured."""
+    """Return a finding with all measured scores."""
     size, structure = logit_mismatch(data), error_structure(data)
     dtypes = {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
     return data.finding(
@@ -202,11 +203,11 @@ def _finding(data: PairData, code: str, signal: str, weight: float, command: Adv
 
 
 def along_movement(data: PairData) -> float:
-    """Standard errors by which d points along the movement of pass a over the steps; 0 for fewer than three steps.
+    """Return how far d is aligned with the change of pass a over the steps, in standard errors; 0 for fewer than three steps.
 
-    For a token after a token, the mean of d is held against how a's logprob of it goes with the steps: their product is 0
-    on average for a rounding of any kind, above it where b is behind a, and below it where a is behind b. Errors are those
-    of sums over sequences. What d owes to the size of the logprob is taken out first.
+    For each token bigram, the mean of d is multiplied by the trend of a's logprob over the steps. The product is 0 on average
+    for rounding, positive if b lags behind a, negative if a lags behind b. Errors are taken over sequences. The dependence of
+    d on the size of the logprob is removed first.
     """
     sample = data.sample
     steps = sample.steps[data.seq].astype(float)
