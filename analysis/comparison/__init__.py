@@ -1,1 +1,1 @@
-"""Two runs side by side: what differs first between them."""
+"""Compare two runs and find what differs first."""

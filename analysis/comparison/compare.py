@@ -1,4 +1,4 @@
-"""What differs first between two runs?"""
+"""Compare two runs and find what differs first."""
 
 from __future__ import annotations
 
@@ -36,15 +36,21 @@ def compare(
 ) -> Comparison:
     """Say what differs first between two runs, and what else, by the step at which each difference begins.
 
-    Settings, those of sampling, and contracts of passes (a pass's contract of a step is that of most of its rows); then,
-    over the steps with sequences in both: prompts; responses to equal prompts; logprobs of equal tokens, which are those
-    that come before two responses to one prompt part, bit for bit; rewards of equal responses, beyond 1e-6 of the
-    largest; advantages of these where the rewards of their whole group are equal; lags of policy versions; and every series
-    of `dynamics` (`pair` names the passes of the mismatch) from the first step of the stretch, between change points of the
-    difference, whose mean lies beyond 4.5 standard errors. Sequences are paired within a step: equal ones first, then those of
-    equal prompts, in the order of recording. `steps` (3:80, -10:, 2:200:2) takes a part of both. Replays are left out.
+    Compares settings, sampling settings and contracts (most frequent per pass and step). Over the steps with sequences in
+    both runs it compares:
 
-    Raises NothingToCompare where the runs share no step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    - prompts, and responses to equal prompts;
+    - logprobs, bitwise, of the tokens before two responses to one prompt diverge;
+    - rewards of equal responses, with a tolerance of 1e-6 of the largest;
+    - advantages of equal responses if all rewards of their group are equal;
+    - lags of policy versions;
+    - every series of `dynamics`. It differs from the first segment, between change points of the difference, whose mean is
+      beyond 4.5 standard errors.
+
+    Sequences are paired within a step: equal ones first, then by equal prompt in the order of recording. `pair` names the
+    passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.
+
+    Raises NothingToCompare if the runs share no step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     of_a, of_b = open_database(a, steps), open_database(b, steps)
@@ -91,13 +97,13 @@ def _share_steps(a: Mapping[str, Series], b: Mapping[str, Series]) -> bool:
 
 
 def _order(one: RunDifference) -> tuple[int, int, float, str]:
-    """By step; of one step what may be a cause first, and series by their size, those that do not scatter first."""
+    """Return the sort key: step, then kind in causal order; series by size, those without noise first."""
     size = 0.0 if one.kind != "series" else -(np.inf if one.size_in_sd is None else one.size_in_sd)
     return one.step, KINDS.index(one.kind), size, one.name
 
 
 def _steps(a: Database, b: Database) -> Iterator[RunDifference]:
-    """Steps with sequences in one run alone."""
+    """Yield a difference if some steps have sequences in one run only."""
     of_a, of_b = tokens_by_step(a).keys(), tokens_by_step(b).keys()
     alone = sorted(of_a ^ of_b)
     if alone:

@@ -1,4 +1,4 @@
-"""What differs between two runs."""
+"""Result of a comparison of two runs."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from ..statement import Measured, Statement
 KINDS = (
     "steps", "setting", "sampling", "contract", "prompts", "responses", "logprobs", "rewards", "advantages", "lag", "series",
 )  # fmt: skip
-"""Kinds of a difference, what may cause others first."""
+"""Kinds of differences, in causal order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDifference:
-    """One thing in which two runs differ."""
+    """One difference between two runs."""
 
     kind: str
-    """Of KINDS."""
+    """Element of KINDS."""
     name: str
-    """The setting, `pass.field` of a contract, the pass, or the series; empty where the kind says all."""
+    """Setting, `pass.field` of a contract, pass or series; empty if the kind needs no name."""
     step: int
-    """The first step at which they differ; of a series the first of the stretch that lies apart beyond its scatter."""
+    """First step at which they differ; for a series the start of the first segment that differs beyond noise."""
     a: Measured | None
-    """What run A has there; of a series its median from there to the next change. None where it has none."""
+    """Value in run A at that step; for a series its median from there to the next change; None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """Of a series: how far the runs lie apart there, on the series' scale, in standard deviations of a step's difference;
-    None where nothing scatters, and of other kinds."""
+    """For a series, the difference of the runs in standard deviations of a single step's difference, on the series' scale; None
+    without noise, and for other kinds."""
     values: Mapping[str, Measured] = field(default_factory=dict)
-    """What else is known: shares, counts, the largest difference."""
+    """Further numbers: shares, counts, the largest difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Result):
-    """What differs between two runs, the earliest first."""
+    """Differences between two runs, earliest first."""
 
     _text = "tim_trace.analysis.comparison.text:comparison_text"
 
     a: str
     b: str
     pair: str
-    """a:b of the mismatch."""
+    """Passes of the mismatch, as a:b."""
     steps: str = ALL_STEPS
-    """Which steps were looked at, as they were asked for."""
+    """The `steps` option as given."""
     num_steps: int
-    """Steps with sequences in both."""
+    """Number of steps with sequences in both runs."""
     differences: tuple[RunDifference, ...]
-    """By the step at which each begins; of one step by its kind, and series by their size."""
+    """Sorted by first step, then kind; series by size."""
     same: tuple[str, ...]
-    """Series with the same bits at every step that both have."""
+    """Series that are bitwise equal at every shared step."""
     within_scatter: tuple[str, ...]
-    """Series that differ by no more than they scatter."""
+    """Series that differ within noise."""
     note_codes: tuple[Statement, ...] = ()
-    """What could not be held against each other, of text.NOTES."""
+    """What could not be compared; codes of text.NOTES."""
 
     @property
     def first(self) -> RunDifference | None:
-        """What differs first; None where nothing does."""
+        """First difference; None if there is none."""
         return self.differences[0] if self.differences else None

@@ -1,4 +1,4 @@
-"""The sequences of two runs compared: prompts, responses, logprobs of equal tokens, rewards, advantages."""
+"""Differences between the sequences of two runs: prompts, responses, logprobs of equal tokens, rewards, advantages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .comparison import RunDifference
 
 
 def sequence_differences(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
-    """Prompts, responses, rewards and advantages, of the steps that both runs have."""
+    """Yield the differences of prompts, responses, rewards and advantages over shared steps."""
     pairs = paired(a, b)
     yield from _prompts(a, b, steps)
     yield from _responses(a, pairs)
@@ -54,7 +54,7 @@ def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:
 
 
 def _in_equal_groups(a: Rollouts, b: Rollouts, pairs: Pairs, differs: np.ndarray) -> np.ndarray:
-    """[K] bool: whether every sequence of its group, in both runs, has an equal one with an equal reward."""
+    """Return [K] bool: True if all sequences of the group, in both runs, have a partner with equal response and reward."""
     fine = pairs.equal & ~differs
     inside = np.ones(len(fine), bool)
     for run, at in ((a, pairs.a), (b, pairs.b)):
@@ -80,7 +80,7 @@ def _first(
 
 @dataclass(slots=True)
 class _PassDifference:
-    """How the logprobs of a pass differ in the steps read so far."""
+    """Differences of a pass's logprobs in the steps read so far."""
 
     step: int | None = None
     a: float = 0.0
@@ -91,7 +91,7 @@ class _PassDifference:
     largest_step: int = 0
 
     def add(self, step_K: np.ndarray, num_K: np.ndarray, a_T: np.ndarray, b_T: np.ndarray) -> None:
-        """Take the tokens of further pairs, compared by their bits."""
+        """Add the tokens of further pairs, compared bitwise."""
         a_T, b_T = a_T.astype(np.float32), b_T.astype(np.float32)
         unequal = np.flatnonzero(a_T.view(np.int32) != b_T.view(np.int32))
         self.num_tokens += len(a_T)

@@ -1,6 +1,6 @@
-"""Series of two runs held against each other: from which step they lie apart beyond what they scatter.
+"""Find the step from which the series of two runs differ beyond noise.
 
-Shapes: n steps that both runs have a value at.
+Shapes: n steps with a value in both runs.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..statistics.noise import half_square_difference, highest_long_run_variance
 from .comparison import RunDifference
 
 FEWEST = 3
-"""Steps below which what two runs differ by has no scatter that could be told."""
+"""Minimum number of steps to estimate the noise of a difference."""
 BEYOND_SD = 4.5
-"""Standard errors beyond which two runs lie apart, over the best of all first steps; chance gives fewer than one series in 200."""
+"""Standard errors beyond which two series differ, with the first step chosen to maximise it; false positives: below 0.5 %."""
 
 LAGS = ("policy_lag", "version_lag")
-"""Series that are counts of updates, which have no scatter: any difference counts."""
+"""Series that count updates and have no noise: any difference counts."""
 
 
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Series that both have; names of those with the same bits are added to `same`, of those within scatter to `within`."""
+    """Yield the series that differ; names of bitwise-equal ones are added to `same`, of those within noise to `within`."""
     for name in a:
         if name not in b:
             continue
@@ -55,7 +55,7 @@ def _on_shared_steps(a: Series, b: Series) -> tuple[Series, Series]:
 
 
 def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
-    """NaN or an infinity that one run alone has, at the first such step that both recorded."""
+    """Yield a difference for NaN or an infinity in one run only, at the first such step recorded in both."""
     shared = np.intersect1d(a.steps, b.steps)
     alone = np.intersect1d(np.setxor1d(a.not_finite, b.not_finite), shared)
     if len(alone):
@@ -71,7 +71,7 @@ def _lag(a: Series, b: Series, first: int) -> RunDifference:
 
 
 def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
-    """The first stretch, from the first step with other bits on, in which the mean difference is beyond its error."""
+    """Return the first segment, from the first unequal step on, whose mean difference is significant; None if none is."""
     joint = replace(a, values=np.concatenate([a.values, b.values])).scaled
     gap_n, steps = (joint[: len(a.steps)] - joint[len(a.steps) :])[first:], a.steps[first:]
     difference = Series(a.name, steps, gap_n, LINEAR, a.kind)
@@ -89,16 +89,17 @@ def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
 
 
 def _onset(gap_n: np.ndarray) -> int:
-    """Where a level other than 0 begins: the place of least squares of 0 before it and a mean from it on."""
+    """Return the index at which a non-zero level begins: least squares with 0 before and a mean after."""
     from_here = np.cumsum(gap_n[::-1])[::-1]
     return int(np.argmax(from_here**2 / np.arange(len(gap_n), 0, -1))) if len(gap_n) else 0
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Size of the mean of what lies apart in standard deviations of a step's; infinite without scatter; None within error.
+    """Return the mean difference in standard deviations of a step; infinity without noise; None if not significant.
 
-    The scatter is that of the whole stretch, or of the part where that is of few steps. A mean of few steps has Student's
-    distribution, of which sqrt(df (exp(z^2 / df) - 1)) stands for z (Wallace, Annals of Mathematical Statistics 30, 1959).
+    The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of few steps follows Student's
+    distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1)) (Wallace, Annals of
+    Mathematical Statistics 30, 1959).
     """
     mean = abs(float(apart_n.mean()))
     is_short = len(stretch_n) < FEWEST_CHANGES

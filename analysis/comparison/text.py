@@ -26,17 +26,17 @@ FIRST: Mapping[str, str] = {
     "lag": "{name} is {a} in A and {b} in B",
     "series": "{name} is {a} in A and {b} in B{size}",
 }
-"""Kind of a difference -> the clause that follows the step."""
+"""Kind of a difference -> clause after the step."""
 
 NOTES: Mapping[str, str] = {
     "no_sequences": "no step has sequences in both runs, so only settings and series were compared",
     "only_a": "series only in A: {series}",
     "only_b": "series only in B: {series}",
 }
-"""Code of a note -> the sentence."""
+"""Code of a note -> sentence."""
 
 _LONGEST = 13
-"""Characters of a cell with text where a table has to fit."""
+"""Maximum characters of a text cell if the table has to fit a width."""
 _NAME = 24
 
 
@@ -84,7 +84,7 @@ def comparison_text(found: Comparison, width: int | None = None) -> str:
 
 
 def comparison_rows(found: Comparison) -> Rows:
-    """One row per difference."""
+    """Return one row per difference."""
     return Rows(
         ("kind", "name", "step", "a", "b", "sd", "detail"),
         [

@@ -1,1 +1,1 @@
-"""Which fault, which class of numerics, whether it is normal, and what would settle it."""
+"""Diagnose a run: collapse, validity of the comparison, cause and size of the mismatch, next commands."""

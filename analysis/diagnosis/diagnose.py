@@ -1,4 +1,4 @@
-"""The one verb that a newcomer needs: is the comparison valid, which factor is it, is it normal, and what would settle it."""
+"""Diagnose a run: collapse, validity of the comparison, cause and size of the mismatch, next commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .figures import FIGURES
 from .replay_effects import replay_effects
 
 JUDGED = "k3"
-"""Series whose jumps are told."""
+"""Series whose jumps are reported."""
 
 
 def diagnose(
@@ -50,12 +50,11 @@ def diagnose(
 ) -> Diagnosis:
     """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
 
-    The fall and the most probable cause are those of `attribute`, beside a `control` where one is given. Then `check`; then what
-    each side computed in, as contracts say and as the numbers show; then the published figures under their own
-    definitions, with the trace's own beside them, and the alarms, each held against every step; then what replays in the trace settled.
-    `steps` (3:80, -10:, 2:200:2) takes a part of the run.
+    Combines `attribute` (collapse and most probable cause, relative to a baseline `control` if given), `check`, the precision of
+    each side (declared and inferred), the published values for the mismatch next to the trace's own, the alerts at every step,
+    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) restricts it to part of the run.
 
-    Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     database = open_database(trace, steps)
@@ -98,7 +97,7 @@ def diagnose(
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """The changes of the mismatch that no training makes, the largest first."""
+    """Return the jumps of the mismatch too abrupt for training alone, largest first."""
     found = [
         change for change in read_recorded(database, pair)
         if change.series == JUDGED and not isinstance(change.before, str) and not isinstance(change.after, str)
@@ -108,7 +107,7 @@ def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
 
 
 def coarser_dtype(sides: tuple[Precision, Precision]) -> str | None:
-    """The coarsest dtype of both sides, which decides the size of a mismatch; None where neither is known."""
+    """Return the coarser dtype of the two sides, which determines the size of a mismatch; None if neither is known."""
     known = [side.coarsest for side in sides if side.coarsest in _ORDER]
     return _coarsest(known)
 
@@ -118,11 +117,11 @@ def _coarsest(dtypes: Iterable[str | None]) -> str | None:
 
 
 _ORDER = ("float32", "float16", "bfloat16", "float8")
-"""From the finest to the coarsest."""
+"""Finest first."""
 
 
 def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComparison, ...]:
-    """Figures that the trace has one for; those whose coarser side is as coarse first."""
+    """Return the published figures whose metric the trace has, those of the same coarser dtype first."""
     found = [
         FigureComparison(figure=figure, own=metrics[figure.metric], fits=_coarsest(figure.dtypes) == coarser)
         for figure in FIGURES
@@ -134,7 +133,10 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
 def size_comparison(
     verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
 ) -> SizeComparison:
-    """Where the size lies among published ones of healthy runs whose coarser side is as coarse; `verdict`: check's code."""
+    """Compare the rms of d, `own`, with published values of healthy runs of the same coarser dtype.
+
+    `verdict` is the code of the check's first finding.
+    """
     healthy = [
         each.figure for each in figures if each.fits and each.figure.metric == "rms_d" and not each.figure.is_fault
     ]
@@ -146,7 +148,7 @@ def size_comparison(
 
 
 def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
-    """The sequences of the step from which on rewards, gradient norms or losses are no numbers, the most unusual first."""
+    """Return a query of the sequences of the first step with a non-finite reward, gradient norm or loss."""
     if not attribution.not_finite:
         return ()
     query = (
@@ -159,7 +161,7 @@ def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
 def _next(
     data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...], located: Location | None = None
 ) -> tuple[Advice, ...]:
-    """Commands for what is open: which side, then where in the model; nothing for what a replay or `locate` has settled."""
+    """Return the next commands: which side, then where in the model; none if a replay or `locate` has the answer."""
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
@@ -174,7 +176,7 @@ def _next(
 
 
 def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:
-    """`locate` against the replay that comes nearest to pass b, once one has shown what makes the mismatch."""
+    """Return `locate` against the replay that removes most of the mismatch, if any removes part of it."""
     if not data.has_weights:
         return ()
     for replay in replays:
@@ -195,10 +197,10 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Name of a metric, as figures and alarms have it -> the trace's value over all tokens.
+    """Return metric name, as in figures and alarms -> its value over all tokens of the trace.
 
     With n tokens: means of d, |d|, d^2 and k3 = exp(d) - 1 - d in nats; shares; ess_token = (sum w)^2 / (n sum w^2) with
-    w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, does not follow from sums and is of the sampled tokens.
+    w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, cannot be derived from sums and covers the sampled tokens.
     """
     sums = data.sums
     if not sums.num_tokens:

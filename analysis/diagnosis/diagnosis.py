@@ -1,4 +1,4 @@
-"""The result of a diagnosis, in codes and numbers; text.py has the sentences."""
+"""Result of a diagnosis, as codes and numbers; text.py has the sentences."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from ..location import Location
 from .figures import PublishedFigure
 
 SETTLES = 0.9
-"""Share of the mismatch that a replay must remove to have settled its cause."""
+"""Minimum share of the mismatch that a replay must remove to identify the cause."""
 ADDS_LITTLE = 0.1
-"""A replay that changes less of the mismatch than this neither removes nor adds a part of it."""
+"""Share of the mismatch below which a replay counts as having no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """What each side computed in, as far as contracts say and logprobs show."""
+    """dtypes of both sides (a, b), from contracts and as inferred from logprobs; None where unknown."""
 
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
-    """dtypes of the contracts."""
+    """dtypes declared by the contracts."""
     logits: tuple[str | None, str | None]
-    """dtypes whose grid the logits lie on: see check.detectors.logit_grid."""
+    """dtypes that the logits were rounded to: see check.detectors.logit_grid."""
     values: tuple[str | None, str | None]
     """dtypes that the recorded logprobs were rounded to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureComparison:
-    """A published figure, and the trace's own under the same definition."""
+    """A published figure and the trace's value under the same definition."""
 
     figure: PublishedFigure
     own: float
     fits: bool
-    """Whether its coarser side is as coarse as the coarser side of this trace."""
+    """True if its coarser dtype is that of this trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
-    """The size of the mismatch against what others measured on healthy runs."""
+    """Size of the mismatch relative to published values of healthy runs."""
 
     code: Literal["equal", "unpublished", "below", "within", "above"]
-    """`equal`: no mismatch; `unpublished`: no figure is as coarse as this trace; else where `own` lies."""
+    """`equal`: no mismatch; `unpublished`: no published value for this dtype; otherwise `own` relative to the range."""
     own: float
     """Root mean square of d, nats."""
     coarser: str | None
-    """The coarser side's dtype, which decides the size; None where it is unknown."""
+    """Coarser dtype of the two sides, which determines the size; None if unknown."""
     low: float | None = None
     """Ends of the published range, nats; None for `equal` and `unpublished`."""
     high: float | None = None
@@ -60,30 +60,30 @@ class SizeComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayEffect:
-    """How much of the mismatch a replay that the trace holds removes, put in the place of pass a."""
+    """Share of the mismatch removed by a replay in place of pass a."""
 
     arm: str
     pair: tuple[str, str]
     num_tokens: int
     gap_rms: float
-    """Of the pair over the replayed tokens, nats."""
+    """Root mean square of d of the pair over the replayed tokens, nats."""
     left_rms: float
-    """Between the replay and pass b, nats."""
+    """The same between the replay and pass b, nats."""
     removed: float
-    """Share of mean d squared that the replay removes; negative where it adds to it."""
+    """Share of mean squared d removed by the replay; negative if it increases it."""
     low: float | None
-    """Ends of its 95 % interval over groups; None where there is none."""
+    """Bounds of its 95 % interval over groups; None without an interval."""
     high: float | None
     no_interval: str | None
-    """Why there is none; None where there is one."""
+    """Reason for a missing interval; None if there is one."""
     is_own_engine: bool = False
-    """Whether it is a replay by the engine of pass b, with nothing else changed."""
+    """True for a replay by the engine of pass b with nothing else changed."""
     changes: str | None = None
-    """The arm's words, as `dtype=fp16,batch-size=1`; None where the pass does not say them."""
+    """Options of the arm, e.g. `dtype=fp16,batch-size=1`; None if not recorded."""
 
     @property
     def code(self) -> Literal["settles", "repeats", "part", "nothing", "adds"]:
-        """What the replay does to the mismatch: removes it, repeats pass b itself, removes a part of it, neither, or adds to it."""
+        """Effect on the mismatch: removes it, reproduces pass b, removes part of it, none, or increases it."""
         if self.removed > SETTLES:
             return "repeats" if self.is_own_engine else "settles"
         if self.removed > ADDS_LITTLE:
@@ -93,28 +93,28 @@ class ReplayEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis(Result):
-    """The answer to: valid, which factor, normal?"""
+    """Whether a run collapsed and why, whether its comparison is valid, and whether its mismatch is normal."""
 
     _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 
     checked: CheckResult
     attribution: Attribution
-    """Whether the run fell, where that begins, and the cause."""
+    """Collapse of the run, its onset, and its probable cause."""
     jumps: tuple[RecordedChange, ...]
-    """Changes of the mismatch beyond ABRUPT, the largest first."""
+    """Increases of the mismatch by a factor of ABRUPT or more, largest first."""
     numerics: Numerics
     metrics: dict[str, float]
-    """The trace's own figures, by the names of `stats` and of the frameworks."""
+    """Metric name, as in `stats` and the frameworks -> value of the trace."""
     size: SizeComparison
     figures: tuple[FigureComparison, ...]
     alarms: AlarmReadings
     replays: tuple[ReplayEffect, ...]
     next: tuple[Advice, ...]
-    """Commands that would settle what is open."""
+    """Commands that answer what is still open."""
     located: Location | None = None
-    """The newest result of `locate` that lies in the trace, without its operators; None where there is none."""
+    """Newest result of `locate` in the trace, without its operators; None if there is none."""
 
     @property
     def settled_by(self) -> ReplayEffect | None:
-        """The replay that removes nearly all of the mismatch; None where none does."""
+        """Replay that removes nearly all of the mismatch; None if none does."""
         return next((replay for replay in self.replays if replay.code == "settles"), None)

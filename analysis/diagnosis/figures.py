@@ -1,4 +1,4 @@
-"""Published figures of the mismatch between trainer and engine, each under the definition that it was measured by."""
+"""Published values of the mismatch between trainer and engine, each under its original definition."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFigure:
-    """A measured value, or the range of several."""
+    """A published value, or a range of several."""
 
     metric: str
     """Column of `stats` with the same definition: over tokens, d in nats."""
     low: float
     high: float
     dtypes: tuple[str, str]
-    """What trainer and engine computed in; an empty text where it is not said."""
+    """dtypes of trainer and engine; empty string if not stated."""
     engines: str
     model: str
     setting: str
     source: str
     is_mixture: bool = False
-    """Whether the model is a mixture of experts."""
+    """True for a mixture of experts."""
     is_fault: bool = False
-    """Whether the run that it was measured in was broken."""
+    """True if measured in a broken run."""
 
 
 def _published(
@@ -37,7 +37,7 @@ def _published(
     is_mixture: bool = False,
     is_fault: bool = False,
 ) -> Iterator[PublishedFigure]:
-    """Yield one figure per metric of a measurement; `dtypes` is one name if both sides computed in the same."""
+    """Yield one figure per metric of a measurement; `dtypes` is one name if both sides used the same."""
     sides = (dtypes, dtypes) if isinstance(dtypes, str) else dtypes
     for metric, value in values.items():
         low, high = value if isinstance(value, tuple) else (value, value)
@@ -97,4 +97,4 @@ FIGURES = (
     *_published(_BF16, "verl, vLLM", "14B dense", "A100 with cascade attention: a fault",
                 "richardli.xyz/rl-collapse 3.5", {"k3": (0.01, 1.0)}, is_fault=True),
 )  # fmt: skip
-"""The published noise floor: both dtypes, engines, model, setting, source, and metric -> value or range."""
+"""Published noise floor."""

@@ -1,4 +1,4 @@
-"""How much of the mismatch the replays that a trace holds remove."""
+"""Share of the mismatch removed by the replays in a trace."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ SELECT count(*) AS num, sum((logprob_a - logprob_b) ** 2) AS gap, sum((logprob_c
 FROM triangle({a}, {b}, {c}) JOIN sequences AS s USING (run, step, seq_id)
 GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 """
-"""Of each sequence: its tokens, what lies between a and b and between c and b, and its group."""
+"""Per sequence: tokens, sums of squared differences of a and b and of c and b, and group."""
 
 
 _ENGINE_ALONE = {"engine", "mode"}
-"""What an arm sets that lets an engine compute as it does by itself."""
+"""Arm options that leave an engine's computation unchanged."""
 
 
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
-    """Every replay, put in the place of pass a: those that remove most of the mismatch first."""
+    """Return the effect of each replay in place of pass a, the largest removed share first."""
     found, contracts = [], _contracts(database)
     own_engines = _own_engines(contracts, pair[1])
     tell_sampled(database, set(passes) - {*pair})
@@ -55,13 +55,12 @@ def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[R
 
 
 def _contracts(database: Database) -> list[tuple[str, Contract]]:
-    """Every pass's contracts."""
     rows = database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall()
     return [(name, json.loads(text)) for name, text in rows if text]
 
 
 def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
-    """The words of a replay's arm, where its pass says them in one way."""
+    """Return the arm options of a replay; None if missing or ambiguous."""
     arms = {
         arm_text(contract["arm"]) for of, contract in contracts if of == name and isinstance(contract.get("arm"), dict)
     }
@@ -69,7 +68,7 @@ def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
 
 
 def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set[str]:
-    """Replays by the engine of a pass, with nothing else changed."""
+    """Return the replays by the engine of a pass with nothing else changed."""
     engines = {contract.get("engine") for name, contract in contracts if name == engine_pass} - {None}
     return {
         name
@@ -81,7 +80,7 @@ def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set
 
 
 def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interval | NoInterval:
-    """A 95 % interval over groups of the share removed, 1 - left / gap, at most 1; from what each sequence adds to both sums."""
+    """Return a 95 % interval over groups of the removed share, 1 - left / gap, at most 1, from per-sequence sums."""
     found = bootstrap(
         {"removed": lambda t: 1 - t["left"] / t["gap"]}, {"gap": gap_N, "left": left_N}, unit_N, _CONFIDENCE
     )["removed"]

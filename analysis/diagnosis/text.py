@@ -97,7 +97,7 @@ def cause_title(suspect: Suspect, checked: CheckResult | None) -> str:
 
 
 def _answers(found: Diagnosis, width: int | None) -> str:
-    """One or two lines per question."""
+    """Return one or two lines per question."""
     finding, attribution = found.checked.findings[0], found.attribution
     raised = [alarm_sentence(reading) for reading in found.alarms.raised]
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
