@@ -1,1 +1,1 @@
-"""How a run moved: its series by step, when each changed, what moved first, and what a schedule would have done."""
+"""Series of a run: when each changed, which changed first, and what a learning-rate schedule would have done."""

@@ -1,4 +1,4 @@
-"""How a run changed, and what changed first."""
+"""Find when the series of a run changed, and which changed first."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ def dynamics(
 ) -> Dynamics:
     """Say how a run changed: when each series changed, which changed first, and which series lead.
 
-    Series are those of `series.read_series`, on the scales of `quantities.KINDS`; `steps` (3:80, :100, 2:200:2) takes a part
-    of the run. Change points are those of `changes.change_points`, each with a 95 % interval: an order of two onsets
-    whose intervals overlap is not decided. Then correlations over lags; the surge of the response length and the
-    learning-rate schedule of arXiv 2602.01826, as a training would have kept it; the rate at which k3
-    compounds; and the entropy law of arXiv 2505.22617. What the trace cannot answer is listed, and the rest answered. The
-    onset of a fall is the one that `attribute` reports.
+    Series come from `series.read_series`, on the scales of `quantities.KINDS`. Change points come from
+    `changes.change_points` with 95 % intervals; if two intervals overlap, their order is undecided. Also reported: correlations
+    over lags, the surge of the response length and the learning-rate schedule of arXiv 2602.01826, the growth rate of k3, and
+    the entropy law of arXiv 2505.22617. What the trace cannot show is listed. The onset of a collapse is that of `attribute`.
+    `steps` (3:80, :100, 2:200:2) restricts it to part of the run.
 
-    Raises NothingToCompare for a trace without any step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     database = open_database(trace, steps)
@@ -103,7 +102,7 @@ _NEEDED = (
     "reward", "reward_std_within_groups", "k3_positive", "grad_norm", "update_to_weight", "policy_lag", "clip_share",
     "changed_weights",
 )  # fmt: skip
-"""Series without which a part of the answer is open."""
+"""Series without which part of the answer is missing."""
 
 
 def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
@@ -124,7 +123,7 @@ def summarise(
     growth: Sequence[Growth],
     num_steps: int,
 ) -> Iterator[Statement]:
-    """What moved first; the fall; planned changes; a surge of lengths; how k3 compounds at the end."""
+    """Yield the summary: first change, collapse, planned changes, length surge, growth of k3 at the end."""
     yield _first(onsets, num_steps)
     if fall is not None:
         yield Statement(code="fall", values={"outcome": fall.outcome, "step": fall.step, "kind": fall.kind})

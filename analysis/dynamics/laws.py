@@ -1,4 +1,4 @@
-"""Laws that series are tested against: growth of the mismatch, reward against entropy, and which series lead others."""
+"""Laws fitted to series: growth of the mismatch, reward against entropy, and leads and lags between series."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from ..statistics.location import SHIFT
 from ..statistics.noise import highest_long_run_variance
 
 FEWEST = 8
-"""Steps that a line is fitted to."""
+"""Minimum number of steps for fitting a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """The slope of ln k3 against the step."""
+    """Slope of ln k3 against the step."""
 
     part: str
-    """`run`, or `last third` of its steps."""
+    """`run` or `last third`."""
     num_steps: int
     slope: float
     """1 / step."""
     low: float
     high: float
-    """The 95 % interval of the slope, autocorrelation counted in: docs/evidence/intervals.md."""
+    """`low` to `high` is the 95 % interval of the slope, with autocorrelation: docs/evidence/intervals.md."""
     growth: float
-    """Factor of a step less 1: exp(slope) - 1."""
+    """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Steps in which k3 doubles, negative where it halves; None where the interval holds 0."""
+    """Steps in which k3 doubles, negative if it halves; None if the interval contains 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyLaw:
-    """R = -a exp(H) + b fitted to the steps of a run (arXiv 2505.22617): reward bought with entropy."""
+    """Fit of R = -a exp(H) + b to the steps of a run: reward as a function of entropy (arXiv 2505.22617)."""
 
     num_steps: int
     a: float
     b: float
-    """The reward that the law foretells where the entropy is used up is b - a, at H = 0."""
+    """The law predicts a reward of b - a at zero entropy."""
     r2: float
-    """Share of the reward's variance that the law explains."""
+    """Share of the reward's variance explained."""
     residual_last_third: float
-    """Mean residual over the last third of the steps, in standard deviations of the residuals: the law's own drift."""
+    """Mean residual over the last third of the steps, in standard deviations of the residuals: drift away from the law."""
     residuals: tuple[tuple[int, float], ...]
-    """(step, reward - law)."""
+    """(step, residual) pairs."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
-    """How fast the mismatch compounds, over the run and over its last third: under arXiv 2510.18855 by a constant factor.
+    """Return the growth of the mismatch over the run and over its last third; arXiv 2510.18855 predicts a constant factor.
 
-    No line is laid across a jump: a run with one has none of its own, and its last third begins after the last jump.
+    No line is fitted across a jump: with one, only the last third is fitted, and only from the last jump on.
     """
     if k3 is None:
         return ()
@@ -74,7 +74,7 @@ def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Gro
 def _growth(part: str, steps: np.ndarray, logs: np.ndarray) -> Growth:
     from scipy.stats import linregress
 
-    t = (steps - steps[0]).astype(float)  # float64 does not tell large numbers apart
+    t = (steps - steps[0]).astype(float)  # subtract first: large integers lose precision in float64
     t -= t.mean()
     slope = float(linregress(t, logs).slope)
     scatter = highest_long_run_variance(logs - logs.mean() - slope * t, 2)
@@ -87,7 +87,7 @@ def _growth(part: str, steps: np.ndarray, logs: np.ndarray) -> Growth:
 
 
 def entropy_law(reward: Series | None, entropy: Series | None) -> EntropyLaw | None:
-    """Fit the law by least squares; None for fewer than 8 steps with both, or an entropy that does not move."""
+    """Fit the law by least squares; None with fewer than 8 steps of both series, or with a constant entropy."""
     from scipy.stats import linregress
 
     if reward is None or entropy is None:
@@ -114,39 +114,39 @@ NAMES = (
     "k3", "grad_norm", "reward", "reward_std_within_groups", "length", "entropy", "clip_share", "policy_lag",
     "update_to_weight", "changed_weights",
 )  # fmt: skip
-"""Series that are compared: one of those that say the same."""
+"""Series compared: one of each group of equivalent ones."""
 
 FEWEST_FOR_LAGS = 24
-"""Steps that both must have."""
+"""Minimum number of shared steps."""
 
 LARGEST_LAG = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeadLag:
-    """Two series, and the lag at which their changes agree most."""
+    """The lag at which the changes of two series correlate most."""
 
     leader: str
-    """The one that goes ahead; the first of both where the lag is 0."""
+    """Series that is ahead; the first of both if the lag is 0."""
     follower: str
     lag: int
-    """Steps by which it is ahead."""
+    """Steps by which the leader is ahead."""
     correlation: float
-    """Of the ranks of their step-to-step changes, at that lag."""
+    """Rank correlation of their step-to-step changes at that lag."""
     p: float
-    """Chance of a correlation as strong at any lag if the two had nothing to do with each other."""
+    """p-value: probability of a correlation as strong at any lag if the two are independent."""
     q: float
-    """The same for the number of pairs compared: the share of false ones among pairs with q at most this."""
+    """p adjusted for the number of pairs: expected share of false positives among pairs with this q or less."""
     num_steps: int
 
 
 def lead_lags(series: Mapping[str, Series]) -> tuple[LeadLag, ...]:
-    """Compare every two series of NAMES, the surest first.
+    """Correlate every pair of series of NAMES over lags, the most significant first.
 
-    Each series is differenced on its scale and turned into ranks; correlations are over lags of up to 50 steps, a quarter
-    of the steps at most. The null is a moving-block bootstrap of one of the two, which keeps each series' own
-    autocorrelation and breaks what joins them; p is of the largest correlation over all lags, q after Benjamini and
-    Hochberg. Of one run this describes and proves no cause.
+    Each series is differenced on its scale and ranked; lags go up to 50 steps and at most a quarter of the steps. The null
+    distribution is a moving-block bootstrap of one series, which keeps its autocorrelation and removes the dependence. p is for
+    the largest correlation over all lags; q is adjusted after Benjamini and Hochberg. Correlation within one run does not show
+    causation.
     """
     found = []
     for first, second in combinations([name for name in NAMES if name in series], 2):
@@ -155,7 +155,7 @@ def lead_lags(series: Mapping[str, Series]) -> tuple[LeadLag, ...]:
             found.append((first, second, *one))
     if not found:
         return ()
-    from scipy.stats import false_discovery_control  # which takes half a second to import
+    from scipy.stats import false_discovery_control  # takes half a second to import
 
     adjusted = false_discovery_control([p for *_, p, _ in found], method="bh")
     rows = [_row(*one, float(q)) for one, q in zip(found, adjusted, strict=True)]
@@ -170,7 +170,7 @@ def _row(first: str, second: str, lag: int, correlation: float, p: float, num_st
 
 
 def _compared(a: Series, b: Series) -> tuple[int, float, float, int] | None:
-    """Lag in steps (above 0: a is ahead), correlation, p and the number of steps; None where it cannot be said."""
+    """Return the lag in steps (positive: a is ahead), correlation, p and number of steps; None if undefined."""
     both = a.known & b.known
     n = int(both.sum())
     if n < FEWEST_FOR_LAGS:

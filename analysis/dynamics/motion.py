@@ -1,4 +1,4 @@
-"""How a run moved."""
+"""Result of `dynamics`."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesSummary:
-    """One series: where it began, where it ended, and when it changed."""
+    """Summary of one series: start, end and changes."""
 
     name: str
     kind: str
     scale: str
     source: str
     num_steps: int
-    """Steps with a value."""
+    """Number of steps with a value."""
     first: float
-    """Median of the first tenth of the steps, five at least."""
+    """Median of the first tenth of the steps, at least five."""
     last: float
-    """Median of the last tenth of the steps, five at least."""
+    """Median of the last tenth of the steps, at least five."""
     smallest: float
     largest: float
     not_finite: tuple[int, ...]
-    """Steps at which NaN or an infinity was recorded."""
+    """Steps with NaN or an infinity."""
     changes: tuple[ChangePoint, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dynamics(Result):
-    """The answer to: is anything moving, what moved first, and what would a schedule have done?"""
+    """Changes of a run's series, their order, and the effect a learning-rate schedule would have had."""
 
     _text = "tim_trace.analysis.dynamics.text:dynamics_text"
 
@@ -46,17 +46,17 @@ class Dynamics(Result):
     last_step: int
     num_steps: int
     summary_codes: tuple[Statement, ...]
-    """The answer, of text.SUMMARY."""
+    """Summary, as codes of text.SUMMARY."""
     fall: Fall | None
-    """The fall of the run's outcome, as `attribute` finds it; None where none fell, or where `steps` takes a part of the run."""
+    """Collapse of the run's outcome as found by `attribute`; None without one, or if `steps` restricts the run."""
     series: tuple[SeriesSummary, ...]
     onsets: tuple[FirstChange, ...]
-    """Series by their first change, the earliest first."""
+    """First change of each series, earliest first."""
     lead_lag: tuple[LeadLag, ...]
     schedule: Schedule | None
-    """None where no lengths are known."""
+    """None if response lengths are unknown."""
     growth: tuple[Growth, ...]
-    """How fast k3 compounds."""
+    """Growth rates of k3."""
     entropy_law: EntropyLaw | None
     unanswered_codes: tuple[Statement, ...]
-    """What cannot be answered from this trace, of text.UNANSWERED."""
+    """What this trace cannot show, as codes of text.UNANSWERED."""

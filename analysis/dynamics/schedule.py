@@ -1,7 +1,7 @@
-"""When the length-decay schedule would have acted on a recorded run.
+"""Apply the length-based learning-rate schedule to a recorded run.
 
-arXiv 2602.01826, algorithm 1: eta_t = max(eta_{t-1} / 2, eta_0 / 10) when t mod T = 0, with T = round(1.8 t_surge). Before a
-surge of the response length nothing decays. t counts updates, the first is 1.
+arXiv 2602.01826, algorithm 1: eta_t = max(eta_{t-1} / 2, eta_0 / 10) when t mod T = 0, with T = round(1.8 t_surge). There is
+no decay before a surge of the response length. t counts updates from 1.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..facts.series import Series
 
 
 class LengthSurge:
-    """Sees when responses become longer by a factor within a few steps.
+    """Online detector of a surge of the response length: growth by a factor within a few steps.
 
-    arXiv 2602.01826 acts on this surge and does not define it. Here: with L_t the mean response length of step t and base_t
-    the median of L over [t - window - gap, t - gap), it is the first t at which L / base is at least `kappa` in `above` of
-    the last `of` steps. The gap keeps a rise that takes a few steps out of its own base.
+    arXiv 2602.01826 does not define the surge. Here it is the first t at which L / base is at least `kappa` in `above` of the
+    last `of` steps, with L_t the mean response length of step t and base_t the median of L over [t - window - gap, t - gap).
+    The gap keeps a rise over a few steps out of its own base.
 
     >>> surge = LengthSurge(window=4, gap=1, above=2, of=2)
     >>> [surge.observe(length) for length in (10, 11, 9, 10, 10, 30, 31, 30)]
@@ -31,7 +31,7 @@ class LengthSurge:
     """
 
     def __init__(self, *, kappa: float = 2.0, window: int = 20, gap: int = 5, above: int = 3, of: int = 5):
-        """Raises InvalidOption for settings under which there is no surge, or always one."""
+        """Raise InvalidOption for settings that never or always detect a surge."""
         if not kappa > 1:
             raise InvalidOption(f"got {kappa}; give a factor above 1, as 2", option="kappa")
         if window < 1 or gap < 0 or not 1 <= above <= of:
@@ -41,16 +41,16 @@ class LengthSurge:
             )
         self.kappa, self.window, self.gap, self.above, self.of = kappa, window, gap, above, of
         self.num_steps = 0
-        """Steps observed; the first is step 1."""
+        """Number of steps observed; the first is step 1."""
         self.step: int | None = None
-        """The surge; None before there is one."""
+        """Step of the surge; None before it."""
         self._lengths: deque[float] = deque(maxlen=window + gap)
         self._over: deque[bool] = deque(maxlen=of)
 
     def observe(self, length: float | None) -> bool:
-        """Take the mean response length of the next step, in tokens, and return whether it is the surge.
+        """Add the mean response length of the next step, in tokens; return True if the surge is at this step.
 
-        None and NaN are a step without responses. After the first surge nothing is one.
+        None and NaN mean a step without responses. Only the first surge is detected.
         """
         self.num_steps += 1
         if self.step is not None or length is None or length != length:
@@ -65,13 +65,13 @@ class LengthSurge:
 
 
 FACTOR, FLOOR = 0.5, 0.1
-"""Of one decay, and of the first learning rate what is left at the end."""
+"""Factor of one decay, and lowest learning rate relative to the first."""
 _STRETCH = 1.8
 KAPPAS = (1.5, 2.0, 3.0)
 VARIANTS: tuple[dict[str, int], ...] = (
     {}, {"window": 10}, {"window": 40}, {"gap": 0}, {"gap": 10}, {"above": 1, "of": 1}, {"above": 5, "of": 5},
 )  # fmt: skip
-"""Settings of the detector beside its defaults, for each kappa."""
+"""Detector settings tried for each kappa, in place of the defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +80,13 @@ class Decay:
 
     step: int
     scale: float
-    """Learning rate over its first value, from that step on."""
+    """Learning rate from that step on, relative to the first."""
     is_within_run: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """What a detector of these settings would have seen."""
+    """Result of the detector under one choice of settings."""
 
     kappa: float
     window: int
@@ -99,19 +99,19 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The surge of the response length, and what the schedule of arXiv 2602.01826 makes of it."""
+    """Surge of the response length and the resulting schedule of arXiv 2602.01826."""
 
     surge_step: int | None
-    """None where responses did not surge."""
+    """None without a surge."""
     decay_period: int | None
-    """round(1.8 surge steps), in steps."""
+    """round(1.8 surge_step), in steps."""
     decays: tuple[Decay, ...]
-    """Down to the floor, those after the run's end too."""
+    """All decays down to the floor, including those after the end of the run."""
     sensitivity: tuple[Sensitivity, ...]
 
 
 def schedule_of(length: Series) -> Schedule:
-    """Run the detector over the recorded steps; a step without responses keeps the length before it."""
+    """Run the detector over the recorded steps; a step without responses keeps the previous length."""
     surge_step = _surge(length).step
     period = None if surge_step is None else decay_period(surge_step)
     return Schedule(
@@ -128,7 +128,7 @@ def decay_period(surge_step: int) -> int:
 
 
 def _surge(length: Series, **settings: Any) -> LengthSurge:
-    """The detector after the run. Steps may be numbered with gaps, as by timestamps: its clock shows the number of each."""
+    """Return the detector after the run; it counts by step numbers, which may have gaps."""
     surge = LengthSurge(**settings)
     held = None
     for step, value in zip(length.steps.tolist(), length.values.tolist(), strict=True):

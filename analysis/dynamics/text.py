@@ -32,7 +32,7 @@ SUMMARY: Mapping[str, str] = {
     "k3_doubles": "In the last third of the run k3 doubles every {steps:.3g} steps.",
     "k3_halves": "In the last third of the run k3 halves every {steps:.3g} steps.",
 }
-"""Code of one part of the answer -> the sentence."""
+"""Code of a part of the summary -> sentence."""
 
 UNANSWERED: Mapping[str, str] = {
     "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown; see tim-trace info",
@@ -48,7 +48,7 @@ UNANSWERED: Mapping[str, str] = {
     "no_changed_weights": "no weights; record with --weights delta to measure how much each update changes",
     "too_short": "{num_steps} steps with a value; change points need {changes}, lags {lags}, rates and laws {laws}",
 }
-"""Code of what is unknown -> the sentence."""
+"""Code of what is unknown -> sentence."""
 
 
 def summary_sentences(found: Dynamics) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ def _onsets(found: Dynamics) -> Rows:
 
 
 def series_rows(found: Dynamics) -> Rows:
-    """One row per series: its values, and where it changed."""
+    """Return one row per series: its values and changes."""
     rows = [
         (
             each.name, each.num_steps, each.first, each.last, each.smallest, each.largest,

@@ -1,1 +1,1 @@
-"""What is computed from a run's numbers: estimators, intervals, change points, correlations and the terms of the loss."""
+"""Statistics: estimators, intervals, change points, correlations and the terms of the loss."""

@@ -1,6 +1,6 @@
-"""Where a level breaks into a straight fall that ends at another level.
+"""Find where a level turns into a linear decline to another level.
 
-Shapes: N values, one a step, without gaps; E places where the fall may end.
+Shapes: N values, one per step, without gaps; E candidate ends of the decline.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from .location import REACH
 from .noise import long_run_variance
 
 _LARGEST_E = 12
-"""Places that are tried for the end of a fall."""
+"""Maximum number of ends tried for a decline."""
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
-    """The first index of the fall between two given levels, and those between which it lies: (low, index, high).
+    """Return the first index of a decline between two given levels, with its interval: (low, index, high).
 
-    It is where the squares are least. Between are the breaks whose squares are within those of chance: F with 1 and N - 3
-    degrees of freedom, 90 %.
+    The index minimises the sum of squares. The 90 % interval has the indices whose sum of squares is within the F quantile with
+    1 and N - 3 degrees of freedom.
     """
     n = len(values)
     costs = np.full(n, np.inf)
@@ -32,9 +32,9 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """The 95 % interval of the first index of the fall, both levels fitted, in noise that autocorrelates: docs/evidence/intervals.md.
+    """Return the 95 % interval of the first index of a decline, with fitted levels and autocorrelated noise.
 
-    `deviation` is the least that the noise is taken for: see noise.level_deviation.
+    `deviation` is a lower bound for the noise, see noise.level_deviation. Coverage: docs/evidence/intervals.md.
     """
     centred = values - values.mean()
     n = len(centred)
@@ -54,6 +54,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """[E, N] the share of a fall from `start` on that is behind, for each end that it may have."""
+    """Return [E, N] the completed share of a decline that begins at `start`, for each candidate end."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _LARGEST_E)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

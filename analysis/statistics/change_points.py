@@ -1,8 +1,8 @@
-"""A series cut into stretches that are straight lines: the exact cut of least cost.
+"""Segment a series into straight lines at minimum cost, exactly.
 
-ruptures' Pelt finds the same cuts of 60 to 1,000 steps and takes 7 (60 steps) to 70 times (1,000) as long.
+ruptures' Pelt finds the same cuts but is 7 times (60 steps) to 70 times (1,000 steps) slower.
 
-Shapes: n values, one a step, without gaps.
+Shapes: n values, one per step, without gaps.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""Chance that noise alone gives a cut, where its variance is known; estimating it brings the chance below 0.01."""
+"""False-positive rate of a cut in pure noise of known variance; below 0.01 if the variance is estimated."""
 
 _ROUNDS = 4
 
 
 def shortest(n: int) -> int:
-    """Fewest steps of a stretch: 4, and a fiftieth of long series."""
+    """Return the minimum segment length: 4 steps, and 2 % of long series."""
     return max(4, math.ceil(0.02 * n))
 
 
 def tail(gain: float, n: int) -> float:
-    """An upper bound of the chance that noise makes one line broken in two better by `gain` long-run variances.
+    """Return an upper bound on the probability that, in pure noise, cutting a line in two gains `gain` long-run variances.
 
-    0.58 ln(n) gain exp(-gain / 2): the form of a largest chi-square of 2 degrees of freedom over all places, the factor
-    such that it holds for white noise of 20 to 1,000 steps, by simulation.
+    0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum of chi-square statistics with 2 degrees of freedom over all
+    positions; the factor comes from simulations of white noise with 20 to 1,000 steps.
     """
     return min(1.0, 0.58 * math.log(n) * gain * math.exp(-gain / 2)) if gain > 2 else 1.0
 
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Gain that a cut must bring, in long-run variances: that of chance SIGNIFICANT, and no less than 3 ln n."""
+    """Return the minimum gain of a cut, in long-run variances: at false-positive rate SIGNIFICANT, and at least 3 ln n."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -45,7 +45,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares of straight lines through any stretch of a series, from running sums."""
+    """Residual sums of squares of lines fitted to any segment of a series, from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)
@@ -55,7 +55,7 @@ class StretchSquares:
         self._sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in (centred, t * centred, centred * centred)]
 
     def squares(self, start: np.ndarray | int, end: np.ndarray | int) -> np.ndarray:
-        """Of the stretches [start, end), of at least two values each."""
+        """Return the residual sums of squares of segments [start, end) of at least two values."""
         length = np.asarray(end - start, float)
         y, ty, yy = (sums[end] - sums[start] for sums in self._sums)
         middle = self._first + (np.asarray(start) + end - 1) / 2
@@ -64,10 +64,10 @@ class StretchSquares:
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
-    """Cut a series: the first place of every stretch but the first, and the long-run variance that decided.
+    """Return the start of every segment but the first, and the long-run variance used.
 
-    The variance is estimated after the best single cut, and then after the cuts found, until they stay; with one cut
-    taken out it comes out too small for a series that has none, which `_margin` makes up for.
+    The variance is estimated after the best single cut, then after the cuts found, until they are stable. Removing a cut from
+    a series without one makes the estimate too small, which `_margin` compensates.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
@@ -76,7 +76,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     extent = float(np.ptp(values))
     if extent <= 1e-12 * float(np.abs(values).max()):
         return [], 0.0
-    # What neighbours differ by is the least that a series scatters, however many cuts explain the rest.
+    # Differences of neighbours are a lower bound for the noise, whatever the number of cuts.
     floor = max((0.01 * extent) ** 2, half_square_difference(values, 1))
     whole, places, found = long_run_variance(values, 2), [_best_single(lines, least)], [-1]
     variance = whole
@@ -91,7 +91,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
 
 
 def residuals(values: np.ndarray, places: list[int]) -> np.ndarray:
-    """What is left of each stretch after its line."""
+    """Return the residuals of the line fitted to each segment."""
     ends = [0, *places, len(values)]
     return np.concatenate([without_line(values[a:b]) for a, b in pairwise(ends)])
 
@@ -106,7 +106,7 @@ def _best_single(lines: StretchSquares, least: int) -> int:
 
 
 def _cheapest(lines: StretchSquares, variance: float, least: int) -> list[int]:
-    """The cuts that minimise squares / variance + penalty * cuts, by dynamic programming over the last cut."""
+    """Return the cuts that minimise squares / variance + penalty * cuts, by dynamic programming over the last cut."""
     n, price = lines.n, penalty(lines.n)
     cost = np.full(n + 1, np.inf)
     cost[0] = -price

@@ -1,6 +1,6 @@
-"""Correlations: of two samples, and of two series over lags.
+"""Correlations of two samples, and of two series over lags.
 
-Shapes: n values, one a step, without gaps; R series, L lags.
+Shapes: n values, one per step, without gaps; R series, L lags.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SEED = 0
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson's correlation; NaN of fewer than two values, or where one side has no spread.
+    """Return Pearson's correlation; NaN for fewer than two values or a constant side.
 
     >>> pearson(np.array([1.0, 2.0]), np.array([3.0, 1.0]))
     -1.0
@@ -29,7 +29,7 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoMoments:
-    """Moments of two samples, which add up part by part (Chan, Golub and LeVeque 1979)."""
+    """Moments of two samples, which can be added over parts (Chan, Golub and LeVeque 1979)."""
 
     num: int
     mean_x: float
@@ -42,8 +42,8 @@ class CoMoments:
 
     @classmethod
     def of(cls, x: np.ndarray, y: np.ndarray) -> CoMoments:
-        """Of one part, which has a value at least."""
-        # Of equal values the rounding of their mean is no spread.
+        """Return the moments of one part with at least one value."""
+        # For equal values, rounding of the mean must not count as spread.
         mean_x, mean_y = (float(values[0] if np.ptp(values) == 0 else values.mean()) for values in (x, y))
         off_x, off_y = x - mean_x, y - mean_y
         return cls(
@@ -66,7 +66,7 @@ class CoMoments:
 
     @property
     def correlation(self) -> float:
-        """Pearson's correlation; NaN where one side has no spread.
+        """Pearson's correlation; NaN if one side is constant.
 
         >>> (CoMoments.of(np.array([1.0]), np.array([3.0])) + CoMoments.of(np.array([2.0]), np.array([1.0]))).correlation
         -1.0
@@ -77,10 +77,10 @@ class CoMoments:
 
 
 def leading_lag(x: np.ndarray, y: np.ndarray, reach: int) -> tuple[int, float, float] | None:
-    """The lag, up to `reach` either way, at which the ranks of two series' step-to-step changes agree most.
+    """Return the lag, between -reach and reach, at which the ranks of two series' step-to-step changes correlate most.
 
-    The lag, above 0 where x is ahead; the correlation there; and the chance of one as strong at any lag if nothing joined the
-    two, whose null is a moving-block bootstrap of y. None where one of them does not change.
+    Returns the lag (positive: x is ahead), the correlation there, and the p-value of one as strong at any lag under a
+    moving-block bootstrap of y. None if either series is constant.
     """
     ranks_x, ranks_y = _ranks(np.diff(x)), _ranks(np.diff(y))
     if ranks_x is None or ranks_y is None:
@@ -96,7 +96,7 @@ def leading_lag(x: np.ndarray, y: np.ndarray, reach: int) -> tuple[int, float, f
 
 
 def _ranks(values: np.ndarray) -> np.ndarray | None:
-    """Ranks, of mean 0 and length 1; None where all are equal."""
+    """Return ranks with mean 0 and norm 1; None if all are equal."""
     from scipy.stats import rankdata
 
     ranks = rankdata(values) - (len(values) + 1) / 2
@@ -105,8 +105,8 @@ def _ranks(values: np.ndarray) -> np.ndarray | None:
 
 
 def _over_lags(x: np.ndarray, y: np.ndarray, reach: int) -> np.ndarray:
-    """[R, L] sum over t of x_t y_{t + lag}, for lags from -reach to reach."""
-    from scipy import fft  # scipy.signal.correlate gives the same bits, and takes longer to import
+    """Return [R, L] sums over t of x_t y_{t + lag}, for lags from -reach to reach."""
+    from scipy import fft  # scipy.signal.correlate gives the same bits but takes longer to import
 
     size = fft.next_fast_len(2 * len(x) - 1, real=True)
     whole = fft.irfft(fft.rfft(y, size) * fft.rfft(x[::-1], size), size)

@@ -1,6 +1,6 @@
-"""Statistics of a pair from totals of the sums in schemas.sums: one value each, or arrays of resamples.
+"""Compute statistics of a pair from totals of the sums in schemas.sums: scalars, or arrays over resamples.
 
-Shapes: N sequences, each with a finite token.
+Shapes: N sequences, each with at least one finite token.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Totals = Mapping[str, Array]
 _ADDABLE = (
     "num_tokens", "num_outside", "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "sum_expm1_2d", "sum_prob_diff",
 )  # fmt: skip
-"""Columns of schemas.sums that add up as they are."""
+"""Columns of schemas.sums that can be added directly."""
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """[N] columns of schemas.sums as columns that can be added up to the totals that FROM_SUMS takes.
+    """Convert [N] columns of schemas.sums to [N] columns whose totals FROM_SUMS takes.
 
-    Sums of ratios are shifted to the largest ratio of all sequences, and those of probabilities to the median of the
-    sequences' means, so that neither their totals nor those of a resample cancel. Of `sums` without the columns of
-    probabilities the latter are left out.
+    Sums of ratios are scaled by the largest ratio of all sequences and sums of probabilities centred on the median of the
+    sequences' means, to avoid cancellation in totals and resamples. Without probability columns in `sums`, the derived columns
+    are omitted.
     """
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}
@@ -46,9 +46,9 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _off(peak_N: Array, mean_fall_N: Array) -> Array:
-    """[N] how far sequences' mean probabilities lie from the median of these.
+    """Return [N] differences of the sequences' mean probabilities from their median.
 
-    Relative to the largest probability of all, exp(top), a mean is off by expm1(peak - top) + exp(peak - top) mean_fall.
+    Relative to the largest probability, exp(top), a mean differs by expm1(peak - top) + exp(peak - top) mean_fall.
     """
     top = peak_N.max(initial=-np.inf)
     fall_N = np.expm1(peak_N - top) + np.exp(peak_N - top) * mean_fall_N
@@ -56,8 +56,8 @@ def _off(peak_N: Array, mean_fall_N: Array) -> Array:
 
 
 def pearson_of_totals(num: Array, x: Array, y: Array, xx: Array, yy: Array, xy: Array) -> Array:
-    """Pearson's correlation from totals of x, y, their squares and their product around a centre near the means, so that no
-    difference here cancels; NaN where one has no spread, as in SQL.
+    """Return Pearson's correlation from totals of x, y, their squares and product, centred near the means to avoid
+    cancellation; NaN if one is constant, as in SQL.
     """
     spread_x, spread_y = num * xx - x**2, num * yy - y**2
     known = (spread_x > 0) & (spread_y > 0)
@@ -85,4 +85,4 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Column of `stats` -> how it follows from totals of `addable`. The formulas are those of sql/statistics.sql."""
+"""Column of `stats` -> function of the totals of `addable`. The formulas match sql/statistics.sql."""

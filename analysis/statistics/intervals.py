@@ -1,9 +1,9 @@
-"""Intervals over groups: sequences of one prompt are off together, and so are the tokens of a sequence.
+"""Confidence intervals over groups, because sequences of one prompt and tokens of one sequence are correlated.
 
-What is resampled is a group: the sequences of one step that share a `group_id`, or one sequence that has none. How often
-these intervals hold the truth is measured by benchmarks/coverage.py; docs/evidence/intervals.md has the table.
+Groups are resampled: the sequences of one step with the same `group_id`, or one sequence without one.
+benchmarks/coverage.py measures the coverage; docs/evidence/intervals.md has the table.
 
-Shapes: N sequences, G units (groups, or several of them), R resamples, C columns.
+Shapes: N sequences, G units (one or several groups), R resamples, C columns.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from .estimators import Array, Totals
 
 Interval = tuple[float, float]
 Statistic = Callable[[Totals], Array]
-"""A number, or an array of one a resample, from totals of columns."""
+"""Function from totals of columns to a value, or to an array with one value per resample."""
 
 SEED = 20_260_000
-"""Of every resampling: the same trace gives the same interval."""
+"""Fixed seed: the same trace gives the same interval."""
 
 MIN_GROUPS = 8
-"""Of fewer groups there is no interval: Student's t held the truth in 80 to 90 % of such runs where prompts differ, and a
-studentized bootstrap that held it was 5 to 8 times as wide, or without an end."""
+"""Minimum number of groups for an interval. With fewer, a 95 % Student's t interval covers the true value in 80 to 90 % of runs if
+prompts differ; a valid studentized bootstrap is 5 to 8 times wider, or unbounded."""
 
 MOST_UNITS = 256
-"""Groups that are resampled; of more of them each n-th is added to one unit, which leaves the spread of sums as it is."""
+"""Maximum number of resampled units; more groups are merged into units, which keeps the variance of sums."""
 
 PARTS = 20
-"""Parts of whole groups that a jackknife leaves out in turn."""
+"""Maximum number of parts, made of whole groups, in a jackknife."""
 
 _RESAMPLES = (1_000, 20_000)
-"""At least and at most so many, and in between as many as put _BEYOND of them beyond each end."""
+"""Minimum and maximum number of resamples; in between, as many as put _BEYOND of them beyond each bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
-"""Relative step of the differences that slopes are taken from."""
+"""Relative step of the finite differences for slopes."""
 
 _NOISE = 1e-9
-"""An error that is this share of what it is made of is what rounding of the slopes leaves: all groups are alike."""
+"""Standard error relative to its terms below which it is rounding noise of the slopes: all groups are equal."""
 
 _NO_SPREAD = 1e-6
-"""A resample whose error is this share of the run's or less was drawn from groups that are all alike."""
+"""Standard error of a resample relative to that of the run below which all its groups are equal."""
 
 
 _BLOCK = 1 << 15
-"""Influences that are worked on at once: few enough that they stay in a core's cache."""
+"""Number of influences processed at once, small enough for a core's cache."""
 
 
 class NoInterval(StrEnum):
-    """Why a number has no interval."""
+    """Reason why a number has no interval."""
 
     FEW = f"fewer than {MIN_GROUPS} groups"
     ALIKE = "every group gives the same value"
@@ -63,12 +63,12 @@ class NoInterval(StrEnum):
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:
-    """The interval, or None where there is none."""
+    """Return the interval, or None if there is none."""
     return None if isinstance(found, NoInterval) else found
 
 
 def unit(table: str) -> str:
-    """SQL of a number for each group: of a step's sequences with one group_id, or of a sequence without one."""
+    """Return an SQL expression that identifies the group: sequences of a step with one group_id, or a sequence without one."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 
@@ -82,16 +82,16 @@ def bootstrap(
     constants: Mapping[str, float] | None = None,
     open_ended: bool = False,
 ) -> dict[str, Interval | NoInterval]:
-    """Intervals of statistics of totals, by bootstrap-t over groups (Efron 1981; Hall 1988).
+    """Return intervals of statistics of totals, by bootstrap-t over groups (Efron 1981; Hall 1988).
 
-    Whole groups are drawn with replacement, as many as there are. t = (resample's value - value) / (resample's error) of
-    each resample, where the error is that of the linearised statistic (the infinitesimal jackknife, Efron 1982); value - t
-    error at two quantiles of t are the ends. Two things are wider than in the textbook, since few groups are narrower than
-    what they are drawn from: the quantiles lie as far out as Hesterberg 2015 (What Teachers Should Know About the Bootstrap,
-    section 3.2, there of percentiles) puts them, and no end is nearer than Student's t with G - 1 degrees of freedom.
-    scipy.stats.bootstrap has no groups and no t.
+    Whole groups are drawn with replacement. For each resample, t = (resampled value - value) / (resampled standard error), with
+    the standard error of the linearised statistic (infinitesimal jackknife, Efron 1982); the bounds are value - t * standard
+    error at two quantiles of t. Because few groups underestimate the variance, the interval is wider than the textbook's in two
+    ways: the quantiles are expanded after Hesterberg 2015 (What Teachers Should Know About the Bootstrap, section 3.2, there
+    for percentiles), and no bound is closer than Student's t with G - 1 degrees of freedom. scipy.stats.bootstrap supports
+    neither groups nor t.
 
-    `constants` are added to the totals as they are. An end may be infinite with `open_ended`; otherwise that is CARRIED.
+    `constants` are added to the totals unchanged. With `open_ended` a bound may be infinite; otherwise the result is CARRIED.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -101,16 +101,16 @@ def bootstrap(
 
 
 def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
-    """The interval of a mean of independent values, each a group of its own."""
+    """Return the interval of the mean of independent values."""
     columns = {"value": np.asarray(values, np.float64), "one": np.ones(len(values))}
     return bootstrap({"mean": lambda t: t["value"] / t["one"]}, columns, np.arange(len(values)), confidence)["mean"]
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
-    """How far down the largest value would be without its top groups: it ends at the value itself.
+    """Return an interval of the largest value, whose upper bound is the value itself.
 
-    Percentile bootstrap (Efron 1979) over groups. No resample exceeds the run's own largest value, so that nothing is said
-    of what a longer run would hold.
+    Percentile bootstrap (Efron 1979) over groups. No resample exceeds the largest value of the run, so the interval does not
+    predict a longer run.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -124,7 +124,7 @@ def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> 
 
 
 def parts_of(unit_N: np.ndarray) -> np.ndarray:
-    """[N] which of at most PARTS parts each element is in: whole groups are dealt into them, or one each of fewer."""
+    """Return [N] the index of each element's part: whole groups are distributed randomly over at most PARTS parts."""
     groups_N, num_groups = numbered(unit_N)
     part_of_group = np.empty(num_groups, np.int64)
     dealt = np.arange(num_groups) % min(PARTS, num_groups)
@@ -133,10 +133,10 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """The interval of any smooth number, from what it is without each of P parts of whole groups.
+    """Return the interval of a smooth statistic from its values without each of P parts, made of whole groups.
 
-    P value - (P - 1) value_p are Tukey's pseudo-values, whose mean has the interval of independent values. FEW of fewer
-    than MIN_GROUPS parts, SINGLE where most parts leave the number as it is to the last digit: a largest value, say.
+    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. Returns FEW with fewer than MIN_GROUPS parts,
+    and SINGLE if leaving out most parts does not change the value, as for a maximum.
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
@@ -156,18 +156,18 @@ def jackknife(value: float, without_P: Array, confidence: float) -> Interval | N
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t.
+    """Return a quantile of Student's t.
 
     >>> round(student_quantile(0.975, 1), 3)
     12.706
     """
-    from scipy.special import stdtrit  # what scipy.stats.t.ppf calls, without the time that scipy.stats takes to import
+    from scipy.special import stdtrit  # as scipy.stats.t.ppf, without the slow import of scipy.stats
 
     return float(stdtrit(freedom, probability))
 
 
 def f_quantile(probability: float, numerator: int, denominator: int) -> float:
-    """Quantile of Fisher's F with these degrees of freedom.
+    """Return a quantile of Fisher's F.
 
     >>> round(f_quantile(0.90, 1, 6), 2)
     3.78
@@ -178,7 +178,7 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
 
 
 def moving_blocks(number: int, num_resamples: int, seed: int) -> np.ndarray:
-    """[R, n] places of a series of n values, resampled in blocks of neighbours (Kuensch 1989), which keeps its autocorrelation."""
+    """Return [R, n] indices of a moving-block bootstrap of n values (Kuensch 1989), which keeps their autocorrelation."""
     length = min(number, max(5, math.ceil(2 * number ** (1 / 3))))
     draw = np.random.default_rng(seed)
     starts = draw.integers(0, number - length + 1, (num_resamples, -(-number // length)))
@@ -186,7 +186,7 @@ def moving_blocks(number: int, num_resamples: int, seed: int) -> np.ndarray:
 
 
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """[N] the number of each element's group, in the order in which groups first come; and how many groups there are."""
+    """Return [N] the group index of each element, in order of first occurrence, and the number of groups."""
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -194,13 +194,13 @@ def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _units(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """[N] the unit that each element is resampled with; and how many groups there are."""
+    """Return [N] the resampling unit of each element, and the number of groups."""
     groups_N, num_groups = numbered(unit_N)
     return groups_N % MOST_UNITS, num_groups
 
 
 class _Resampling:
-    """Units of a run, and how often each resample draws each of them."""
+    """Units of a run and their counts in each resample."""
 
     def __init__(
         self, units_N: np.ndarray, columns: Mapping[str, Array], confidence: float, constants: Mapping[str, float]
@@ -244,19 +244,19 @@ class _Resampling:
         return (float(low), float(high)) if open_ended or math.isfinite(high - low) else NoInterval.CARRIED
 
     def _read_by(self, statistic: Statistic) -> list[str]:
-        """The columns that a statistic reads."""
+        """Return the columns that a statistic reads."""
         seen = _Seen(self._totals | self._fixed(()))
         with np.errstate(all="ignore"):
             statistic(seen)
         return [name for name in self._columns if name in seen.names]
 
     def _column(self, name: str) -> tuple[float, float, Array, Array]:
-        """Its scale, its total, [G] what each unit is off the mean unit, and [R] the resamples' totals."""
+        """Return a column's scale, total, [G] deviations of the units from their mean, and [R] totals of the resamples."""
         if name not in self._by_unit:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
             off_G = np.asarray(by_unit_G - total / self._number, np.float64)
-            # No BLAS: its threads wait for each other where cores are busy, fifty times as long as this takes.
+            # No BLAS: on busy cores, waiting for its threads takes fifty times longer than the computation.
             resampled_R = np.asarray(total + np.einsum("rg,g->r", self._counts_RG, off_G), np.float64)
             self._by_unit[name] = max(abs(total), scale), total, off_G, resampled_R
         return self._by_unit[name]
@@ -269,7 +269,7 @@ class _Resampling:
         return np.asarray(statistic(totals), np.float64)
 
     def _slopes(self, statistic: Statistic, names: list[str], totals_RC: Array, scale_C: Array) -> Array:
-        """[R, C] the derivative of a statistic to each total."""
+        """Return [R, C] derivatives of a statistic with respect to each total."""
         slopes_RC = np.zeros_like(totals_RC)
         for place, scale in enumerate(scale_C):
             if scale > 0:
@@ -281,7 +281,7 @@ class _Resampling:
         return slopes_RC
 
     def _errors(self, slopes_RC: Array, off_CG: Array, counts_RG: Array) -> Array:
-        """[R] the standard error of a statistic that is linear with some slopes, of units drawn so often."""
+        """Return [R] standard errors of the linearised statistic, given the counts of each unit."""
         squares_R = np.empty(len(slopes_RC))
         at_once = max(1, _BLOCK // self._number)
         for first in range(0, len(slopes_RC), at_once):
@@ -294,7 +294,7 @@ class _Resampling:
 
 
 class _Seen(Mapping[str, Array]):
-    """Totals that note which of them were asked for."""
+    """Totals that record which of them are read."""
 
     def __init__(self, totals: Mapping[str, Array]):
         self._totals, self.names = totals, set[str]()
@@ -312,7 +312,7 @@ class _Seen(Mapping[str, Array]):
 
 @lru_cache(maxsize=4)
 def _draws(number: int, num_resamples: int) -> Array:
-    """[R, G] how often each resample draws each unit, the same every time."""
+    """Return [R, G] counts of each unit in each resample, from a fixed seed."""
     drawn_RG = np.random.default_rng(SEED).integers(0, number, (num_resamples, number))
     drawn_RG += np.arange(num_resamples)[:, None] * number
     counts = np.bincount(drawn_RG.reshape(-1), minlength=num_resamples * number)
@@ -320,7 +320,7 @@ def _draws(number: int, num_resamples: int) -> Array:
 
 
 def _expanded(student: float, number: int) -> float:
-    """The level of the lower quantile: where the normal distribution has sqrt(G / (G - 1)) times Student's quantile."""
+    """Return the level of the lower quantile: the normal tail beyond sqrt(G / (G - 1)) times Student's quantile."""
     from scipy.special import ndtr
 
     return float(ndtr(-math.sqrt(number / (number - 1)) * student))

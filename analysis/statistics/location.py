@@ -1,6 +1,6 @@
-"""Where exactly a series changes: a jump, or the first step of a ramp, with a confidence interval.
+"""Locate a change in a series, a jump or the first step of a ramp, with a confidence interval.
 
-Shapes: n values of a stretch with one change in it, P places where it may be.
+Shapes: n values of a segment with one change, P candidate positions.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from .change_points import StretchSquares
 SHIFT, RAMP = "shift", "ramp"
 
 _JUMP, _BOTH = "jump", "both"
-"""A jump beside one slope, and a jump at which the slope changes, too."""
+"""A jump with a constant slope, and a jump at which the slope changes, too."""
 
 REACH = 7.35
-"""What a form's cost may lie above the least of all within a 95 % interval, in long-run variances: (1 - exp(-x / 2))^2 = 0.95,
-the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). The onset of a ramp, a regular parameter, would need
-3.84, were its form and the variance known."""
+"""Cost above the minimum that is still within a 95 % interval, in long-run variances: (1 - exp(-x / 2))^2 = 0.95, the limit law of
+a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). The onset of a ramp, a regular parameter, would need 3.84 if its form and
+the variance were known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """One change within a stretch."""
+    """One change within a segment."""
 
     place: int
-    """First value that the change moved."""
+    """Index of the first changed value."""
     low: int
     high: int
     kind: str
@@ -35,17 +35,17 @@ class Located:
     before: float
     """Fitted value just before the change."""
     after: float
-    """Fitted value at the end of the stretch."""
+    """Fitted value at the end of the segment."""
     gain: float
-    """What it takes off the squares of one line, in long-run variances, slope and level both free."""
+    """Reduction of the sum of squares relative to one line, in long-run variances, with free slope and level."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
-    """Find the one change of a stretch, at least `margin` values from its ends.
+    """Locate the one change of a segment, at least `margin` values from its ends.
 
-    A jump beside one slope, and a slope that changes without a jump, cost one parameter; both at once cost two, of which
-    the second must bring ln(n). The interval holds the places of every form that fits about as well as the best one: a ramp
-    that noise makes look like a jump began earlier.
+    A jump with a constant slope, or a change of slope without a jump, costs one parameter; both together cost two, the second
+    at a penalty of ln(n). The interval includes all forms that fit about as well as the best, because a ramp that looks like a
+    jump in noise began earlier.
     """
     n = len(values)
     places = np.arange(margin, n - margin + 1)
@@ -71,14 +71,14 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
 
 
 def _gain(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """[places] what each column, beside a line, takes off the squares."""
+    """Return [P] reductions of the sum of squares when each column is added to a line."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     apart = columns - columns.mean(axis=0) - np.outer(t, t @ columns / max(float(t @ t), 1e-300))
     return np.asarray((values @ apart) ** 2 / np.maximum(np.einsum("ij,ij->j", apart, apart), 1e-300))
 
 
 def _ends(values: np.ndarray, place: int, best: str) -> tuple[float, float]:
-    """Fitted values just before the change and at the end."""
+    """Return the fitted values just before the change and at the end."""
     t = np.arange(len(values), dtype=float)
     later = t >= place
     extra = {

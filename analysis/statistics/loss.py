@@ -1,8 +1,9 @@
-"""The policy loss, term by term: what a ratio and an advantage add to the objective, what the clip does to them, and which
-terms have a gradient. sql/loss.sql has the same rules as macros; replay/gradients has the loss in torch.
+"""Policy loss per term: contribution of a ratio and an advantage to the objective, clipping, and gradient.
 
-Shapes: T tokens of N sequences, one after the other; K terms, which are tokens, or sequences where the loss takes one ratio of
-each. Functions without shapes take arrays of one shape.
+sql/loss.sql has the same rules as macros; replay/gradients has the loss in torch.
+
+Shapes: T tokens of N sequences, concatenated; K terms: tokens, or sequences if the loss takes one ratio per sequence.
+Functions without stated shapes take arrays of equal shape.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from ...schemas.loss import (
 from .estimators import Array
 
 SAFETY_BOUND = 20.0
-"""Log-ratios are clamped to +-20 nats before their exp is taken, as frameworks do."""
+"""Log-ratios are clamped to +-20 nats before exp, as in the frameworks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The clip rule: between which ratios a loss leaves a term as it is, by the sign of the advantage; infinite where it does not clip.
+    """Clip bounds of the ratio, by the sign of the advantage; infinite where the loss does not clip.
 
-    A positive advantage is never cut below.
+    For a positive advantage there is no lower bound.
     """
 
     positive_high: float = math.inf
@@ -44,12 +45,12 @@ class Bounds:
 
     @property
     def logs(self) -> Bounds:
-        """Of ln ratio."""
+        """Bounds of ln ratio."""
         found = (math.log(ratio) if ratio > 0 else -math.inf for ratio in astuple(self))
         return Bounds(**dict(zip(self.__slots__, found, strict=True)))
 
     def cut(self, ratio: Array, positive: np.ndarray) -> Array:
-        """The ratio at its bound where it is beyond it."""
+        """Return the clipped ratio."""
         at_most = np.minimum(ratio, self.positive_high)
         if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # the sign does not matter
             return at_most
@@ -57,7 +58,7 @@ class Bounds:
 
 
 def bounds_of(loss: Loss) -> Bounds:
-    """The bounds of a loss: of ppo_clip's min(min(ratio, hard) A, clip(ratio) A), and of cispo's weight.
+    """Return the bounds of a loss: of ppo_clip's min(min(ratio, hard) A, clip(ratio) A), and of cispo's weight.
 
     >>> bounds_of(Loss(clip_low=0.5, clip_high=0.5, clip_hard=2.0))
     Bounds(positive_high=1.5, negative_low=0.5, negative_high=2.0)
@@ -71,7 +72,7 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """[K] log-ratios of the terms, from those of tokens, which are 0 where a token does not count; `num_N` count.
+    """Return [K] log-ratios of the terms from those of tokens, which are 0 for masked tokens; `num_N` tokens count.
 
     >>> starts, num = np.array([0, 2]), np.array([2.0, 1.0])
     >>> log_ratios(Loss(level="sequence_mean"), np.array([1.0, 3.0, 5.0]), starts, num).tolist()
@@ -86,14 +87,14 @@ def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Arra
 
 
 def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
-    """ln of the loss's ratio, current / denominator: `log_true` is ln current / rollout, `log_drift` ln current / train."""
+    """Return ln of the loss's ratio, current / denominator: `log_true` is ln current / rollout, `log_drift` ln current / train."""
     if loss.denominator == ROLLOUT:
         return log_true
     return np.zeros_like(log_drift) if loss.denominator == CURRENT else log_drift
 
 
 def clamped_exp(log_ratio: Array) -> Array:
-    """exp of log-ratios, which are clamped to +-20 nats.
+    """Return exp of log-ratios clamped to +-20 nats.
 
     >>> clamped_exp(np.array([0.0, -1e9])).tolist()
     [1.0, 2.061153622438558e-09]
@@ -102,11 +103,11 @@ def clamped_exp(log_ratio: Array) -> Array:
 
 
 def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
-    """f_A(ratio), what a term adds to the objective, in the unit of the advantage.
+    """Return f_A(ratio), the contribution of a term to the objective, in units of the advantage.
 
     ppo_clip: min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), with the ratio at most `clip_hard`; reinforce:
-    ratio A; sapo: 4 / tau sigmoid(tau (ratio - 1)) A. Of cispo, min(ratio, clip_high) A, and of vespo, phi(ratio) A, it is
-    the weight on grad log p.
+    ratio A; sapo: 4 / tau sigmoid(tau (ratio - 1)) A. For cispo, min(ratio, clip_high) A, and vespo, phi(ratio) A, it is the
+    weight on grad log p.
 
     >>> contribution(Loss(), np.array([1.5, 0.5, 1.5]), np.array([1.0, 1.0, -1.0])).tolist()
     [1.2, 0.5, -1.5]
@@ -121,10 +122,10 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
 
 
 def log_weight(loss: Loss, log_ratio: Array, positive: np.ndarray) -> Array:
-    """ln of f_A(ratio) / A, f of `contribution`: what multiplies the advantage after the clip. `positive`: whether A > 0.
+    """Return ln of f_A(ratio) / A, with f of `contribution`: the factor on the advantage after the clip. `positive`: A > 0.
 
-    ppo_clip takes min(ratio A, clip(ratio) A), so that a positive advantage is cut above and a negative one below; cispo
-    cuts both above; sapo and vespo have a smooth weight instead. `loss_log_weight` is the same in SQL.
+    ppo_clip takes min(ratio A, clip(ratio) A), so it clips above for a positive advantage and below for a negative one; cispo
+    clips both above; sapo and vespo have a smooth weight instead. `loss_log_weight` is the same in SQL.
 
     >>> np.exp(log_weight(Loss(), np.log([1.5, 0.5, 1.5, 0.5]), np.array([True, True, False, False]))).round(6).tolist()
     [1.2, 0.5, 1.5, 0.8]
@@ -137,7 +138,7 @@ def log_weight(loss: Loss, log_ratio: Array, positive: np.ndarray) -> Array:
 
 
 def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Sapo's 4 / tau sigmoid(tau (ratio - 1)), tau by whether A > 0. arXiv 2511.20347.
+    """Return SAPO's 4 / tau sigmoid(tau (ratio - 1)), with tau by the sign of A (arXiv 2511.20347).
 
     >>> sapo_gate(Loss(kind="sapo"), np.array([1.0, 3.0]), np.array([True, True])).round(6).tolist()
     [2.0, 3.523188]
@@ -147,7 +148,7 @@ def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """ln of vespo's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), k and lambda by whether A >= 0. arXiv 2602.10693.
+    """Return ln of VESPO's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), k and lambda by A >= 0 (arXiv 2602.10693).
 
     The ratio is clamped to [1e-8, exp(20)].
 
@@ -162,9 +163,9 @@ def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """bool: whether the ratio is beyond the bound that holds for the sign of its advantage. The one rule of what is clipped.
+    """Return bool: True if the ratio is beyond the bound for the sign of its advantage.
 
-    Losses without a bound clip nothing, nor does one without an advantage other than 0. `loss_clips` is the same in SQL.
+    False for losses without a bound and for an advantage of 0. `loss_clips` is the same in SQL.
 
     >>> is_clipped(Loss(), np.array([1.5, 0.5, 1.5, 0.5]), np.array([1.0, 1.0, -1.0, -1.0])).tolist()
     [True, False, False, True]
@@ -177,7 +178,7 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def has_gradient(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """bool: whether a term has a gradient. A clipped one has none under ppo_clip; under cispo its weight is the bound.
+    """Return bool: True if a term has a gradient. A clipped one has none under ppo_clip; under cispo its weight is the bound.
 
     `loss_has_gradient` is the same in SQL.
 
@@ -190,9 +191,9 @@ def has_gradient(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def correction_weight(loss: Loss, log_ratio: Array) -> Array:
-    """The weight that the loss's correction gives r = exp(log_ratio), log_ratio = train - rollout in nats.
+    """Return the weight of the loss's correction for r = exp(log_ratio), log_ratio = train - rollout in nats.
 
-    Truncated ratios become the bound, masked ones 0; a bound that is None does not bind.
+    Truncated ratios become the bound, masked ones 0; None means no bound.
 
     >>> correction_weight(Loss(correction="token_mask", correction_high=3.0), np.log([2.0, 4.0])).round(6).tolist()
     [2.0, 0.0]
@@ -211,11 +212,11 @@ _OPTIONS = {
     SAPO: ("sapo_temperature_pos", "sapo_temperature_neg"),
     VESPO: ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
-"""Kind of a loss -> what its term is made of."""
+"""Kind of a loss -> options that its term depends on."""
 
 
 def sql_options(loss: Loss) -> str:
-    """A loss as options of the macros of sql/loss.sql; numbers have the same bits there.
+    """Return a loss as options of the macros of sql/loss.sql, with bitwise-equal numbers.
 
     >>> sql_options(Loss(kind="cispo", clip_high=1.2))
     "kind := 'cispo', clip_high := '1.2'::DOUBLE"

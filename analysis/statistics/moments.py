@@ -1,8 +1,8 @@
-"""Sums of squares and products around means, in two passes, so that nothing cancels; and their merging over sequences.
+"""Sums of squares and products around means, in two passes to avoid cancellation, and their merging over sequences.
 
 Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance: the corrected two-pass algorithm.
 
-Shapes: T tokens of several sequences, one after the other; N sequences.
+Shapes: T tokens of N sequences, concatenated.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .estimators import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centred:
-    """Values of tokens around the mean of their sequence."""
+    """Values of tokens, centred on the mean of their sequence."""
 
     mean_N: Array
-    """0 of a sequence without a token that counts. Of equal values it is their value, to the last bit."""
+    """Means; 0 for a sequence without counted tokens; bitwise equal to the value if all are equal."""
     off_T: Array
-    """0 where a token does not count."""
+    """Values minus the mean; 0 for tokens that do not count."""
     left_N: Array
-    """What rounding of the mean leaves over: the sum of `off_T`."""
+    """Sums of `off_T`: the rounding error of the mean."""
 
 
 def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:
-    """Values around their mean; `num_N` of a sequence's tokens count, those of `counted_T`, and the others are 0."""
+    """Centre values per sequence; `num_N` tokens count, marked by `counted_T`, and the others have value 0."""
     divisor_N = np.maximum(num_N, 1)
     mean_N = np.add.reduceat(values_T, starts_N) / divisor_N
     off_T = values_T - repeated(mean_N, starts_N, len(values_T))
@@ -38,7 +38,7 @@ def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.n
 
 
 def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) -> Array:
-    """[N] sum of (x - mean x) (y - mean y) over the tokens of a sequence.
+    """Return [N] sums of (x - mean x) (y - mean y) over the tokens of a sequence.
 
     >>> starts, num = np.array([0]), np.array([2.0])
     >>> x, y = (centred(np.array(values), starts, num) for values in ([1.0, 3.0], [2.0, 8.0]))
@@ -51,10 +51,10 @@ def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) 
 
 
 def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
-    """[N] how far a sequence's mean lies from the median of the sequences at its place; 0 where no token counts.
+    """Return [N] differences of each sequence's mean from the median over its `place_N`; 0 if no token counts.
 
-    Sums around such a centre, n (mean - centre) and n (mean - centre)^2 beside the co-moments within a sequence, add up
-    over sequences, and no digits are lost when the mean is taken from them.
+    Sums around this centre, n (mean - centre) and n (mean - centre)^2 plus the co-moments within sequences, add up over
+    sequences without loss of precision.
     """
     off_N = np.zeros(len(mean_N))
     there_N = np.flatnonzero(num_N > 0)
@@ -66,5 +66,5 @@ def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
 
 
 def repeated(values_N: Array, starts_N: np.ndarray, num_tokens: int) -> Array:
-    """[T] each sequence's value at each of its tokens."""
+    """Return [T] each sequence's value, repeated for its tokens."""
     return np.repeat(values_N, np.diff(np.append(starts_N, num_tokens)))

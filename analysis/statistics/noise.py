@@ -1,6 +1,6 @@
-"""How much a series scatters by itself: its long-run variance, which autocorrelation makes larger than its variance.
+"""Estimate the noise of a series: its long-run variance, which exceeds the variance under autocorrelation.
 
-Shapes: n values, one a step, without gaps.
+Shapes: n values, one per step, without gaps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LAGS = 1.0
 _MOST_CORRELATED = 0.97
 _STANDARD_ERRORS = 1.5
 ENOUGH = 40
-"""Values from which autocorrelation can be told from what happens to the run."""
+"""Minimum number of values to separate autocorrelation from real changes."""
 
 
 def tamed(values: np.ndarray) -> np.ndarray:
-    """The series with single outliers, beyond 4 robust deviations from the median of 7 neighbours, moved in to there."""
+    """Clip single outliers at 4 robust standard deviations from the median of 7 neighbours."""
     if len(values) < _WINDOW + 2:
         return values
     middle = running_median(values, _WINDOW, "reflect")
@@ -32,22 +32,24 @@ def tamed(values: np.ndarray) -> np.ndarray:
 
 
 def robust_sd(values: np.ndarray) -> float:
-    """The standard deviation by the median absolute one; the plain one where more than half of the values are equal.
+    """Return the standard deviation from the median absolute deviation, or the plain one if over half of the values are equal.
 
-    scipy.stats.median_abs_deviation gives the same in nine times the time.
+    scipy.stats.median_abs_deviation is nine times slower.
     """
     spread = 1.4826 * float(np.median(np.abs(values - np.median(values))))
     return spread if spread > 0 else float(np.std(values))
 
 
 def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """n times the variance of the mean of a stationary series, of which `num_fitted` parameters were taken out.
+    """Return n times the variance of the mean of a stationary series, after fitting `num_fitted` parameters.
 
-    The larger of two estimates. As of a first-order autoregression, variance (1 + phi) / (1 - phi), where differences
-    give variance (1 - phi) and phi, which a change of level leaves alone (Chakar et al., Bernoulli 23, 2017: the ratio
-    of the squared differences at lags 2 and 1 less 1), or the residuals of a line if that phi is smaller. And as the
-    variance plus twice the autocovariances up to lag n^(1/3), as differences at these lags give them, which sees
-    correlation of a few steps that no autoregression of first order has; what wanders more slowly counts as movement.
+    This is the larger of two estimates:
+
+    - A first-order autoregression, variance (1 + phi) / (1 - phi). variance (1 - phi) comes from differences; phi from the ratio
+      of squared differences at lags 2 and 1, minus 1, which is robust to level changes (Chakar et al., Bernoulli 23, 2017), or
+      from the residuals of a line if that is smaller.
+    - The variance plus twice the autocovariances up to lag n^(1/3), from differences at these lags. It captures correlation over
+      a few steps that a first-order autoregression lacks; slower variation counts as change.
     """
     n = len(values)
     first = half_square_difference(values, 1)
@@ -62,10 +64,10 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """The long-run variance for an interval: no less than with an autocorrelation by 1.5 of its standard errors above its estimate.
+    """Return the long-run variance for an interval, with the autocorrelation at least 1.5 standard errors above its estimate.
 
-    Of 8 to 40 steps the estimate is near 0 also where neighbours are much alike, and an interval with it holds the truth in
-    70 % of such series. The standard error of an autocorrelation is 1 / sqrt(n) at most (Bartlett 1946).
+    With 8 to 40 steps the estimate is near 0 even for strongly correlated series, and an interval from it covers the true value
+    in only 70 % of them. The standard error of an autocorrelation is at most 1 / sqrt(n) (Bartlett 1946).
     """
     n = len(values)
     phi = max(0.0, _autocorrelation(values, num_fitted)) + _STANDARD_ERRORS / math.sqrt(n)
@@ -75,11 +77,11 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def level_deviation(values: np.ndarray) -> float:
-    """Standard deviation of a mean of n values, times sqrt(n): what they scatter by, whatever their level and slope do.
+    """Return the standard deviation of the mean of n values, times sqrt(n), independent of changes of level and slope.
 
-    Of a first-order autoregression the squares of x[i-1] - 2 x[i] + x[i+1] are var (6 - 8 phi + 2 phi^2) on average, and
-    its mean varies by var (1 + phi) / (1 - phi) / n. phi is that of the residuals around a running median of a fifth of
-    the series; of fewer than 40 values none is taken out.
+    For a first-order autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 has the mean var (6 - 8 phi + 2 phi^2), and the variance of
+    the mean is var (1 + phi) / (1 - phi) / n. phi is estimated around a running median over a fifth of the series, and 0 for
+    fewer than 40 values.
     """
     n = len(values)
     phi = 0.0
@@ -92,20 +94,20 @@ def level_deviation(values: np.ndarray) -> float:
 
 
 def without_line(values: np.ndarray) -> np.ndarray:
-    """The residuals of a straight line. scipy.signal.detrend gives the same in six times the time."""
+    """Return the residuals of a straight line. scipy.signal.detrend is six times slower."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     return np.asarray(values - values.mean() - t * (t @ values) / max(float(t @ t), 1e-300))
 
 
 def _autocorrelation(values: np.ndarray, num_fitted: int) -> float:
-    """Of lag 1 after a straight line, with the first-order correction of its bias."""
+    """Return the lag-1 autocorrelation after removing a line, with first-order bias correction."""
     left = without_line(values)
     phi = float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300)
     return phi + (num_fitted + 4 * phi) / len(values)
 
 
 def half_square_difference(values: np.ndarray, lag: int) -> float:
-    """Half of the mean squared difference at a lag: variance less autocovariance; differences beyond 3 sd are cut."""
+    """Return half the mean squared difference at a lag: variance minus autocovariance; differences are clipped at 3 sd."""
     apart = values[lag:] - values[:-lag]
     apart = apart - np.median(apart)
     reach = _CLIP * robust_sd(apart)
@@ -113,9 +115,9 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
 
 
 def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
-    """[n] the median of `width` neighbours of each value; `beyond` the ends they are mirrored, or the last is repeated.
+    """Return [n] the running median over `width` values; `beyond` the ends, values are mirrored or the last is repeated.
 
-    scipy's median filters take the upper of two middle values where the width is even.
+    For an even width, scipy's median filters take the upper of the two middle values.
     """
     padded = np.pad(values, width // 2, mode=beyond)
     return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)[: len(values)])
