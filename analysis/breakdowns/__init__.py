@@ -1,1 +1,1 @@
-"""How a mismatch spreads over tokens: its shape over probability, place, length, entropy and the loss's ratios."""
+"""Break down a mismatch by probability, position, length, entropy and the loss's ratios."""

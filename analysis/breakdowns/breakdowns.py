@@ -1,4 +1,4 @@
-"""How a mismatch spreads over tokens: counts and means over probability, place, length, entropy and the loss's ratios."""
+"""Break down a mismatch: counts and means by probability, position, length, entropy and the loss's ratios."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ from .queries import queries
 from .tokens import ChosenTokens, choose, read_chosen_tokens
 
 _REACH = 0.999
-"""Share of tokens that an axis of nats holds between its ends."""
+"""Share of the tokens within the range of an axis in nats."""
 _ENVELOPE = 0.99
 _STRIDE = 64
-"""Every how many values one is taken to guess where the quantile is."""
+"""Stride of the subsample used to guess a quantile."""
 _MAX_LOG = 700.0
-"""ln of a ratio that float64 still holds; a loss whose bound is 0 makes infinite ones."""
+"""Largest ln ratio on an axis, within float64's range; a loss with a bound of 0 makes infinite ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdowns:
-    """A mismatch over every axis, of a run or of a sample of it; d = logprob(a) - logprob(b), nats."""
+    """Breakdowns of the mismatch of a run or a sample of it; d = logprob(a) - logprob(b), nats."""
 
     pair: Pair
     """Passes a and b."""
     run: str
     num_tokens: int
-    """Tokens that count in the loss and are finite under both passes, of those that were read."""
+    """Tokens read that count in the loss and have a finite logprob in both passes."""
     num_recorded_tokens: int
     """Response tokens of the run."""
     steps: tuple[int, ...]
-    """Steps with such a token, of those that were read."""
+    """Steps read that have such a token."""
     how: str
-    """What was read, in a sentence with its numbers."""
+    """Sentence on what was read, with numbers."""
     edges: Edges
-    """The bins of every axis."""
+    """Bins of every axis."""
     envelope: float | None
-    """c, nats: 99 % of the tokens with p < 0.99 under pass b lie within |d| <= c (1 - p), and so logits that are off by
-    c / 2 would do: arXiv 2512.23087. None where no token is that improbable."""
+    """c, nats: 99 % of the tokens with p < 0.99 under pass b have |d| <= c (1 - p), which logit errors of c / 2 explain (arXiv
+    2512.23087). None if no token has p < 0.99."""
     ratio_level: str
-    """What a ratio is of, as Loss.level says it; `token` where no loss is known."""
+    """Level of the ratios, as in Loss.level; `token` without a known loss."""
     whole: Shapes
-    """Of all tokens that were read."""
+    """Breakdowns over all tokens read."""
     by_step: dict[int, Shapes]
     sql: dict[str, str]
-    """Name of a figure (density, position, length, entropy, ratios, envelope) -> a query that gives it over the whole run."""
+    """Figure (density, position, length, entropy, ratios, envelope) -> query that computes it over the whole run."""
 
 
 def read_breakdowns(
@@ -81,13 +81,13 @@ def read_breakdowns(
     max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:
-    """Say how the mismatch spreads over the tokens of a run; None where its passes share no finite token that counts.
+    """Break down the mismatch over the tokens of a run; None if its passes share no finite token that counts.
 
-    It is of each sequence's first use (iteration 0). All steps are read where there are no more than max_steps, else the
-    `notable` ones and others evenly spread; all of their tokens where these are no more than max_tokens, else whole sequences
-    by a hash of step and seq_id, with one limit for all steps, so that the same ones are taken whatever the order of the rows.
+    Only the first use of each sequence is read (iteration 0). Up to `max_steps` steps are read: the `notable` ones and others
+    evenly spread. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, independent of the order
+    of rows.
 
-    A run that is not named is the first that is open. The loss, where none is given, is what the run recorded.
+    `run` defaults to the first open run, `loss` to the recorded one.
     """
     run = run or database.sources[0].run
     chosen = choose(database, pair, run, notable=notable, max_steps=max_steps, max_tokens=max_tokens)
@@ -129,7 +129,7 @@ def _parts(pool: ThreadPoolExecutor, tokens: Tokens, row_N: np.ndarray, loss: Lo
 
 
 def _edges(parts: list[Part], read: ChosenTokens) -> Edges:
-    """Bins that hold all but the largest thousandth of |d|, and of what the other axes have everything."""
+    """Return bins that cover all but the largest 0.1 % of |d| and ln ratio, and all values of the other axes."""
     longest = int(read.tokens.lengths_N.max())
     reach = rounded_up(high_quantile([part.size_T for part in parts], _REACH) or 0.0)
     return Edges(
@@ -168,9 +168,9 @@ def _counted(pool: ThreadPoolExecutor, parts: list[Part], edges: Edges, num_step
 
 
 def high_quantile(parts: Sequence[Array], share: float) -> float | None:
-    """The smallest of the values that this share of them does not exceed, as DuckDB's quantile_disc; None of no values.
+    """Return a discrete quantile, as DuckDB's quantile_disc; None without values.
 
-    Only values above a guess are sorted: the guess is the same quantile of a few of them, a little lower.
+    Only values above a guess, a slightly lower quantile of a subsample, are sorted.
     """
     num = sum(len(part) for part in parts)
     if not num:

@@ -1,4 +1,4 @@
-"""The shape of a mismatch over every axis: counts and sums of the compared tokens in bins, by step.
+"""Counts and sums of the compared tokens in the bins of every axis, by step.
 
 Shapes: S steps; X, Y bins of probability and of d; B bins of a profile, with 4 sums Q; R bins of ratios.
 """
@@ -23,12 +23,12 @@ from .edges import (
 from .part import Part
 
 BEFORE, AFTER = "before", "after"
-"""Ratio that the samples call for, and the one that the loss uses after its clip."""
+"""True importance ratio, and the ratio used by the loss after its clip."""
 POSITIVE, NEGATIVE = "positive", "negative"
 """Sign of the advantage."""
 
 NUM_SUMS = 4
-"""Sums that a profile is made of: tokens, |d|, d squared, d."""
+"""Number of sums per bin of a profile: tokens, |d|, d squared, d."""
 
 _CELLS = NUM_DIFFERENCES * NUM_PROBABILITIES
 _STAGES, _SIGNS = (BEFORE, AFTER), (POSITIVE, NEGATIVE)
@@ -36,41 +36,41 @@ _STAGES, _SIGNS = (BEFORE, AFTER), (POSITIVE, NEGATIVE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What the tokens of each of B bins have, d in nats; NaN where a bin has no token."""
+    """Statistics of the tokens in each of B bins; NaN for empty bins."""
 
     num: np.ndarray
-    """[B] int64, tokens."""
+    """[B] int64, number of tokens."""
     mean_abs_d: Array
     """[B] mean of |d|, nats."""
     rms_d: Array
-    """[B] root of the mean of d squared, nats."""
+    """[B] root mean square of d, nats."""
     mean_d: Array
     """[B] mean of d, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """Counts and profiles over some tokens; the edges of their bins are those of the Breakdowns."""
+    """Counts and profiles of some tokens, in the bins of Breakdowns.edges."""
 
     density: np.ndarray
-    """[Y, X] int64 tokens by d (Y) and by the probability that pass b gave the token (X); the first and the last bin of d
-    hold what lies outside too."""
+    """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X); the first and last bin of d include values
+    outside."""
     position: Profile
-    """Over the token's place in the response, from 0."""
+    """By position in the response, from 0."""
     length: Profile
-    """Over the length of the response, in tokens."""
+    """By length of the response, in tokens."""
     entropy: Profile | None
-    """Over the entropy that pass b recorded, else pass a, else the pass current; tokens whose entropy is not finite are in no
-    bin. None where none recorded any."""
+    """By recorded entropy of pass b, else a, else current; tokens with a non-finite entropy are in no bin. None if not
+    recorded."""
     ratios: dict[tuple[str, str], np.ndarray] | None
-    """("before" or "after", "positive" or "negative") -> [R] int64: terms of the loss by the logarithm of their ratio, for
-    advantages of that sign; the first and the last bin hold what lies outside too. "before" is current / b, "after" is what
-    the loss uses; see part.terms_of. Without "after" where the loss is not known; None where there are no advantages."""
+    """("before" or "after", "positive" or "negative") -> [R] int64: number of loss terms by ln ratio, for advantages of that
+    sign; the first and last bin include values outside. "before" is current / b, "after" what the loss uses; see part.terms_of.
+    No "after" if the loss is unknown; None without advantages."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Of some tokens, by step."""
+    """Counts and sums of some tokens, by step."""
 
     density: np.ndarray
     """[S, Y, X]"""
@@ -79,17 +79,17 @@ class Counts:
     length: Array
     entropy: Array | None
     ratios: np.ndarray | None
-    """[S, 2 stages, 2 signs, R]; one stage where the loss is not known."""
+    """[S, 2 stages, 2 signs, R]; one stage if the loss is unknown."""
 
     def add(self, part: Counts, steps: slice) -> None:
-        """Add those of a part whose steps are these."""
+        """Add the counts of a part that covers `steps`."""
         for name in ("density", "position", "length", "entropy", "ratios"):
             own = getattr(self, name)
             if own is not None:
                 own[steps] += getattr(part, name)
 
     def shapes(self, step: int | None) -> Shapes:
-        """Of one step by its number, or of all."""
+        """Return the breakdowns of one step by index, or of all steps."""
 
         def of(values: np.ndarray) -> np.ndarray:
             return np.asarray(values.sum(axis=0) if step is None else values[step])
@@ -104,7 +104,7 @@ class Counts:
 
 
 def empty_counts(edges: Edges, num_steps: int, num_stages: int) -> Counts:
-    """Nothing counted yet."""
+    """Return counts of 0."""
 
     def sums(bins: np.ndarray) -> Array:
         return np.zeros((num_steps, len(bins) - 1, NUM_SUMS))
@@ -119,7 +119,7 @@ def empty_counts(edges: Edges, num_steps: int, num_stages: int) -> Counts:
 
 
 def counts_of(part: Part, edges: Edges) -> tuple[Counts, slice]:
-    """The counts of one part, and the steps that they are of."""
+    """Return the counts of one part and the steps it covers."""
     first, last = int(part.row_N[0]), int(part.row_N[-1])
     num_steps = last - first + 1
     segments = part.segments
@@ -135,7 +135,7 @@ def counts_of(part: Part, edges: Edges) -> tuple[Counts, slice]:
 
 
 def entropy_bins(entropy: Array) -> np.ndarray:
-    """Quarters of a nat."""
+    """Return bins of a quarter of a nat."""
     return bins_of(entropy, low=0.0, per_unit=ENTROPIES_PER_NAT, num=MAX_ENTROPIES)
 
 
@@ -160,7 +160,7 @@ def _entropy(part: Part, row_T: np.ndarray | int, num_steps: int, num_bins: int)
 def _grouped(
     sums_Q: tuple[Array, ...] | Array, row: np.ndarray | int, bins: np.ndarray, num_steps: int, num_bins: int
 ) -> Array:
-    """[S, B, Q] sums by step and bin."""
+    """Return [S, B, Q] sums by step and bin."""
     place = row * num_bins + bins
     found = [np.bincount(place, values, num_steps * num_bins) for values in sums_Q]
     return np.asarray(np.stack(found, axis=-1).reshape(num_steps, num_bins, NUM_SUMS), np.float64)
@@ -187,7 +187,7 @@ def _named(ratios: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
 
 
 def profile_of(sums_BQ: Array) -> Profile:
-    """From [B, 4] sums over the tokens of each bin: how many, |d|, d squared, d."""
+    """Return a profile from [B, 4] sums per bin: number of tokens, |d|, d squared, d."""
     num_B = sums_BQ[:, 0]
     with np.errstate(invalid="ignore"):
         mean_BQ = sums_BQ[:, 1:] / np.where(num_B > 0, num_B, np.nan)[:, None]

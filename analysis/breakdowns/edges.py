@@ -1,4 +1,4 @@
-"""The bins of every axis."""
+"""Bins of every axis."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ NUM_DIFFERENCES = 41
 NUM_RATIOS = 41
 ENTROPIES_PER_NAT = 4
 MAX_ENTROPIES = 64
-"""Entropies of 16 nats and more are in one bin; that of nine million equally probable tokens is 16."""
+"""Number of entropy bins; the last includes higher entropies (16 nats: nine million equally probable tokens)."""
 
 SMALLEST = 1e-6
-"""Half the width of an axis over values that are all 0, nats."""
+"""Half the width of an axis if all values are 0, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edges:
-    """One more edge than there are bins; a bin holds its lower edge and not its upper one."""
+    """Bin edges, one more than bins; a bin includes its lower edge and excludes its upper one."""
 
     probability: Array
-    """[X + 1] of the probability under pass b, 0 to 1; the last bin holds 1 as well."""
+    """[X + 1] probability under pass b, 0 to 1; the last bin includes 1."""
     d: Array
-    """[Y + 1] nats, symmetric about 0; the first and the last bin hold what lies outside as well."""
+    """[Y + 1] nats, symmetric about 0; the first and last bin include values outside."""
     position: np.ndarray
-    """[B + 1] int64 0, 1, 2, 4, 8, ...: place in the response, from 0."""
+    """[B + 1] int64 0, 1, 2, 4, 8, ...: position in the response, from 0."""
     length: np.ndarray
     """[B + 1] int64 1, 2, 4, 8, ...: response tokens."""
     entropy: Array | None
-    """[B + 1] quarters of a nat; None where no entropy was recorded."""
+    """[B + 1] nats, in steps of 0.25; None if no entropy was recorded."""
     ratio: Array | None
-    """[R + 1] of ln ratio, nats, symmetric about 0; the first and the last bin hold what lies outside as well. None where
-    there are no advantages."""
+    """[R + 1] ln ratio, symmetric about 0; the first and last bin include values outside. None without advantages."""
 
 
 def rounded_up(value: float) -> float:
-    """The next number with two digits.
+    """Round up to two significant digits.
 
     >>> rounded_up(0.1234)
     0.13
@@ -52,17 +51,17 @@ def rounded_up(value: float) -> float:
 
 
 def per_unit(num_bins: int, reach: float) -> float:
-    """Bins in one nat of an axis from -reach to reach."""
+    """Return the number of bins per nat of an axis from -reach to reach."""
     return num_bins / (2 * reach)
 
 
 def bins_of(values: Array, *, low: float, per_unit: float, num: int) -> np.ndarray:
-    """[T] int64 bin of each value; what lies outside is in the first or the last."""
+    """Return [T] int64 the bin of each value; values outside are in the first or last."""
     return np.asarray(np.clip((values - low) * per_unit, 0, num - 1).astype(np.int64))
 
 
 def bit_lengths(values: np.ndarray) -> np.ndarray:
-    """Binary digits of whole numbers.
+    """Return the number of binary digits of integers.
 
     >>> bit_lengths(np.array([0, 1, 2, 3, 4])).tolist()
     [0, 1, 2, 2, 3]
@@ -71,10 +70,10 @@ def bit_lengths(values: np.ndarray) -> np.ndarray:
 
 
 def position_edges(longest: int) -> np.ndarray:
-    """Of the positions in responses of up to this many tokens."""
+    """Return the edges of positions in responses of up to `longest` tokens."""
     return np.concatenate([[0], 1 << np.arange(int(bit_lengths(np.array(longest - 1))) + 1)]).astype(np.int64)
 
 
 def length_edges(longest: int) -> np.ndarray:
-    """Of lengths up to this one."""
+    """Return the edges of lengths up to `longest`."""
     return np.asarray(1 << np.arange(int(bit_lengths(np.array(longest))) + 1), np.int64)

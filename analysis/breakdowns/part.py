@@ -1,6 +1,6 @@
-"""A block of sequences, reduced to the tokens that are compared.
+"""A block of sequences, reduced to its compared tokens.
 
-Shapes: T tokens of several sequences, one after the other; N sequences; K terms of the loss; G segments of tokens.
+Shapes: T tokens of N sequences, concatenated; K terms of the loss; G segments of tokens.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from ..trace.ragged import Block, Tokens
 from .edges import bit_lengths
 
 _LIKELY = 0.99
-"""Tokens of this probability and more say nothing of the envelope: their 1 - p is rounded away."""
+"""Probability from which on tokens are left out of the envelope: their 1 - p is dominated by rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Tokens of one sequence whose positions are in one bin; every one has a token."""
+    """Sums over non-empty segments: the tokens of one sequence in one position bin."""
 
     sums_GQ: Array
-    """[G, 4] over the tokens: how many, |d|, d squared, d."""
+    """[G, 4] number of tokens, and sums of |d|, d squared and d."""
     position_G: np.ndarray
-    """Bin of the position: 0, 1, 2 to 3, 4 to 7, ..."""
+    """Position bin: 0, 1, 2 to 3, 4 to 7, ..."""
     length_G: np.ndarray
-    """Bin of the response's length: 1, 2 to 3, 4 to 7, ..."""
+    """Bin of the response length: 1, 2 to 3, 4 to 7, ..."""
     row_G: np.ndarray
-    """Number of the step."""
+    """Index of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioTerms:
-    """Terms whose advantage is above or below 0."""
+    """Terms of the loss with a non-zero advantage."""
 
     before_K: Array
     """ln current / b, nats."""
     after_K: Array | None
-    """ln of the ratio that multiplies the advantage in the loss; None where no loss is known."""
+    """ln of the ratio that multiplies the advantage in the loss; None if the loss is unknown."""
     positive_K: np.ndarray
-    """bool: sign of the advantage."""
+    """bool: True for a positive advantage."""
     row_K: np.ndarray
-    """Number of the step."""
+    """Index of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +58,24 @@ class Part:
     p_T: Array
     """Probability under pass b."""
     scaled: Array
-    """|d| / (1 - p) of those tokens that are not nearly certain."""
+    """|d| / (1 - p) of the tokens with p < 0.99."""
     entropy_T: Array | None
     row_N: np.ndarray
-    """Number of each sequence's step."""
+    """Index of each sequence's step."""
     num_N: np.ndarray
-    """Compared tokens of each sequence."""
+    """Number of compared tokens of each sequence."""
     segments: Segments
     terms: RatioTerms | None
-    """None where there are no advantages."""
+    """None without advantages."""
 
     @property
     def row_T(self) -> np.ndarray | int:
-        """Number of each token's step, one for all of them where they are of one step."""
+        """Index of each token's step; one number if all are of one step."""
         return int(self.row_N[0]) if self.row_N[0] == self.row_N[-1] else np.repeat(self.row_N, self.num_N)
 
 
 def part_of(tokens: Tokens, block: Block, row_N: np.ndarray, loss: Loss | None) -> Part:
-    """Compare the tokens of a block of all sequences."""
+    """Compare the tokens of a block of sequences."""
     sequences, span, starts_N = block
     cut = tokens.cut(sequences, span)
     a_T, b_T, now_T = cut.logprobs["a"], cut.logprobs["b"], cut.logprobs.get("now")
@@ -90,7 +90,7 @@ def part_of(tokens: Tokens, block: Block, row_N: np.ndarray, loss: Loss | None) 
         advantage_T = np.repeat(cut.advantage_N, lengths_N)
     terms = None
     if advantage_T is not None:
-        # Before others are left out: a term needs the starts of whole sequences.
+        # Before tokens are dropped: terms need the starts of whole sequences.
         terms = terms_of(loss, a_T, b_T, now_T, advantage_T, there_T, starts_N, row_N[sequences])
     whole = bool(there_T.all())
     if not whole:
@@ -114,7 +114,7 @@ def _segments(
     lengths_N: np.ndarray,
     row_N: np.ndarray,
 ) -> Segments:
-    """Sums where positions pass a power of two; few additions, since whole segments are added at once."""
+    """Sum over segments that end where the position reaches a power of two."""
     bins_N = bit_lengths(lengths_N - 1) + 1
     sequence_G = np.repeat(np.arange(len(lengths_N)), bins_N)
     position_G = np.arange(len(sequence_G)) - np.repeat(np.cumsum(bins_N) - bins_N, bins_N)
@@ -137,9 +137,9 @@ def terms_of(
     loss: Loss | None, a_T: Array, b_T: Array, now_T: Array | None, advantage_T: Array, there_T: np.ndarray,
     starts_N: np.ndarray, row_N: np.ndarray,
 ) -> RatioTerms:  # fmt: skip
-    """The terms of a block: pass a stands for `train`, b for `rollout`, and a for `current` where `now` is None.
+    """Return the terms of a block; pass a stands for `train`, b for `rollout`, and a for `current` if `now` is None.
 
-    Without a loss the ratios are of tokens. A sequence's ratio is over its compared tokens and goes with the mean of their
+    Without a loss the ratios are per token. A sequence's ratio covers its compared tokens and is paired with the mean of their
     advantages.
     """
     now_T = a_T if now_T is None else now_T

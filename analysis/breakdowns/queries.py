@@ -1,4 +1,4 @@
-"""The same figures over the whole run, as questions in SQL."""
+"""SQL queries that compute the breakdowns over the whole run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .edges import (
 _PROFILE = "count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d, avg(d) AS mean_d"
 
 _DENSITY = """\
--- Tokens by the probability under pass b, x: {num_x} equal bins of 0 to 1, and by d, y: {num_y} of -{reach} to {reach} nats.
+-- Number of tokens by probability under pass b (x: {num_x} equal bins, 0 to 1) and by d (y: {num_y} bins, -{reach} to {reach} nats).
 SELECT {x} AS x, {y} AS y, count(*) AS num_tokens
 FROM pair({pair})
 WHERE {compared}
@@ -29,7 +29,7 @@ GROUP BY x, y
 ORDER BY x, y"""
 
 _POSITION = """\
--- The mismatch by the token's place in the response, a row a power of two; nats.
+-- Mismatch by position in the response, one row per power of two; nats.
 SELECT CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END AS first_position,
        {profile}
 FROM pair({pair})
@@ -38,7 +38,7 @@ GROUP BY first_position
 ORDER BY first_position"""
 
 _LENGTH = """\
--- The mismatch by the length of the response, a row a power of two; nats.
+-- Mismatch by length of the response, one row per power of two; nats.
 SELECT (2 ** floor(log2(num_response_tokens)))::BIGINT AS shortest,
        {profile}
 FROM pair({pair})
@@ -48,7 +48,7 @@ GROUP BY shortest
 ORDER BY shortest"""
 
 _ENTROPY = """\
--- The mismatch by the entropy that the token was drawn at, a row a quarter of a nat, {last:g} and more in one; nats.
+-- Mismatch by entropy of the sampled distribution, one row per quarter of a nat, the last from {last:g} up; nats.
 SELECT {bin} / {per_nat:.1f} AS entropy_from,
        {profile}
 FROM pair_entropies({pair})
@@ -57,13 +57,13 @@ GROUP BY entropy_from
 ORDER BY entropy_from"""
 
 _ENVELOPE = """\
--- c: 99 % of the tokens with p < 0.99 lie within |d| <= c (1 - p), p under pass b; nats. arXiv 2512.23087.
+-- c: 99 % of the tokens with p < 0.99 under pass b have |d| <= c (1 - p); nats. arXiv 2512.23087.
 SELECT quantile_disc(abs(d) / (1 - p), 0.99) AS c
 FROM (SELECT d, exp(logprob_b::DOUBLE) AS p FROM pair({pair}) WHERE {compared})
 WHERE p < 0.99"""
 
 _RATIOS = """\
--- Terms of the loss by ln ratio, bin: {num} of -{reach} to {reach} nats, and by the sign of the advantage: {what}.
+-- Number of loss terms by ln ratio ({num} bins, -{reach} to {reach} nats) and sign of the advantage: {what}.
 SELECT {stages}CASE WHEN advantage > 0 THEN 'positive' ELSE 'negative' END AS sign,
        {bin} AS bin, count(*) AS num_terms
 FROM (
@@ -75,7 +75,7 @@ ORDER BY ALL"""
 
 
 def queries(pair: Pair, edges: Edges, has_now: bool, loss: Loss | None, run: str | None, steps: str) -> dict[str, str]:
-    """Name of a figure -> its query; of one run where it is named, and under a condition on steps where there is one."""
+    """Return figure -> query, restricted to `run` and to the condition `steps` if given."""
     conditions = (*([] if run is None else [f"run = {quoted(run)}"]), *([steps] if steps else []))
     within = "".join(f" AND {condition}" for condition in conditions)
     both, profile = quoted_pair(pair), _PROFILE
@@ -107,7 +107,7 @@ def _ratios(pair: Pair, reach: float, has_now: bool, loss: Loss | None, within: 
     terms = _of_sequences(_of_tokens(pair, has_now, within), loss)
     stages = ""
     if loss is not None:
-        what += "; after, what the loss multiplies the advantage with"
+        what += "; after, the factor on the advantage in the loss"
         stages = "stage, "
         used = {ROLLOUT: "before", CURRENT: "0.0::DOUBLE"}.get(loss.denominator, "moved")
         after = f"loss_log_weight(used, advantage, {sql_options(loss)})"
@@ -122,7 +122,7 @@ def _ratios(pair: Pair, reach: float, has_now: bool, loss: Loss | None, within: 
 
 
 def _of_tokens(pair: Pair, has_now: bool, within: str) -> str:
-    """One row a token: before, ln current / b, and moved, ln current / a."""
+    """Return a query with one row per token: before = ln current / b, moved = ln current / a."""
     keys = "run, step, seq_id, advantage"
     if has_now:
         return (
@@ -138,7 +138,7 @@ def _of_tokens(pair: Pair, has_now: bool, within: str) -> str:
 
 
 def _of_sequences(tokens: str, loss: Loss | None) -> str:
-    """One row a token with an advantage, or a sequence where the loss takes one ratio of it."""
+    """Return a query with one row per token with an advantage, or per sequence if the loss takes one ratio per sequence."""
     if loss is None or loss.level == TOKEN:
         return f"{tokens} AND isfinite(advantage)"
     mean = "avg({})" if loss.level == SEQUENCE_MEAN else "sum({})"
@@ -152,13 +152,13 @@ def _of_sequences(tokens: str, loss: Loss | None) -> str:
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
-    """edges.bins_of in SQL."""
+    """Return edges.bins_of in SQL."""
     shifted = f"({value} + {_literal(reach)})" if reach else value
     return f"greatest(least(floor({shifted} * {_literal(per_nat)}), {num - 1}), 0)::INTEGER"
 
 
 def _literal(number: float) -> str:
-    """A number that SQL reads as a DOUBLE with the same bits; without an exponent it would be a DECIMAL."""
+    """Return a number that SQL reads as the same DOUBLE; without an exponent it would be a DECIMAL."""
     if math.isinf(number):
         return f"'{number}'::DOUBLE"
     return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"

@@ -1,4 +1,4 @@
-"""The steps and sequences of a run that are read, and their tokens in an order that does not depend on that of the rows."""
+"""Choose the steps and sequences of a run to read, and read their tokens in an order independent of the stored rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..trace.source import Pair
 from ..trace.tokens import PassRows, notable_first, token_query, tokens_by_step, tokens_of_rows
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
-"""A number of a sequence that says nothing of it, and is the same everywhere; `rows` is empty, or a table with a dot."""
+"""SQL hash of a sequence, used for sampling; `rows` is empty or a table prefix with a dot."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -39,22 +39,22 @@ _SCORED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What is read of a run."""
+    """Steps and sequences of a run to read."""
 
     run: str
     steps: tuple[int, ...]
     largest_key: int | None
-    """Sequences are read whose key is not above it; None: all of them."""
+    """Largest KEY of the sequences to read; None reads all."""
     num_recorded_tokens: int
     """Response tokens of the run."""
     how: str
-    """The choice, in words that begin in the middle of a sentence."""
+    """Description of the choice, as part of a sentence."""
 
 
 def choose(
     database: Database, pair: Pair, run: str, *, notable: Sequence[int], max_steps: int, max_tokens: int
 ) -> Chosen:
-    """Choose steps that both passes scored, and so many of their sequences that no more tokens than that are read."""
+    """Choose steps scored by both passes, and a sample of their sequences with at most `max_tokens` tokens."""
     tokens = tokens_by_step(database, run)
     query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
     known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
@@ -68,19 +68,19 @@ def choose(
 
 def _steps(known: list[int], notable: Sequence[int], max_steps: int) -> tuple[tuple[int, ...], str]:
     if len(known) <= max_steps:
-        return tuple(known), f"all {len(known):,} steps that both passes scored" if len(
+        return tuple(known), f"all {len(known):,} steps scored by both passes" if len(
             known
-        ) != 1 else "the one step that both passes scored"
+        ) != 1 else "the one step scored by both passes"
     named, spread = notable_first(known, notable, max_steps)
     parts = [f"{len(named):,} notable ones"] * bool(named) + [f"{len(spread):,} evenly spread"] * bool(spread)
-    how = f"{len(named) + len(spread):,} of the {len(known):,} steps that both passes scored, {' and '.join(parts)}"
+    how = f"{len(named) + len(spread):,} of the {len(known):,} steps scored by both passes, {' and '.join(parts)}"
     return tuple(sorted([*named, *spread])), how
 
 
 def _sequences(
     database: Database, pair: Pair, run: str, steps: tuple[int, ...], max_tokens: int
 ) -> tuple[int | None, str]:
-    """The largest key up to which the sequences of all these steps have no more tokens than that; one at least."""
+    """Return the largest KEY up to which the sequences have at most `max_tokens` tokens (at least one sequence), and a clause."""
     names = ", ".join(str(step) for step in steps)
     a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
     query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)
@@ -90,33 +90,33 @@ def _sequences(
     if num >= len(total):
         return None, ""
     return rows["key"][num - 1].as_py(), (
-        f"; of their {len(total):,} sequences the {num:,} with the lowest hash of step and seq_id, so that no more than "
-        f"{max_tokens:,} tokens are read"
+        f"; {num:,} of their {len(total):,} sequences, those with the lowest hash of step and seq_id, to read at most "
+        f"{max_tokens:,} tokens"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenTokens:
-    """Sequences by step; every one has a token."""
+    """Tokens of the chosen sequences, sorted by step; no sequence is empty."""
 
     tokens: Tokens
-    """Logprobs of pass `a`, of `b`, and of `now`, the pass inside the loss, at its first use: where it is a third one, and
-    there are advantages to look at it with."""
+    """Logprobs of passes `a` and `b`, and of `now`, the pass inside the loss at its first use, if it is a third pass and there are
+    advantages."""
     step_N: np.ndarray
 
     @property
     def has_now(self) -> bool:
-        """Whether the pass inside the loss was read."""
+        """True if the pass inside the loss was read."""
         return "now" in self.tokens.logprobs
 
     @property
     def has_advantage(self) -> bool:
-        """Whether a sequence of the run has an advantage."""
+        """True if any sequence of the run has an advantage."""
         return self.tokens.advantage_N is not None or self.tokens.advantage_T is not None
 
 
 def read_chosen_tokens(database: Database, pair: Pair, chosen: Chosen) -> ChosenTokens | None:
-    """Read them; None where no sequence has a token under both passes."""
+    """Read the chosen tokens; None if no sequence has a token in both passes."""
     has, run = sequence_columns(database, chosen.run), chosen.run
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
     passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}

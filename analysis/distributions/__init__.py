@@ -1,1 +1,1 @@
-"""The distributions that passes captured, compared token by token: exactly, or within bounds that are proven."""
+"""Compare the captured distributions of two passes per token, exactly or with proven bounds."""

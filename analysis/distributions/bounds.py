@@ -1,35 +1,35 @@
-"""Bounds on how far two distributions lie apart where one side, or both, are known as top-K with the tail's mass.
+"""Bounds on the divergence of two distributions if one or both are known only as top-K and the mass of the tail.
 
-Shapes: C rows, M columns: the tokens that a side lists, or the whole vocabulary where one side is full.
+Shapes: C rows, M columns: the tokens listed by either side, or the whole vocabulary if one side is full.
 
-What is known of a side: an interval [lo, hi] for each listed token, an interval for the mass t of all others, and that
-none of these is above `cap`, the least listed one, nor above t. The bounds hold for every pair of distributions that
-agrees with that. Proof, with h(p, q) of divergence.py (h(p, p) = 0, h >= 0, jointly convex, degree 1):
+Known about a side: an interval [lo, hi] for each listed token, an interval for the mass t of all others, and that none of the
+others exceeds `cap`, the smallest listed probability, or t. The bounds hold for all pairs of distributions consistent with
+this. Proof, with h(p, q) of divergence.py (h(p, p) = 0, h >= 0, jointly convex, homogeneous of degree 1):
 
-Merging. Convexity and degree 1 give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and
-for any of them the data-processing inequality on a partition of the vocabulary (Csiszar and Shields 2004, Information
-theory and statistics: a tutorial, lemma 4.1). So a divergence is at least the sum of h over the cells of any partition.
+Merging. Convexity and homogeneity give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and in
+general the data-processing inequality on a partition of the vocabulary (Csiszar and Shields 2004, Information theory and
+statistics: a tutorial, lemma 4.1). So a divergence is at least the sum of h over the cells of any partition.
 
-Low. h(., q) falls up to q and rises beyond it, and so does h(p, .) around p. Over a box of intervals the least h is
-therefore 0 where the intervals meet, and h of the two nearest ends where they do not. Each partition, with each cell
-at its least, gives a bound, and the largest of three is taken. All have a cell for each token that both list, and then
+Lower bound. h(., q) decreases up to q and increases beyond it, and likewise h(p, .) around p. Over a box of intervals the
+minimum of h is therefore 0 if the intervals overlap, and h of the two nearest endpoints if not. Each partition, with each cell
+at its minimum, gives a bound; the largest of three is taken. All have a cell for each token listed by both sides, and
     1  one cell for the rest;
-    2  one for what only a lists, whose q is in [0, min(t_b, n cap_b)] for n tokens, one for what only b lists, one for
-       what neither lists;
-    3  one for each token that one side lists, whose other probability is in [0, cap], and one for what neither lists.
+    2  one for the tokens only a lists, with q in [0, min(t_b, n cap_b)] for n tokens, one for those only b lists, and one for
+       those neither lists;
+    3  one for each token listed by one side, with the other probability in [0, cap], and one for those neither lists.
 
-High. A convex h is largest at a corner of its box. For what is not listed on both sides, merging gives
-h(p, q) <= h(p, 0) + h(0, q), which is half of p + q for the total variation and half of ln 2 (p + q) for
-Jensen-Shannon: supports that are disjoint. KL(a || b) has no finite bound (inf) where a may have mass and b none. It
-has none such where b is full without zeros: then a's unlisted p are at most cap and add up to at most t, and
-sum p ln(p / q) <= sum p max(ln(cap / q), 0), which is largest with as much mass as may be on the least q.
+Upper bound. A convex h is largest at a corner of its box. For tokens not listed by both sides, merging gives
+h(p, q) <= h(p, 0) + h(0, q), as for disjoint supports: (p + q) / 2 for the total variation and ln 2 (p + q) / 2 for
+Jensen-Shannon. KL(a || b) has no finite bound (inf) if a may have mass where b has none. If b is full and has no zeros, it is
+finite: a's unlisted p are at most cap and add up to at most t, and sum p ln(p / q) <= sum p max(ln(cap / q), 0), which is
+largest with as much mass as possible on the smallest q.
 
-Entropy. An unlisted token has p ln(1 / p) >= p ln(1 / cap), and n of them with mass t at most t ln(n / t). Top-K does
-not say how large its vocabulary is: next to a full side it is taken to be that side's, else below 2^31, as ids are int32.
+Entropy. An unlisted token has p ln(1 / p) >= p ln(1 / cap), and n of them with mass t have at most t ln(n / t). The vocabulary
+size of a top-K side is unknown: it is taken from a full side if there is one, else as 2^31, because ids are int32.
 
-Rounding. Captured logprobs are float32, computed in float32 from logits that were divided by a temperature: a logit x
-is off by at most 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which is right for
-logits up to 64 before temperature; and the tail's mass, which an engine may leave to 1 - sum, as much in total.
+Rounding. Captured logprobs are float32, computed in float32 from logits divided by a temperature: a logit x has an error of at
+most 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which covers logits up to 64 before
+temperature. The mass of the tail, which an engine may compute as 1 - sum, gets the same allowance in total.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .topk import PartialDistribution, TopK, argmax, columns, entropy_bounds, is
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12
-"""What float64 may lose in sums that are at most of size 1."""
+"""Rounding error of float64 sums of size up to 1."""
 
 H = Callable[[Array, Array], Array]
 
@@ -67,7 +67,7 @@ class _Box:
 
 
 def kl(p: Array, q: Array) -> Array:
-    """h of KL, from probabilities."""
+    """Return h of KL, from probabilities."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         x = (p - q) / q
         near = np.abs(x) < 0.1
@@ -78,19 +78,19 @@ def kl(p: Array, q: Array) -> Array:
 
 
 def js(p: Array, q: Array) -> Array:
-    """h of Jensen-Shannon, from probabilities."""
+    """Return h of Jensen-Shannon, from probabilities."""
     mass = p + q
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(mass > 0, mass / 4 * even_entropy(np.where(mass > 0, (p - q) / mass, 0.0)), 0.0)
 
 
 def tv(p: Array, q: Array) -> Array:
-    """h of the total variation, from probabilities."""
+    """Return h of the total variation, from probabilities."""
     return np.abs(p - q) / 2
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
-    """Every bound of rows of which at least one side is top-K; what is not known is absent."""
+    """Return all bounds of rows with at least one top-K side; unknown measures are absent."""
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
     forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)
@@ -116,7 +116,7 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """What gives the two ends for an h; `disjoint` is h(1, 0) where that is finite."""
+    """Return a function from h to its lower and upper bounds; its `disjoint` is h(1, 0), or None if infinite."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM
@@ -132,7 +132,7 @@ def _low_high(
 
 
 def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:
-    """The least and largest mass of all tokens that are not listed on both sides."""
+    """Return the smallest and largest mass of all tokens not listed by both sides."""
     own = side.listed_CM & ~both
     low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
     high = np.minimum(_sum(side.hi_CM, own) + side.tail_hi_C, 1 - _sum(side.lo_CM, both))
@@ -169,7 +169,7 @@ def _most_of_the_rest_kl(a: PartialDistribution, b: PartialDistribution, outside
 
 
 def _most_on_the_least(a: PartialDistribution, q_CM: Array) -> Array:
-    """The largest sum of p max(ln(cap / q), 0) with p <= cap and sum p <= t."""
+    """Return the largest sum of p max(ln(cap / q), 0) with p <= cap and sum p <= t."""
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.maximum(np.log(a.cap_C)[:, None] - np.log(np.sort(q_CM, axis=1)), 0.0)
         filled = np.minimum(np.floor(a.tail_hi_C / a.cap_C), q_CM.shape[1])

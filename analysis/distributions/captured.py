@@ -1,4 +1,4 @@
-"""Captured distributions of two passes, compared token by token: the Python half of the macro `pair_distributions`.
+"""Compare the captured distributions of two passes per token: the Python part of the macro `pair_distributions`.
 
 Shapes: C tokens of a chunk.
 """
@@ -27,14 +27,14 @@ from .measures import MEASURES
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
-"""One side's logits of a chunk in float64; comparing takes about fifteen times as much."""
+"""Size of a chunk's float64 logits; the comparison takes about fifteen times as much memory."""
 OPEN_GROUPS = 8
 
 TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Where the rows of one side lie, and what decides what they mean."""
+    """Location of the rows of one side, and the keys of their head and contract."""
 
     run: str
     group: str
@@ -52,7 +52,7 @@ class _Opened:
 
     @property
     def width(self) -> int:
-        """Elements of a token's distribution."""
+        """Number of elements of a token's distribution."""
         arrays = self.group.arrays
         return self.head.weight_VH.shape[0] if HIDDEN in arrays else max(array.width for array in arrays.values())
 
@@ -62,7 +62,7 @@ class _Opened:
         return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
     def side(self, rows_C: np.ndarray) -> Full | TopK:
-        """The distributions that the pass's logprobs are of: logits are divided by the contract's temperature."""
+        """Return the distributions the pass's logprobs come from: logits are divided by the contract's temperature."""
         arrays = _gathered(self.group, rows_C)
         if TOKEN_IDS in arrays:
             ids, logprobs, tail = (arrays[name] for name in (TOKEN_IDS, LOGPROBS, TAIL))
@@ -79,7 +79,7 @@ class _Opened:
 
 
 class DistributionPairs:
-    """Compares captured rows; one call at a time, so that memory stays bounded."""
+    """Comparison of captured rows; calls are serialised to bound memory."""
 
     def __init__(self, sources: Sequence[Source]):
         self._sources = {source.run: source for source in sources}
@@ -88,18 +88,18 @@ class DistributionPairs:
         self._open: OrderedDict[Place, _Opened] = OrderedDict()
         self._lock = threading.Lock()
         self.error: tuple[type[TimTraceError], str] | None = None
-        """What the last call ended with, which DuckDB tells as text alone."""
+        """Error of the last call; DuckDB passes on only its text."""
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
-        """A list of measures a row.
+        """Return a list of measures per row.
 
-        Columns: run, number of tokens, and for a and b: group, first row, contract, policy version, attempt.
+        `columns`: run, number of tokens, and for a and b: group, first row, contract, policy version, attempt.
         """
         with self._lock:
             try:
                 return self._compare([column.to_pylist() for column in columns])
             except TimTraceError as error:
-                # Not the error itself: its traceback leads to the connection, which would never be freed.
+                # Not the error itself: its traceback references the connection, which would never be freed.
                 self.error = type(error), str(error)
                 raise
 
@@ -158,7 +158,7 @@ class DistributionPairs:
 
 
 class _Measures:
-    """Columns of compared tokens, NULL where nothing was put."""
+    """Columns of compared tokens, initially NULL."""
 
     def __init__(self, count: int):
         self._values = {name: np.zeros(count, type.to_pandas_dtype()) for name, type in TYPES.items()}
@@ -176,7 +176,7 @@ class _Measures:
 
 
 def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
-    """Rows of every array, neighbours read together."""
+    """Return the rows of every array, reading consecutive rows together."""
     order = np.argsort(rows_C, kind="stable")
     parts = [group.read(start, stop - start) for start, stop in _spans(rows_C[order])]
     back = np.argsort(order, kind="stable")
@@ -184,7 +184,7 @@ def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _spans(rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Runs of rows that follow each other, as (first, one past the last)."""
+    """Yield runs of consecutive rows as (first, last + 1)."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
     for part in np.split(rows, cuts):
         yield int(part[0]), int(part[-1]) + 1

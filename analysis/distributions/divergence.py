@@ -1,13 +1,13 @@
-"""How far two known distributions lie apart, a row at a time. float64, nats.
+"""Divergences of two fully known distributions, per row. float64, nats.
 
 Shapes: C rows, V vocabulary.
 
-Each divergence is a sum over tokens of h(p, q), with h(p, p) = 0, h >= 0, jointly convex and of degree 1:
-    KL(a || b)                 p ln(p / q) - p + q         the sum is the usual one, since p and q both add up to 1
+Each divergence is a sum over tokens of h(p, q), with h(p, p) = 0, h >= 0, jointly convex and homogeneous of degree 1:
+    KL(a || b)                 p ln(p / q) - p + q         sums to the usual KL, since p and q both add up to 1
     total variation            |p - q| / 2
     Jensen-Shannon             (p ln(2 p / (p + q)) + q ln(2 q / (p + q))) / 2, at most ln 2
                                Lin 1991, Divergence measures based on the Shannon entropy, eq. 3.1 with weights 1/2
-In this form no digits are lost between near distributions, and what holds for h holds for the sum: see bounds.py.
+In this form nearby distributions lose no digits, and bounds on h carry over to the sum: see bounds.py.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 import numpy as np
 
 Array = Any
-"""A NumPy array; its own types call the result of most arithmetic Any."""
+"""A NumPy array; NumPy types the result of most arithmetic as Any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Distributions that are known whole."""
+    """Distributions over the whole vocabulary."""
 
     logits_CV: Array
-    """float64, up to a constant a row, after temperature; -inf for a token without probability."""
+    """float64 logits after temperature, up to a constant per row; -inf for tokens of probability 0."""
 
 
 def log_softmax(logits_CV: Array) -> Array:
-    """[C, V] logprobs. A row that has NaN, +inf or nothing but -inf is NaN throughout.
+    """Return [C, V] logprobs. A row with NaN, +inf or only -inf is all NaN.
 
-    scipy.special.log_softmax gives the same digits in three times the time.
+    scipy.special.log_softmax gives the same digits but is three times slower.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         shifted_CV = logits_CV - logits_CV.max(axis=1, keepdims=True)
@@ -40,10 +40,10 @@ def log_softmax(logits_CV: Array) -> Array:
 
 
 def kl_terms(logp: Array, logq: Array) -> Array:
-    """h of KL(p || q) for each token, from logprobs; +inf where q alone is 0. scipy.special.kl_div cancels where d is small."""
+    """Return h of KL(p || q) per token, from logprobs; +inf where only q is 0. scipy.special.kl_div cancels for small d."""
     with np.errstate(invalid="ignore", over="ignore"):
         d, p, q = logp - logq, np.exp(logp), np.exp(logq)
-        # For small d both p ln(p / q) and q - p are d, and their sum is d^2 / 2.
+        # For small d the terms p ln(p / q) and q - p are of size d and nearly cancel: their sum is about p d^2 / 2.
         terms = np.where(np.abs(d) < 0.1, p * (d + np.expm1(-np.clip(d, -1, 1))), p * d - p + q)
     terms = np.where(np.isneginf(logp), q, terms)
     terms = np.where(np.isneginf(logq) & ~np.isneginf(logp), np.inf, terms)
@@ -51,39 +51,38 @@ def kl_terms(logp: Array, logq: Array) -> Array:
 
 
 def js_terms(logp: Array, logq: Array) -> Array:
-    """h of the Jensen-Shannon divergence for each token, from logprobs."""
+    """Return h of the Jensen-Shannon divergence per token, from logprobs."""
     with np.errstate(invalid="ignore"):
-        # With r = (p - q) / (p + q) it is (p + q) / 4 * ((1 + r) ln(1 + r) + (1 - r) ln(1 - r)).
+        # h = (p + q) / 4 * ((1 + r) ln(1 + r) + (1 - r) ln(1 - r)) with r = (p - q) / (p + q).
         r = np.tanh((logp - logq) / 2)
         r = np.where(np.isneginf(logp) & np.isneginf(logq), 0.0, r)
     return (np.exp(logp) + np.exp(logq)) / 4 * even_entropy(r)
 
 
 def tv_terms(logp: Array, logq: Array) -> Array:
-    """h of the total variation for each token, from logprobs."""
+    """Return h of the total variation per token, from logprobs."""
     return np.abs(np.exp(logp) - np.exp(logq)) / 2
 
 
 def entropy(logp: Array) -> Array:
-    """[C] entropy of rows of logprobs."""
+    """Return [C] entropies of rows of logprobs."""
     from scipy.special import entr
 
     return entr(np.exp(logp)).sum(axis=1)
 
 
 def even_entropy(r: Array) -> Array:
-    """(1 + r) ln(1 + r) + (1 - r) ln(1 - r) for r in [-1, 1]."""
+    """Return (1 + r) ln(1 + r) + (1 - r) ln(1 - r) for r in [-1, 1]."""
     from scipy.special import xlog1py
 
     return np.maximum(xlog1py(1 + r, r) + xlog1py(1 - r, -r), 0.0)
 
 
 def compare_full(a: Full, b: Full) -> dict[str, Array]:
-    """Every measure of rows that both sides know whole.
+    """Return all measures of rows that are full on both sides.
 
-    Where the vocabularies differ in size (one is padded), the divergences are between the two distributions given
-    that the token is in the common part, and the mass of each outside of it is a column of its own. Entropy and argmax
-    are those of each side's whole distribution.
+    If the vocabulary sizes differ (one is padded), divergences are conditional on the common part, and the mass of each side
+    outside it is a separate column. Entropy and argmax are of each side's whole distribution.
     """
     vocab_a, vocab_b = a.logits_CV.shape[1], b.logits_CV.shape[1]
     whole_a, whole_b = log_softmax(a.logits_CV), log_softmax(b.logits_CV)
@@ -113,7 +112,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """[C] largest difference of two tokens' logits, each row less its mean over the tokens that both sides give mass."""
+    """Return [C] the largest |difference| of logits, after centring each row on the tokens with mass on both sides."""
     with np.errstate(invalid="ignore"):
         d = np.where(both, logp - logq, 0.0)
         count = both.sum(axis=1, keepdims=True)
@@ -122,5 +121,5 @@ def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
 
 
 def unknown(values: Array, where: Array) -> Array:
-    """Values with NULL where a row is broken, as a masked array."""
+    """Return values as a masked array, masked (NULL) at `where`."""
     return np.ma.masked_array(values, mask=where)  # type: ignore[no-untyped-call]

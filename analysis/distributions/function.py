@@ -1,4 +1,4 @@
-"""The SQL function that compares captured distributions; what it needs is imported when it is first called."""
+"""SQL function that compares captured distributions; its dependencies are imported at the first call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
 
 
 class ComparedDistributions:
-    """Compares captured distributions; NumPy and Zarr are imported by the first comparison."""
+    """Comparison of captured distributions in SQL; NumPy and Zarr are imported at the first call."""
 
     def __init__(self, sources: Sequence[Source]):
         self._sources = sources
@@ -28,7 +28,7 @@ class ComparedDistributions:
 
     @property
     def error(self) -> TimTraceError | None:
-        """What a comparison ended with; DuckDB tells its text alone."""
+        """Error of the last comparison; DuckDB passes on only its text."""
         if self._pairs is None or self._pairs.error is None:
             return None
         kind, message = self._pairs.error
@@ -36,7 +36,7 @@ class ComparedDistributions:
         return error
 
     def define(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Make `compare_distributions` known to a connection: a list of measures of the tokens of each row."""
+        """Register `compare_distributions`, which returns a list of measures per row, with a connection."""
 
         def compare(
             run: Any, count: Any,

@@ -1,4 +1,4 @@
-"""Logits of captured hidden states, with the head's weights of the version that scored.
+"""Compute logits from captured hidden states and the head weights of the scoring version.
 
 Shapes: C tokens, H hidden width, V vocabulary.
 """
@@ -23,21 +23,21 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head's weights, rounded as the pass had them, and what it does with its product."""
+    """Weights of a head, rounded as in the pass, and the operations after its matrix product."""
 
     weight_VH: Array
     bias_V: Array | None
     dtype: str
-    """torch's name of the dtype that the pass projected in."""
+    """torch's name of the dtype of the projection."""
     scale: float | None
     softcap: float | None
     logits_dtype: str | None
 
     def logits(self, hidden_CH: Array) -> Array:
-        """[C, V] logits before temperature.
+        """Return [C, V] logits before temperature.
 
-        Products add up in float32 (float64 for a float64 pass) and are rounded to the pass's dtype where it rounded:
-        what is left is the order in which a kernel adds, which may move a logit by its last place.
+        Products are accumulated in float32 (float64 for a float64 pass) and rounded to the pass's dtype wherever the pass
+        rounded. Only the summation order of its kernel may differ, which can change a logit in the last place.
         """
         logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
         if self.bias_V is not None:
@@ -52,7 +52,7 @@ class Head:
 
 
 class Heads:
-    """The heads of a trace's versions; the one that was asked for last is held."""
+    """Heads of a trace by version; the most recent one is cached."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -60,12 +60,19 @@ class Heads:
         self._held: tuple[Any, Head] | None = None
 
     def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
-        """The head that a contract's `head` describes, of a version in an attempt at training. Raises WeightsMissing, DamagedTrace."""
+        """Return the head described by a contract's `head`, at a version of a training attempt.
+
+        Raises WeightsMissing, DamagedTrace.
+        """
         described = contract.get("head")
         if described is None:
-            raise DamagedTrace(f"{self.store.url}: a contract does not say which head projects its hidden states")
+            raise DamagedTrace(
+                f"{self.store.url}: a contract does not describe the head that projects its hidden states"
+            )
         if version is None:
-            raise WeightsMissing(f"{self.store.url}: scores of hidden states without a policy version have no head")
+            raise WeightsMissing(
+                f"{self.store.url}: hidden states were recorded without a policy version, so their head is unknown"
+            )
         key = (version, attempt, hidden_dtype, repr(sorted(described.items())))
         if self._held is None or self._held[0] != key:
             self._held = None
@@ -94,14 +101,14 @@ class Heads:
 
 
 def numbers(tensor: Tensor) -> Array:
-    """A tensor's values; bfloat16 as float32."""
+    """Return a tensor's values; bfloat16 as float32."""
     if tensor.dtype == BFLOAT16:
         return widen(tensor.bits, BFLOAT16)
     return tensor.bits.view(np.dtype(tensor.dtype))
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Values of a dtype, to the nearest and ties to even, held in float32; float64 in float64."""
+    """Round values to a dtype, to nearest with ties to even; returns float32, or float64 for float64."""
     if dtype == "float64":
         return values.astype(np.float64)
     if dtype != BFLOAT16:

@@ -1,4 +1,4 @@
-"""The columns of two compared distributions, which their function in SQL and what computes it share."""
+"""Columns of compared distributions, shared by the SQL function and its implementation."""
 
 from __future__ import annotations
 

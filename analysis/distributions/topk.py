@@ -1,6 +1,6 @@
-"""What is known of a pass's distributions: everything, or top-K with the tail's mass as intervals of probability.
+"""Distributions known fully, or as top-K with the mass of the tail, as intervals of probability.
 
-Shapes: C rows, K listed tokens, M columns: the tokens that a side lists, or the whole vocabulary where one side is full.
+Shapes: C rows, K listed tokens, M columns: the tokens listed by either side, or the whole vocabulary if one side is full.
 """
 
 from __future__ import annotations
@@ -12,67 +12,69 @@ import numpy as np
 from .divergence import Array, Full, entropy, log_softmax
 
 MAX_LOGIT = 64.0
-"""Largest logit before temperature whose rounding the intervals allow for."""
+"""Largest logit before temperature whose rounding the intervals cover."""
 _ULP = 2.0**-23
 _LARGEST_VOCABULARY = 2.0**31
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions of which K tokens and the mass of the others are known."""
+    """Distributions known as K tokens and the mass of the others."""
 
     ids_CK: Array
     logprobs_CK: Array
     """float64, nats."""
     tail_C: Array
-    """float64, nats."""
+    """float64, log of the mass of the unlisted tokens, nats."""
     temperature: float = 1.0
-    """What the logits were divided by: it scales their rounding."""
+    """Temperature by which the logits were divided; it scales their rounding error."""
 
     def slack(self, logprobs: Array | float) -> Array:
-        """How far a captured logprob may be off, nats."""
+        """Return the maximum error of captured logprobs, nats."""
         finite = np.where(np.isfinite(logprobs), np.abs(logprobs), 0.0)
         return np.asarray(_ULP * (MAX_LOGIT / min(self.temperature, 1.0) + 4 * finite))
 
     @property
     def intervals(self) -> tuple[Array, Array]:
-        """[C, K] least and largest probability of each listed token."""
+        """[C, K] smallest and largest probability of each listed token."""
         p_CK, slack_CK = np.exp(self.logprobs_CK), self.slack(self.logprobs_CK)
         return p_CK * np.exp(-slack_CK), np.minimum(p_CK * np.exp(slack_CK), 1.0)
 
     @property
     def tail(self) -> tuple[Array, Array]:
-        """[C] least and largest mass of all tokens that are not listed."""
+        """[C] smallest and largest mass of all unlisted tokens."""
         t_C, lost = np.exp(self.tail_C), float(self.slack(0.0))
         slack_C = self.slack(self.tail_C)
         low, high = self.intervals
         least = np.maximum(t_C * np.exp(-slack_C) - lost, 1 - high.sum(axis=1))
         most = np.minimum(t_C * np.exp(slack_C) + lost, 1 - low.sum(axis=1))
-        # Where the least listed token has no mass, the others have none either.
+        # If the least probable listed token has no mass, neither do the others.
         most = np.where(high.min(axis=1) == 0, 0.0, np.clip(most, 0.0, 1.0))
         return np.clip(least, 0.0, most), most
 
 
 @dataclass(frozen=True, slots=True)
 class PartialDistribution:
-    """What is known of one side on M columns."""
+    """Probability intervals of one side on M columns."""
 
     lo_CM: Array
-    """Least probability of a listed token; 0 for the others."""
+    """Smallest probability of listed tokens; 0 for the others."""
     hi_CM: Array
+    """Largest probability of listed tokens; 0 for the others."""
     listed_CM: Array
-    """bool"""
+    """bool: True for listed tokens."""
     tail_lo_C: Array
-    """Least mass of all tokens that are not listed, in a column or in none."""
+    """Smallest mass of all unlisted tokens, whether or not they have a column."""
     tail_hi_C: Array
+    """Largest mass of all unlisted tokens."""
     cap_C: Array
-    """Largest probability of such a token."""
+    """Largest probability of an unlisted token."""
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
-    """Both sides on shared columns, and whether there may be tokens in none of them.
+    """Return both sides on shared columns, and True if there may be tokens outside these.
 
-    Top-K does not say how large its vocabulary is; next to a full side it is taken to be that side's.
+    The vocabulary size of a top-K side is unknown and is taken from a full side if there is one.
     """
     if isinstance(a, TopK) and isinstance(b, TopK):
         return *_merged(a, b), True
@@ -99,13 +101,13 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
         np.put_along_axis(target, part.ids_CK, values, axis=1)
     tail_lo, tail_hi = part.tail
     cap = np.minimum(high_CK.min(axis=1), tail_hi)
-    # There is no token beyond these columns, so none of them can hold more than the cap.
+    # No token is outside these columns, so the tail is at most the cap times the unlisted columns.
     tail_hi = np.minimum(tail_hi, (~listed_CM).sum(axis=1) * cap)
     return PartialDistribution(lo_CM, hi_CM, listed_CM, np.minimum(tail_lo, tail_hi), tail_hi, cap)
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Columns of a's list, then of b's; a token of both stands in a's column, and b's then says 0 on both sides."""
+    """Return columns for a's list, then b's; a token in both uses a's column, and b's column is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -125,7 +127,7 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """[C, K] the column of each token of b: its place in a's list, or one of its own after that list."""
+    """Return [C, K] the column of each token of b: its index in a's list, or one after that list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride
@@ -140,7 +142,7 @@ def _places(ids_a: Array, ids_b: Array) -> Array:
 
 
 def is_broken(side: Full | TopK) -> Array:
-    """[C] rows that hold NaN, or no distribution at all."""
+    """Return [C] bool: True for rows with NaN or without any mass."""
     if isinstance(side, Full):
         return np.isnan(log_softmax(side.logits_CV)).any(axis=1)
     return (
@@ -149,7 +151,7 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """[C] id of the most probable token, and whether another may be as probable, as far as is known."""
+    """Return [C] the id of the most probable token, and whether another may be as probable."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]
@@ -159,7 +161,7 @@ def argmax(side: Full | TopK) -> tuple[Array, Array]:
 
 
 def entropy_bounds(side: Full | TopK, other: Full | TopK) -> tuple[Array, Array]:
-    """[C] the least and largest entropy, nats."""
+    """Return [C] lower and upper bounds of the entropy, nats."""
     if isinstance(side, Full):
         exact = entropy(log_softmax(side.logits_CV))
         return exact, exact
@@ -169,10 +171,10 @@ def entropy_bounds(side: Full | TopK, other: Full | TopK) -> tuple[Array, Array]
     tail_lo, tail_hi = side.tail
     cap = np.minimum(high_CK.min(axis=1), tail_hi)
     least = np.minimum(_surprise(low_CK), _surprise(high_CK)).sum(axis=1)
-    # -p ln p has its top at 1 / e.
+    # -p ln p has its maximum at 1 / e.
     most = _surprise(np.clip(np.exp(-1.0), low_CK, high_CK)).sum(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        # t ln(n / t) has its top at n / e.
+        # t ln(n / t) has its maximum at n / e.
         mass = np.minimum(tail_hi, others / np.e)
         spread = np.where(mass > 0, mass * (np.log(others) - np.log(mass)), 0.0)
         packed = np.where(tail_lo > 0, -tail_lo * np.log(cap), 0.0)
