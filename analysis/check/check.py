@@ -131,7 +131,7 @@ def judge(data: PairData, pair: str) -> CheckResult:
     sums = data.sums
     findings = tuple(find(data))
     if not sums.num_tokens and not any(finding.fails for finding in findings):
-        raise NothingToCompare(f"{data.trace}: no token that counts has a finite logprob in both passes of {pair}")
+        raise NothingToCompare(f"{data.trace}: no token in the loss has a finite logprob in both passes of {pair}")
     return CheckResult(
         trace=data.trace,
         pair=pair,

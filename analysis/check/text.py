@@ -216,7 +216,7 @@ def note_text(note: Note) -> str:
 
 
 def checked_text(result: CheckResult, width: int | None = None) -> str:
-    """Render what a check found: the verdict, then evidence and next command of every finding."""
+    """Render a check: the verdict, then evidence and next command of every finding."""
     result = shown(result)
     inspected = (
         "all inspected individually"
@@ -284,7 +284,7 @@ def _missing_at(numbers: Mapping[str, Any]) -> str:
     if numbers["place"] == "scattered":
         return f"scattered over {numbers['num_sequences']:,} sequences"
     if numbers["place"] == "whole":
-        return f"that are all of {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
+        return f"(every token of {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences)"
     return f"at the {numbers['place']} of {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
 
 

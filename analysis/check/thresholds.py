@@ -93,7 +93,7 @@ MIN_ALIGNED_TOKENS = 6
 MIN_ALIGNMENT_GAIN_NATS = 4.0
 """Minimum saving of an alignment per row, net of lag changes."""
 MIN_REALIGNED_ROWS = 0.05
-"""A single realigned row counts only above this share of the mismatched rows: otherwise it may be chance."""
+"""A single realigned row counts only if it is at least this share of the mismatched rows: otherwise it may be chance."""
 MIN_LAGGED_TOKENS = 3
 """Minimum number of shifted tokens in a row: fewer agree with a neighbour by chance."""
 MAX_ALIGNED_ROWS = 256
@@ -118,7 +118,7 @@ MIN_REST = 0.02
 MIN_LEVEL_RATIO = 3.0
 """Minimum ratio between the mismatches of two parts; in healthy runs lengths, prompts and positions differ by less than 2."""
 MIN_OWN_SCORE = 6.0
-"""Minimum difference between what rises and what falls explain, over the sequences, in standard errors."""
+"""Minimum difference between the variance explained by rises and by drops, over the sequences, in standard errors."""
 MIN_PLACE_SCORE = 7.0
 """Minimum difference of the two parts' means of log |d|, in standard errors."""
 MIN_STEEPNESS = 0.4
@@ -280,7 +280,7 @@ MIN_ALONG = 2.5
 MOVEMENT_SHRINKAGE = 3.0
 """Shrinkage of the mean d of a token bigram, in tokens."""
 PERSISTENCE_LAGS = (1, 2, 4)
-"""Lags, in tokens, at which |d| is correlated: short enough that a change inside the sequence seldom falls between."""
+"""Lags, in tokens, at which |d| is correlated: short, so that a change inside the sequence is rarely between the two tokens."""
 MIN_PERSISTENCE = 0.07
 """Minimum correlation of |d| between neighbouring tokens if weights changed inside sequences (mostly 0.1 and more); with other
 weights it is 0.04 in three of four cases."""

@@ -61,7 +61,7 @@ def compare(
         shared = sorted(tokens_by_step(of_a).keys() & tokens_by_step(of_b).keys())
         if not shared and not _share_steps(series_a, series_b):
             raise NothingToCompare(
-                f"{of_a.given[0]} and {of_b.given[0]}: share no step; compare runs of the same steps"
+                f"{of_a.given[0]} and {of_b.given[0]}: no step in common; compare runs that recorded the same steps"
             )
         advance(1)
         found = [*setting_differences(of_a, of_b)]

@@ -48,10 +48,10 @@ def dynamics(
     with database.telling(progress):
         series = read_series(database, pair=names)
     if not series and database.kept_steps:
-        raise NothingToCompare(f"{source.run}: {option('steps', steps)} names steps without any series")
+        raise NothingToCompare(f"{source.run}: {option('steps', steps)} selects steps without any series")
     if not series:
         raise NothingToCompare(
-            f"{source.run}: has neither sequences nor logged values of any step; record a run with tim-trace record"
+            f"{source.run}: contains neither sequences nor metrics; record a run with tim-trace record"
         )
     with database.telling(progress):
         changes_of, fall = read_changes(database, names), read_outcomes(database, names).fall

@@ -33,7 +33,7 @@ class LengthSurge:
     def __init__(self, *, kappa: float = 2.0, window: int = 20, gap: int = 5, above: int = 3, of: int = 5):
         """Raise InvalidOption for settings that never or always detect a surge."""
         if not kappa > 1:
-            raise InvalidOption(f"got {kappa}; give a factor above 1, as 2", option="kappa")
+            raise InvalidOption(f"got {kappa}; give a factor above 1, such as 2", option="kappa")
         if window < 1 or gap < 0 or not 1 <= above <= of:
             raise InvalidOption(
                 f"length surge: got window {window}, gap {gap}, above {above} of {of}; give window >= 1, gap >= 0 and "

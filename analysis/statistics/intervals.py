@@ -57,9 +57,9 @@ class NoInterval(StrEnum):
 
     FEW = f"fewer than {MIN_GROUPS} groups"
     ALIKE = "every group gives the same value"
-    UNDEFINED = "without some groups it has no value"
-    CARRIED = "too few groups carry it"
-    SINGLE = "single sequences decide it"
+    UNDEFINED = "undefined without some groups"
+    CARRIED = "too few groups determine it"
+    SINGLE = "single sequences determine it"
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:

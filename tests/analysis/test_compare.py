@@ -224,7 +224,7 @@ def test_steps_of_a_comparison(plain, tmp_path):
 def test_runs_without_a_common_step_are_refused(plain, tmp_path):
     with Recorder(tmp_path / "later") as recorder:
         recorder.add_sequences(step=900, response_ids=[[1]])
-    with pytest.raises(NothingToCompare, match="share no step"):
+    with pytest.raises(NothingToCompare, match="no step in common"):
         compare(plain, tmp_path / "later")
 
 

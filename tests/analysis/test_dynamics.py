@@ -494,7 +494,7 @@ def test_metrics_alone_are_followed_too(tmp_path):
 def test_a_trace_without_steps_is_refused(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_hyperparameters({"seed": 1})
-    with pytest.raises(NothingToCompare, match="neither sequences nor logged values"):
+    with pytest.raises(NothingToCompare, match="neither sequences nor metrics"):
         dynamics(tmp_path / "run")
 
 

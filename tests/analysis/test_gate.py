@@ -340,7 +340,7 @@ def test_agreement_of_router_choices_has_an_interval(tmp_path):
 def test_a_framework_s_largest_value_has_no_interval(noisy):
     (verdict,) = judged(noisy, "verl.rollout_probs_diff_max>1")
     assert (verdict.low, verdict.verdict) == (None, "cannot tell")
-    assert verdict.how == "no interval: single sequences decide it"
+    assert verdict.how == "no interval: single sequences determine it"
 
 
 @pytest.mark.slow
@@ -370,7 +370,7 @@ def test_a_number_that_resamples_lack_has_no_interval(tmp_path):
         recorder.add_scores("train", batch, logprobs=[[-1.5 - place / 10] for place in range(8)])
     (verdict,) = judged(tmp_path / "run", "tim.prob_pearson<0")
     assert (verdict.verdict, verdict.low) == ("cannot tell", None)
-    assert verdict.how == "no interval: without some groups it has no value"
+    assert verdict.how == "no interval: undefined without some groups"
 
 
 def test_a_value_that_every_group_gives_is_decided(tmp_path):

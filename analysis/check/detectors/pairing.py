@@ -62,7 +62,7 @@ def find_row_pairing(data: PairData) -> list[Finding]:
 
 @once
 def partners_of(data: PairData) -> Partners | None:
-    """Return the rows that belong to others; None if they are no more than expected by chance."""
+    """Return the partners of misplaced rows; None if there are no more than expected by chance."""
     grid = grid_of(data)
     own = row_means(grid.cost())
     partner = np.full(len(own), -1)
