@@ -19,40 +19,40 @@ from .read_series import read_series
 from .series import LINEAR, LOG, Series
 
 MOST = 1000
-"""Steps that are worked on at once: of longer series neighbours are averaged."""
+"""Maximum number of values to search; longer series are averaged over neighbouring steps."""
 
 FEWEST = 12
-"""Steps with a value below which no change is looked for."""
+"""Minimum number of steps with a value to look for changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChangePoint:
-    """A step at which a series began to do something else."""
+    """A step at which the level or the slope of a series changed."""
 
     step: int
-    """The first step that the change moved; of a fall its onset, as attribute finds it."""
+    """The first step after the change; for a drop of the outcome its onset, as attribute finds it."""
     low: int
     high: int
-    """The 95 % confidence interval of the step; where values are steps apart it reaches back to the value before."""
+    """95 % confidence interval of the step; if values are several steps apart it starts right after the previous value."""
     before: float
-    """The fitted value just before, in the series' own unit."""
+    """The fitted value just before, in the unit of the series."""
     after: float
-    """The fitted value at the end of what follows: before the next change, or at the end of the run."""
+    """The fitted value before the next change, or at the end of the run."""
     size_in_sd: float
-    """after - before on the series' scale, over the standard deviation of its scatter."""
+    """after - before on the scale of the series, in standard deviations of its scatter."""
     p: float
-    """Bound of the chance that scatter alone gives this change somewhere in the series."""
+    """Upper bound of the probability that scatter alone gives such a change anywhere in the series."""
     kind: str = SHIFT
-    """`shift`: the level jumps; `ramp`: the slope breaks, as when a slow decline begins or a rise ends."""
+    """`shift`: the level jumps; `ramp`: the slope changes, as when a slow decline begins or a rise ends."""
 
 
 def change_points(series: Series) -> list[ChangePoint]:
-    """Find the steps at which a series changed, in order, on its own scale.
+    """Find the steps at which a series changed, in order, on the scale of the series.
 
-    The series is cut into straight stretches by the exact least-cost cut (penalty `penalty`), so that a trend
-    is no change and a ramp is one; the cost is in units of the long-run variance, which autocorrelation enters. Single
-    outliers do not count. Then each cut is placed anew, as a jump or as a break of slope. Steps without a value are
-    passed over; there is no answer for fewer than 12 with one.
+    An exact least-cost segmentation cuts the series into straight segments, so a constant trend is not a change. The
+    cost is in units of the long-run variance, which includes autocorrelation. Single outliers are ignored. Each cut is
+    then located again, as a jump or as a change of slope. Steps without a value are skipped; with fewer than 12 values
+    the result is empty.
     """
     known = series.known
     steps, values = series.steps[known], series.scaled[known]
@@ -75,7 +75,7 @@ def change_points(series: Series) -> list[ChangePoint]:
 
 
 def _located(values: np.ndarray, places: list[int], variance: float) -> list[Located]:
-    """Each change, between those beside it."""
+    """Locate each change between its two neighbours."""
     margin, ends = shortest(len(values)), [0, *places, len(values)]
     changes = []
     for index in range(1, len(ends) - 1):
@@ -93,7 +93,7 @@ def _change(
 ) -> ChangePoint:  # fmt: skip
     return ChangePoint(
         step=int(first[located.place]),
-        low=int(last[located.low - 1]) + 1,  # between two values nobody knows
+        low=int(last[located.low - 1]) + 1,  # the change may lie anywhere between two values
         high=int(last[min(located.high, n - 1)]),
         before=_within(_unscaled(located.before, series.scale), before),
         after=_within(_unscaled(located.after, series.scale), after),
@@ -104,7 +104,7 @@ def _change(
 
 
 def _within(fitted: float, values: np.ndarray) -> float:
-    """A fitted value, no farther out than what was recorded: of a stretch that is exactly 0 it is 0."""
+    """Clip a fitted value to the recorded range, so that a segment of zeros gives exactly 0."""
     return float(np.clip(fitted, values.min(), values.max()))
 
 
@@ -117,7 +117,7 @@ def _unscaled(value: float, scale: str) -> float:
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First and last step and mean value of each bin of neighbours."""
+    """Return the first step, last step and mean value of each bin of neighbours."""
     width = -(-len(steps) // MOST)
     starts = np.arange(0, len(steps), width)
     counts = np.diff([*starts, len(steps)])
@@ -125,10 +125,10 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 LEAST_SD = 2.0
-"""Smallest change, in standard deviations of the series' scatter, that begins an onset."""
+"""Minimum size of an onset, in standard deviations of the scatter of the series."""
 
 PLANNED = ("learning_rate",)
-"""Series that are set and not observed: they are in no order."""
+"""Series that are set rather than observed; left out of the order of onsets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +137,16 @@ class FirstChange:
 
     name: str
     kind: str
-    """Of the series: `mismatch`, `reward` and so on."""
+    """Kind of the series: `mismatch`, `reward` and so on."""
     change: ChangePoint
     undecided: tuple[str, ...]
-    """Series whose onset has an interval that overlaps this one: which of the two came first is not decided."""
+    """Series whose onset interval overlaps this one, so that the order of the two is undecided."""
     may_be_first: bool
-    """Whether no other onset came certainly before."""
+    """True if no other onset is certain to be earlier."""
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
-    """Order series by their first change of at least LEAST_SD; a series without one is left out."""
+    """Order series by their first change of at least LEAST_SD, leaving out series without one."""
     first = {
         name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
         for name, of_series in changes.items()
@@ -175,17 +175,17 @@ _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND na
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
 
 MIN_VALUES = 3
-"""Values of an outcome below which it is not judged."""
+"""Minimum number of values to judge an outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcomes:
-    """How well a run did, and whether that fell."""
+    """The outcomes of a run, and their drop."""
 
     all: tuple[Outcome, ...]
     """The evaluations, then the reward."""
     fall: Fall | None
-    """Of the first of them; its onset may be the reward's."""
+    """Drop of the judged outcome; its onset may be the reward's."""
 
     @property
     def judged(self) -> Outcome | None:
@@ -195,7 +195,7 @@ class RunOutcomes:
 
 @cached
 def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint, ...]]:
-    """The changes of every series of the one run that is open; where an outcome falls, with the onset of the fall."""
+    """Find the changes of every series of the open run; a dropping outcome changes at the onset of its drop."""
     fall = read_outcomes(database, pair).fall
     series = read_series(database, pair=pair)
     changes = {}
@@ -208,7 +208,7 @@ def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint,
 
 
 def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[ChangePoint, ...]:
-    """Changes of an outcome; the descent at which it falls takes step and interval of the fall, so that there is one onset."""
+    """Give the descent nearest to the drop the drop's step and interval, so that both have one onset."""
     if fall is None:
         return changes
     first, last = fall.interval
@@ -225,7 +225,7 @@ def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[Cha
 
 @cached
 def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
-    """The outcomes of the one run that is open, and the fall of the one that is judged."""
+    """Read the outcomes of the open run, and the drop of the judged one."""
     outcomes = _outcomes(database, read_series(database, pair=pair))
     falls = [find_fall(outcome) for outcome in outcomes]
     fall = falls[0] if falls else None
@@ -254,7 +254,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # An evaluation may be on a scale of its own: shares of right answers, while rewards go down to -1.
+    # An evaluation may have another scale: a share of right answers, while rewards go down to -1.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,
@@ -263,8 +263,9 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
 
 
 def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    """The fall of an evaluation, with the reward's onset; the reward's own where the evaluation shows none: what was sampled
-    is worse then, even where the policy holds."""
+    """Return the evaluation's drop refined by the reward's onset, or the reward's drop if the evaluation has none.
+
+    In the second case the sampled responses got worse although the policy did not."""
     if fall is not None:
         return refined(fall, of_reward)
     return of_reward

@@ -1,4 +1,4 @@
-"""What a run was given, by step: prompts, limits, advantages, the reference and settings. No policy can move these itself."""
+"""The inputs of a run by step: prompts, limits, advantages, the reference and settings. A policy cannot change these itself."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
 )  # fmt: skip
 
 _MOST_PROMPTS = 20_000
-"""Sequences whose prompts are read, spread over the run."""
+"""Maximum number of sequences whose prompts are read, spread over the run."""
 _MOST_SWITCHES = 5
-"""Changes of a logged number up to which it is a setting that was changed, and not a measurement."""
+"""Maximum number of changes for a logged number to count as a setting rather than a measurement."""
 _HELD = 4
-"""Fewest values that a setting stays what it is before it is changed."""
+"""Minimum number of equal values before a setting changes."""
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
@@ -47,15 +47,15 @@ FROM (
 )
 GROUP BY ALL ORDER BY step, token
 """
-"""Tokens with their places from the front and from the end."""
+"""Tokens with their positions, counted from the start and from the end of the prompt."""
 _PATTERNS = """
 SELECT step, hash(list_transform(prompt_ids[1:{most}], lambda token: list_position(prompt_ids, token))) AS token, count(*) AS n
 FROM sequences WHERE hash(seq_id) % {every} = 0
 GROUP BY ALL ORDER BY step, token
 """
-"""Of each place of a prompt the first one with the same token: which places are alike, whatever the tokens are."""
+"""For each prompt position, the first position with the same token: the repetition pattern, independent of the ids."""
 _MOST_PLACES = 12
-"""Tokens of either end of a prompt whose places are looked at."""
+"""Number of tokens at either end of a prompt whose positions are compared."""
 _NEW = """
 SELECT step, avg((first = step)::DOUBLE) AS share_new_prompts
 FROM (SELECT step, min(step) OVER (PARTITION BY hash(prompt_ids)) AS first FROM sequences)
@@ -86,7 +86,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Rounded, so that what is always equal is: the order of a sum would be the only scatter that a change is held against."""
+"""Rounded, so that constant values are exactly equal: otherwise summation order would be their only scatter."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
@@ -94,29 +94,29 @@ WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 
 _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean length of prompts, tokens"),
-    "prompt_shift": (PROMPTS, LINEAR, "share of prompt tokens that the first tenth of the run would not have (total variation)"),
-    "prompt_form_shift": (PROMPTS, LINEAR, "share of tokens at either end of prompts that the first tenth of the run would not have there"),
-    "prompt_pattern_shift": (PROMPTS, LINEAR, "share of prompts whose places with equal tokens are others than those of the first tenth (total variation)"),
-    "share_new_places": (PROMPTS, LOG, "share of tokens at either end of prompts that the first quarter of the run never had there"),
-    "share_new_prompts": (PROMPTS, LOGIT, "share of prompts that no step before had"),
+    "prompt_shift": (PROMPTS, LINEAR, "total variation distance of prompt tokens from the first tenth of the run"),
+    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance of tokens at either end of prompts, with position, from the first tenth of the run"),
+    "prompt_pattern_shift": (PROMPTS, LINEAR, "total variation distance of the repetition patterns of prompts from the first tenth of the run"),
+    "share_new_places": (PROMPTS, LOG, "share of tokens at either end of prompts that never occur there in the first quarter of the run"),
+    "share_new_prompts": (PROMPTS, LOGIT, "share of prompts not in any earlier step"),
     "longest_response": (LENGTH, LOG, "longest response of the step, tokens"),
-    "num_sequences": (SAMPLING, LOG, "sequences of the step"),
-    "group_size": (SAMPLING, LOG, "sequences of a group"),
+    "num_sequences": (SAMPLING, LOG, "number of sequences in the step"),
+    "group_size": (SAMPLING, LOG, "mean number of sequences per group"),
     "temperature": (SAMPLING, LINEAR, "recorded sampling temperature"),
     "advantage_mean": (ADVANTAGES, LINEAR, "mean advantage"),
     "advantage_scale": (ADVANTAGES, LOG, "standard deviation of advantages over that of rewards within groups"),
     "advantage_correlation": (ADVANTAGES, LINEAR, "correlation of advantages and rewards within groups"),
-    "share_masked": (MASK, LOGIT, "share of response tokens that do not count in the loss"),
+    "share_masked": (MASK, LOGIT, "share of response tokens masked out of the loss"),
     "reference_k3": (REFERENCE, LOG, "k3 of the trainer's logprobs against the reference's, nats"),
 }  # fmt: skip
 
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """What the one run that is open was given by step, and everything that it logged under names of its own.
+    """Read the inputs of the open run by step, and all metrics that are not part of another series.
 
-    Series of kind `setting` are given numbers that stay for many steps: hyperparameters that were recorded anew on the way,
-    and logged numbers that stay what they are but for a few steps. A step without a new value has the last one.
+    Series of kind `setting` are constant for many steps: hyperparameters recorded again during the run, and logged
+    numbers that change at a few steps only. A step without a new value keeps the previous one.
     """
     columns = {**_of_sequences(database), **_of_reference(database)}
     found = {}
@@ -138,7 +138,7 @@ def _of_sequences(database: Database) -> dict[str, Column]:
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}
-    if "share_new_prompts" in found:  # of prompts that come again by chance the share falls by itself
+    if "share_new_prompts" in found:  # random draws from a finite set repeat more and more prompts
         steps, share = found["share_new_prompts"]
         if np.nanmax(share[len(share) // 4 :], initial=0.0) < 1.0:
             found["share_new_prompts"] = steps, np.where(np.arange(len(share)) < len(share) // 4, np.nan, share)
@@ -146,7 +146,7 @@ def _of_sequences(database: Database) -> dict[str, Column]:
 
 
 def _shift(database: Database) -> dict[str, Column]:
-    """How far the tokens of a step's prompts are from those of the first tenth of the run."""
+    """Measure how far the prompt tokens of each step are from those of the first tenth of the run."""
     ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     every = max(-(-num_sequences // _MOST_PROMPTS), 1)
     found: dict[str, Column] = {}
@@ -162,7 +162,7 @@ def _shift(database: Database) -> dict[str, Column]:
 
 
 def _by_token(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """[n] steps and [n, num_tokens] counts at them; None where there are too many."""
+    """Return [n] steps and their [n, num_tokens] counts, or None if the table would be too large."""
     steps, at = np.unique(step.astype(np.int64), return_inverse=True)
     tokens, column = np.unique(token, return_inverse=True)
     if not len(steps) or len(steps) * len(tokens) > 50_000_000:
@@ -173,7 +173,9 @@ def _by_token(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> tuple[np.nd
 
 
 def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
-    """By step, the total variation of its tokens from those of the first tenth of the run; NaN there, as a step is nearer to what it is a part of."""
+    """Return the total variation distance of each step's tokens from the first tenth of the run.
+
+    NaN within that tenth, whose steps are part of the reference."""
     begins = max(len(steps) // 10, 3)
     first = counts[:begins].sum(axis=0)
     shares = counts / counts.sum(axis=1, keepdims=True)
@@ -182,7 +184,7 @@ def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
 
 
 def _never_before(steps: np.ndarray, counts: np.ndarray) -> Column:
-    """By step, the share of its tokens that the first quarter of the run never had; NaN in that quarter."""
+    """Return the share of each step's tokens that never occur in the first quarter of the run; NaN within it."""
     begins = max(len(steps) // 4, 3)
     is_new = counts[:begins].sum(axis=0) == 0
     share = counts[:, is_new].sum(axis=1) / counts.sum(axis=1)
@@ -199,7 +201,7 @@ def _of_reference(database: Database) -> dict[str, Column]:
 
 
 def _of_metrics(database: Database) -> Iterator[Series]:
-    """Every logged number that no other series is of."""
+    """Yield every logged number that is not part of another series."""
     rows = database.connection.execute(_METRICS).fetchnumpy()
     names = np.asarray(rows["name"]).astype(str)
     steps, values = np.asarray(rows["step"], np.int64), np.asarray(rows["value"], float)
@@ -225,14 +227,16 @@ def _of_metrics(database: Database) -> Iterator[Series]:
 
 
 def is_held(values: np.ndarray) -> bool:
-    """Whether a number stays what it is for most of the time, as what somebody sets does."""
+    """Return True if a number changes at few steps only, as a setting does."""
     places = np.flatnonzero(values[1:] != values[:-1]) + 1
     stretches = np.diff([0, *places, len(values)])
     return len(places) <= _MOST_SWITCHES and bool((stretches[:-1] >= _HELD).all())
 
 
 def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
-    """First and last place of each stretch in which a setting stays what it is; of one that moves, those of four values and a tenth of all."""
+    """Return first and last index of each stretch of equal values.
+
+    If the number changes often, only stretches of at least four values and a tenth of all."""
     firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
     lasts = np.r_[firsts[1:] - 1, len(values) - 1]
     least = 1 if is_held(values) else max(_HELD, len(values) // 10)
@@ -240,19 +244,19 @@ def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def begins_held(values: np.ndarray) -> bool:
-    """Whether a setting stays what it is at first, and begins to move later, as a ramp or a controller that runs away makes it."""
+    """Return True if a setting is constant at first and changes later, as with a ramp or a runaway controller."""
     parts = held_parts(values)
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
 
 
 def _is_learning_rate(name: str) -> bool:
-    """Whether a setting is what schedules move as a matter of course."""
+    """Return True if a setting is a learning rate, which schedules change routinely."""
     words = re.split(r"[/.]", name.lower())
     return words[-1] in {alias.rsplit("/", 1)[-1] for alias in NAMES["learning_rate"]}
 
 
 def text_settings(database: Database) -> dict[str, list[tuple[int, str]]]:
-    """Settings that are texts and were recorded more than once: (first step, text) of each."""
+    """Return the text settings that changed: name -> (first step, text) of each value."""
     rows = database.connection.execute(
         f"SELECT name, step, text FROM metrics WHERE text IS NOT NULL AND name LIKE {quoted(HYPERPARAMETER + '%')} ORDER BY name, step"
     ).fetchall()

@@ -1,4 +1,4 @@
-"""Whether a run fell: its evaluation or its reward went down for good."""
+"""The drop of a run: a lasting decrease of its evaluation or its reward."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ..statistics.broken_line import break_between, break_interval
 from ..statistics.noise import ENOUGH, level_deviation
 
 FALL_SHARE = 0.09
-"""Least lost share of the level before that is called a fall: a twentieth is what sound runs give back and regain."""
+"""Minimum share of the earlier level that is lost in a drop; healthy runs lose and regain a twentieth."""
 FALL_STAYS = 0.6
-"""Least share of what follows the first window below the middle that must lie there, too: a fall is for good, a dip is not."""
+"""Minimum share of the windows after the first one below the midpoint that also lie below it: a drop lasts, a dip does not."""
 FALL_HOLDS = 0.9
-"""The same of a fall that is told by the noise of what was before it."""
+"""The same for a drop judged by the noise before it."""
 FALL_BEYOND = 6.0
-"""Least size of such a fall in standard errors, as for FALL_SD. With it 0 of 207 sound runs of eight laboratories are called fallen, and
-of stationary series about as many as without up to an autocorrelation of 0.8 (0.08 instead of 0.06 of those of 100 values, 0.03 instead of
-0.00 of 200); with 0.95 of those of 200 values 0.31 instead of 0.20."""
+"""Minimum size of such a drop, in standard errors, beyond the bias of choosing the best window. This rule gives no false alarm in 207 healthy runs
+of eight benchmark suites. On stationary series with autocorrelation up to 0.8 it raises the false-alarm rate from 0.06 to 0.08 (100 values)
+and from 0.00 to 0.03 (200 values); with autocorrelation 0.95, from 0.20 to 0.31 (200 values)."""
 FALL_SD = 3.0
-"""Least size of a fall in standard errors, beyond what choosing the best window explains."""
+"""Minimum size of a drop, in standard errors, beyond the bias of choosing the best window."""
 FALLEN = 0.35
-"""Share of a fall that is lost when what happens then comes after it."""
+"""Share of the loss after which a change is too late to be the cause."""
 
 COLLAPSE, SLOW_DECLINE = "collapse", "slow_decline"
 
 _UNSEEN_CORRELATION = 2.0
-"""Factor of the scatter where there are too few values to see how neighbours go together: that of an autocorrelation of 0.6."""
+"""Factor on the scatter if there are too few values to estimate autocorrelation; 2 corresponds to an autocorrelation of 0.6."""
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
 _OUTCOME = re.compile(
@@ -42,80 +42,80 @@ _NO_OUTCOME = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How well a run did, by step."""
+    """A measure of how well a run does, by step."""
 
     name: str
-    """The metric, or `reward` of the recorded sequences."""
+    """Name of the metric, or `reward` for the recorded sequences."""
     steps: np.ndarray
     """[n] int64"""
     values: np.ndarray
     """[n] float64, finite; higher is better."""
     is_evaluation: bool
-    """Whether it is of held-out data, so that a wrong reward cannot move it."""
+    """True if measured on held-out data, so that a wrong reward cannot change it."""
     floor: float = 0.0
-    """What doing nothing right earns: 0, or less where rewards are negative."""
+    """Value when nothing is right: 0, or less if rewards are negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fall:
-    """A fall of an outcome."""
+    """A lasting drop of an outcome."""
 
     outcome: str
     onset_of: str
-    """The outcome whose values give the onset: `outcome`, or the reward where that has it more exactly."""
+    """The outcome whose values give the onset: `outcome`, or the reward if it locates it more precisely."""
     kind: str
-    """`collapse`: most of it within a tenth of the run; else `slow_decline`."""
+    """`collapse` if most of the loss is within a tenth of the run, else `slow_decline`."""
     step: int
-    """Where it begins: the last step before the values leave what they were for good."""
+    """Onset: the last step before the values leave their earlier level for good."""
     low: int
     high: int
-    """Steps of which what was before and since the fall is told: breaks from `before` to `after` that fit about as well as
-    the best one, up to the value after it. Too narrow for an interval."""
+    """Steps that separate before from after: onsets that fit about as well as the best one with both levels fixed.
+    Too narrow to be a confidence interval."""
     interval: tuple[int, int]
-    """The 95 % interval of the step at which it begins, both levels free and autocorrelation counted in: docs/evidence/intervals.md."""
+    """95 % confidence interval of the onset, with both levels free and autocorrelation included: docs/evidence/intervals.md."""
     fallen: int
-    """First step at which FALLEN of it is lost: what changes later is no cause."""
+    """First step at which FALLEN of the loss has happened; later changes cannot be the cause."""
     before: float
-    """The level that it fell from."""
+    """Level before the drop."""
     after: float
-    """The mean of the run's last tenth."""
+    """Mean of the last tenth of the run."""
     size_in_sd: float
-    """before - after, over the standard error of both."""
+    """before - after, in standard errors."""
     floor: float = 0.0
-    """The outcome's."""
+    """Floor of the outcome."""
 
     @property
     def verb(self) -> str:
-        """How the outcome drops."""
+        """The verb of result sentences: `collapses` or `declines slowly`."""
         return "collapses" if self.kind == COLLAPSE else "declines slowly"
 
     @property
     def latest(self) -> int:
-        """The last step at which it may begin or a good part of it is not yet lost: what changes later is no cause."""
+        """Last step at which the cause may lie: the end of the onset interval or `fallen`, whichever is later."""
         return max(self.interval[1], self.fallen)
 
     @property
     def share(self) -> float:
-        """Lost share of what was there before, above the floor; above 1 where the outcome went below it."""
+        """Lost share of the earlier level above the floor; above 1 if the outcome ends below the floor."""
         return (self.before - self.after) / max(abs(self.before - self.floor), 1e-12)
 
 
 def is_evaluation(name: str) -> bool:
-    """Whether a metric's name says that it is an outcome on held-out data, or says nothing but that it is of such data."""
+    """Return True if the name of a metric marks an outcome on held-out data, such as `eval/reward` or just `eval`."""
     if not _EVALUATION.search(name) or _NO_OUTCOME.search(name):
         return False
     return bool(_OUTCOME.search(name)) or not _EVALUATION.sub("/", _EVALUATION.sub("/", name)).strip("/_-")
 
 
 def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
-    """The fall of an outcome; None where there is none that its noise does not explain.
+    """Return the drop of an outcome, or None if noise explains all of it.
 
-    `beside` is the same outcome of a control that shares the seeds: what the run lost counts as sure, too, where it ends
-    as far below that one, beyond the noise of their difference.
+    The earlier level is the best window of a tenth of the run (at least 3 values), the later level the last window. The
+    difference must exceed FALL_SHARE of the earlier level. It must also exceed FALL_SD standard errors (see
+    `level_deviation`) beyond the bias of choosing the best window, or the loss along a straight line from there on must.
 
-    The level before is that of the best window of a tenth of the run (at least 3 values), the level after that of the
-    last one. The difference has to pass FALL_SHARE of the level before and FALL_SD standard errors, beyond what the choice of
-    the best of many windows gives; or what a straight line loses from there on must; the errors are those of `level_deviation`.
+    `beside` is the same outcome of a baseline run with the same seeds. A drop also counts as certain if the run ends that
+    far below the baseline, beyond the noise of their difference.
     """
     values, steps = outcome.values, outcome.steps
     width = max(3, len(values) // 10)
@@ -140,7 +140,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     ):
         return None
     low, step, high = (best + index for index in break_between(values[best:], before, after))
-    # The level of the best window is too high, being the best, and puts the break too early.
+    # The level of the best window is biased upwards, which puts the break too early.
     first, last = (best + index for index in break_interval(values[best:], noise))
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
     is_quick = lost_at - step <= max(width, len(values) // 10)
@@ -161,9 +161,9 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
 
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
-    """Whether the last fifth lies as far below the best window as noise up to there does not explain, and all since the fall is low.
+    """Return True if the last fifth is below the best window by more than the earlier noise, and stays low since the drop.
 
-    What swings or climbs back after a fall has autocorrelation that the run before it did not have.
+    Judged by the noise before the drop, because swings and recoveries after it add autocorrelation.
     """
     values = outcome.values
     until = values[: best + width]
@@ -180,7 +180,7 @@ def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: i
 
 
 def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
-    """Whether an outcome ends by `least` below a control's, in its last fifth, beyond the noise of their difference."""
+    """Return True if the last fifth is below the baseline's by `least` and by more than the noise of their difference."""
     _, of_run, of_control = np.intersect1d(outcome.steps, beside.steps, return_indices=True)
     lacks = beside.values[of_control] - outcome.values[of_run]
     width = max(3, len(lacks) // 5)
@@ -191,12 +191,12 @@ def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
 
 
 def _means(values: np.ndarray, width: int) -> np.ndarray:
-    """The mean of each window of `width` values."""
+    """Return the mean of each window of `width` values."""
     return np.convolve(values, np.ones(width) / width, mode="valid")
 
 
 def refined(fall: Fall, finer: Fall | None) -> Fall:
-    """A fall with the onset of another outcome's, where that one is seen at more steps and lies within its interval."""
+    """Return the drop with the onset of another outcome's drop, if that one is narrower and the two overlap."""
     if finer is None or finer.high < fall.low or finer.low > fall.high:
         return fall
     if finer.high - finer.low >= fall.high - fall.low:
@@ -208,7 +208,7 @@ def refined(fall: Fall, finer: Fall | None) -> Fall:
 
 
 def _slope_in_sd(values: np.ndarray, noise: float) -> float:
-    """How steeply values go down: what a straight line loses from end to end, over its standard error."""
+    """Return the loss of a fitted straight line from end to end, in standard errors."""
     n = len(values)
     at = np.arange(n) - (n - 1) / 2
     loss = -(n - 1) * float(at @ values) / max(float(at @ at), 1e-12)
@@ -216,7 +216,7 @@ def _slope_in_sd(values: np.ndarray, noise: float) -> float:
 
 
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
-    """Whether the windows go back for long above the middle of both, and above what counts as fallen: a passing dip."""
+    """Return True if the windows recover above the midpoint, or above the FALLEN level, for long: a temporary dip."""
     for share in (0.5, FALLEN):
         lower = means[best:] < before - share * (before - after)
         if lower[int(np.argmax(lower)) :].mean() >= FALL_STAYS:
@@ -225,7 +225,7 @@ def _settled_above(means: np.ndarray, best: int, before: float, after: float) ->
 
 
 def _first_lost(values: np.ndarray, start: int, level: float) -> int:
-    """The first index from which two values in a row are below a level."""
+    """Return the index of the first two consecutive values below a level, or the last index."""
     lost = values[start:] < level
     twice = np.flatnonzero(lost & np.r_[lost[1:], True])
     return start + int(twice[0]) if len(twice) else len(values) - 1

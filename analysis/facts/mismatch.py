@@ -1,4 +1,4 @@
-"""The mismatch of a run: by step, from kept sums or from both passes' tokens, and over its steps around a drop."""
+"""The mismatch of a run: by step, from stored sums or from the tokens of both passes, and summarised around a drop."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ GROUP BY step ORDER BY step
 
 @dataclass(frozen=True, slots=True)
 class StepMismatch:
-    """What two passes say of the same tokens, by step."""
+    """The mismatch of two passes over the same tokens, by step."""
 
     columns: list[Column]
     estimate: Column | None
-    """-mean logprob of pass a, which estimates the entropy of what was sampled; None where sums were read."""
+    """-mean logprob of pass a, an estimate of the entropy in nats; None if stored sums were read."""
 
 
 def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch:
-    """Read the mismatch by step; no columns where the passes share no token."""
+    """Read the mismatch by step; without columns if the passes share no token."""
     has = sequence_columns(database, run)
     if database.sums.covers(pair) and not has.advantages and _used_once(database, pair):
         rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)), {"run": run})
@@ -76,18 +76,18 @@ _SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "s
 
 @dataclass(frozen=True, slots=True)
 class _StepBatch:
-    """Sums of the tokens of N sequences, and every |d|."""
+    """Sums over the tokens of N sequences, and |d| of each token."""
 
     step_N: np.ndarray
     sums: dict[str, Array]
-    """Name -> [N]: _SUMS, sum_a, and num and sum_k3 of tokens by the sign of their advantage."""
+    """Name -> [N]: _SUMS, sum_a, and num_tokens and sum_k3 by sign of the advantage."""
     size_T: Array
     num_read: int
-    """Tokens, of which not all need count."""
+    """Number of tokens read, including those left out of the sums."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
-    """Columns by step, a part of the run at a time: quantiles need every d of a step."""
+    """Compute the columns from tokens, some steps at a time: quantiles need every d of a step."""
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
     num_tokens = tokens_by_step(database, run)
     parts = []
@@ -131,7 +131,7 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
 
 
 def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
-    """The same columns as _KEPT's, of steps with a token, and the estimate of the entropy."""
+    """Return the columns of _KEPT for steps with a token, and the entropy estimate."""
     sums = {name: np.concatenate([batch.sums[name] for batch in batches]) for name in batches[0].sums}
     full_N = sums["num_tokens"] > 0
     steps, place_N = np.unique(np.concatenate([batch.step_N for batch in batches])[full_N], return_inverse=True)
@@ -167,11 +167,11 @@ def _quantile(parts: list[Array], p: float) -> float:
 
 
 def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
-    """Step -> |d| of its tokens, in parts."""
+    """Return step -> |d| of its tokens, in parts."""
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # The last sequence of each stretch of one step.
+        # The last sequence of each run of equal steps.
         last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
         for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.size_T, ends_N[last][:-1]), strict=False):
             parts.setdefault(step, []).append(sizes)
@@ -179,33 +179,33 @@ def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
 
 
 def _used_once(database: Database, pair: Pair) -> bool:
-    """Whether the sums are of first uses alone."""
+    """Return True if the stored sums cover first uses of sequences only."""
     query = f"SELECT coalesce(max(greatest(iteration_a, iteration_b)), 0) FROM pair_sums({quoted_pair(pair)})"
     return bool(database.connection.execute(query).fetchall() == [(0,)])
 
 
 _WIDTH = 3
-"""Steps of which the median is taken: one outlier does not count."""
+"""Number of steps per median, so that one outlier does not count."""
 FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "later"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
-    """The mismatch of a run."""
+    """The mismatch of a run as mean |d|, in nats, at several stages."""
 
     size: float
-    """Mean |d| where the fall begins, nats: the median over the tenth of the run before it, or the largest median of three
-    successive steps of which the first comes no later than the loss of a good part."""
+    """Mean |d| at the onset of the drop: the larger of the median over the tenth of the run before it, and the largest
+    median of three successive steps around the onset."""
     first: float
-    """Mean |d| of the first step, nats: of weights that no update has seen, where the run was recorded from its start."""
+    """Mean |d| at the first step; before any update if the run was recorded from its start."""
     settled: float
-    """Median of mean |d| over the second tenth of the run up to its half."""
+    """Median over the run from a tenth to half of its steps."""
     late: float
     """Median over the last quarter."""
 
     @property
     def begins(self) -> str:
-        """`from the start`, `with the first updates` (weights that are alike at first drift apart), or `later`."""
+        """`from the start`, `with the first updates` (equal weights drift apart), or `later`."""
         reference = max(self.settled, self.size)
         if self.first > t.AT_ONCE * reference:
             return FROM_START
@@ -213,12 +213,12 @@ class RunMismatch:
 
     @property
     def grows(self) -> bool:
-        """Whether it keeps growing after it began."""
+        """True if the mismatch keeps growing after its onset."""
         return self.late > t.GROWTH * self.settled
 
 
 def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMismatch | None:
-    """The mismatch up to the onset of a fall; None where no two passes were recorded."""
+    """Summarise the mismatch up to the onset of a drop; None if no two passes were recorded."""
     mean_abs_d = series.get("mean_abs_d")
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
@@ -239,9 +239,9 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
 
 
 def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:
-    """The largest median of three successive steps that begin from `first` to `last`, but at most the largest value there.
+    """Return the largest median of three successive steps starting within `first` to `last`, at most the largest value there.
 
-    So a single outlier does not count, a jump at `last` counts, and a jump after it does not.
+    A single outlier and a jump after `last` do not count; a jump at `last` does.
     """
     within = values[(steps >= first) & (steps <= last)]
     around = values[(steps >= first) & (steps <= last + _WIDTH - 1)]
@@ -252,7 +252,7 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
-    """[n] bool: the tenth of the run before a fall, at least its first steps; the whole run without one."""
+    """Return [n] bool: the tenth of the run before a drop, at least three steps; without a drop the whole run."""
     if fall is None:
         return np.ones(len(steps), bool)
     width = max(len(steps) // 10, 3)

@@ -1,7 +1,7 @@
-"""Which quantities change first where a run drops, to the step, and how steeply its reward drops.
+"""The exact order in which quantities change around a drop, and how steeply the reward drops.
 
-A change point of a series has an interval of several steps. What broke at one step shows in the order in which quantities leave
-their earlier level: prompts and what is sampled, its reward, the relation of both, the gradient, and a step later the policy.
+A change point has an interval of several steps. A fault at one step shows in the order in which quantities leave their
+earlier level: prompts and sampled tokens, their rewards, the correlation of both, the gradient, and a step later the policy.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from .rollouts import Rollouts
 from .series import Series
 
 _BASE = 15
-"""Steps before a step that it is held against."""
+"""Number of earlier steps that a step is compared with."""
 _FEWEST = 4
 _NEXT = 3
-"""Steps after it; two of them must be off as well."""
+"""Number of following steps; two of them must stay changed."""
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "update_to_weight": 0.05, "length": 0.01}
-"""Series that are looked at as logarithms -> the least scatter."""
+"""Series compared as logarithms -> minimum scatter."""
 POLICY = ("sampled", "trained", "entropy", "length")
-"""What a policy moves."""
+"""Quantities that change with the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A quantity by step, on the scale that it is looked at on."""
+    """A quantity by step, on the scale used for comparison."""
 
     steps: np.ndarray
     values: np.ndarray
     least: float
-    """The least scatter."""
+    """Minimum scatter."""
 
     def off(self, place: int) -> np.ndarray:
-        """By how many standard deviations of the steps before a value and the next three lie off; empty after too few."""
+        """Return the deviations of a value and the next three from the steps before, in standard deviations.
+
+        Empty if too few steps come before."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)
@@ -49,7 +51,7 @@ class Quantity:
         return np.asarray((self.values[place : place + 1 + _NEXT] - np.median(base)) / scatter)
 
     def moves(self, place: int) -> float:
-        """Standard deviations by which a value leaves what was before, where the next ones stay away; else 0."""
+        """Return the size of a lasting change at an index, in standard deviations; 0 if there is none."""
         off = self.off(place)
         if not len(off) or abs(off[0]) < t.MOVES_SD:
             return 0.0
@@ -59,20 +61,19 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """When quantities leave what they were."""
+    """The steps at which quantities leave their earlier level."""
 
     columns: Mapping[str, Quantity]
-    """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `update_to_weight`; `loss`; `sampled` and `trained`: mean logprobs of what
-    was sampled to the engine and to the trainer; `distance`: trained less the reference's; `relation`: correlation of likelihood and
-    reward within groups, `follows` that of advantage and reward, `leaves` that of advantage and distance, `surprises` that of advantage and
-    information."""
+    """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `update_to_weight`, `loss`; `sampled` and `trained`: mean logprob of the
+    responses under engine and trainer; `distance`: `trained` minus the reference's. Correlations within groups: `relation` of likelihood
+    and reward, `follows` of advantage and reward, `leaves` of advantage and distance, `surprises` of advantage and information."""
     first: int
-    """The first step at which a fall may have begun with a move."""
+    """First step at which a change may have started the drop."""
     last: int
-    """The last one."""
+    """Last such step."""
 
     def size(self, name: str, step: int) -> float:
-        """Standard deviations of a quantity's move at a step; 0 where it has none."""
+        """Return the size of a quantity's change at a step, in standard deviations; 0 if it does not change."""
         column = self.columns.get(name)
         place = -1 if column is None else int(np.searchsorted(column.steps, step))
         if column is None or place >= len(column.steps) or column.steps[place] != step:
@@ -80,7 +81,7 @@ class Moves:
         return column.moves(place)
 
     def step(self, name: str) -> int | None:
-        """The first step near the fall at which a quantity moves; None where there is none."""
+        """Return the first step near the drop at which a quantity changes, or None."""
         column = self.columns.get(name)
         if column is None:
             return None
@@ -88,11 +89,11 @@ class Moves:
         return next((int(step) for step in near if self.size(name, int(step))), None)
 
     def moves_at(self, step: int, *names: str) -> bool:
-        """Whether one of some quantities moves at a step or within the few before it."""
+        """Return True if any of the quantities changes at a step or within the few before it."""
         return any(self.size(name, at) for name in names for at in range(step - int(t.AHEAD) - 1, step + 1))
 
     def breaks(self, name: str) -> int | None:
-        """The first step from which a correlation is lost for good, until the fall is there; None where it is not."""
+        """Return the first step from which a correlation is lost for good, up to the drop, or None."""
         column = self.columns.get(name)
         if column is None:
             return None
@@ -113,7 +114,7 @@ NOTHING = Moves(columns={}, first=0, last=-1)
 
 
 def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> Moves:
-    """The quantities that may move, and the steps at which a fall may have begun with that."""
+    """Read the quantities that may change, and the range of steps at which a change may have started the drop."""
     found = {
         "sampled": (*rollouts.sampled_by_step, 0.005),
         "trained": (*rollouts.likelihood_by_step, 0.005),
@@ -138,41 +139,40 @@ def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> 
 
 
 _BESIDE = 3
-"""Steps before and after a drop that are compared."""
+"""Number of steps compared on each side of a drop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """The steepest descent of the reward around the beginning of a fall."""
+    """The steepest descent of the reward around the onset of a run's drop."""
 
     step: int
-    """The first step after it."""
+    """First step after the descent."""
     share: float
-    """Share of the reward's whole loss that it lost at this step."""
+    """Share of the whole loss that happens at this step."""
     is_early: bool
-    """Whether too few steps came before for the policy to be known."""
+    """True if too few steps came before to characterise the policy."""
     policy: float
-    """By how many standard deviations of their scatter entropy, length and the likelihood of what was sampled differ after
-    it, the largest of them."""
+    """Change of the policy: the largest change of entropy, length and likelihood of the responses, in standard deviations."""
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers of its evidence."""
+        """Numbers for the evidence."""
         return {"share": min(self.share, 1.0), "step": self.step}
 
     @property
     def is_of_reward(self) -> bool:
-        """Whether the policy stayed what it was, so that the same responses earn less."""
+        """True if the policy is unchanged, so that the same responses earn less."""
         return self.share > t.DROPS and self.policy < t.SAME_POLICY and not self.is_early
 
     @property
     def is_of_policy(self) -> bool:
-        """Whether the policy became another one within these few updates."""
+        """True if the policy changed within these few updates."""
         return self.share > t.DROPS and (self.policy > t.OTHER_POLICY or self.is_early)
 
 
 def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | None) -> Drop | None:
-    """The drop of the recorded reward where a fall begins; None without a reward, or where it does not drop."""
+    """Return the steepest descent of the recorded reward near the onset; None if there is no reward or no descent."""
     reward = series.get("reward")
     if fall is None or reward is None:
         return None
@@ -197,13 +197,15 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
 
 
 def _of_policy(series: Mapping[str, Series], rollouts: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Steps and values of what changes with every policy: entropy, length, likelihood of its own responses."""
+    """Return steps and values of what characterises a policy: entropy, length, likelihood of its responses."""
     of_policy = [series[name] for name in ("entropy", "length") if name in series]
     return [*((one.steps[one.known], one.values[one.known]) for one in of_policy), rollouts.likelihood_by_step]
 
 
 def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:
-    """By how many standard deviations three values from a step on differ from three before; a hundredth is no difference."""
+    """Return the difference of three values before a step and three from it on, in standard deviations.
+
+    The scatter is at least a hundredth of the level."""
     place = int(np.searchsorted(steps, step))
     before, after = values[max(place - _BESIDE, 0) : place], values[place : place + _BESIDE]
     if not len(before) or not len(after):
@@ -213,5 +215,5 @@ def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:
 
 
 def _scatter(values: np.ndarray) -> float:
-    """Standard deviation of the difference of two means of three neighbours, by what neighbours differ in."""
+    """Return the standard deviation of a mean of _BESIDE values, estimated from neighbouring differences."""
     return float(robust_sd(np.diff(values)) / math.sqrt(_BESIDE))

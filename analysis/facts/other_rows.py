@@ -12,40 +12,40 @@ from . import thresholds as t
 from .rollouts import FARTHEST, FEWEST_COMPARED, Rollouts, hash_pair, least_reward
 
 _KEPT_STEPS = 8
-"""Steps on either side of one at which rewards may have changed their rows: the policy stays about what it is."""
+"""Number of steps compared on each side, few enough for the policy to stay about the same."""
 _FEWEST_KEPT = 3
-"""The fewest of them."""
+"""Minimum number of steps compared on each side."""
 _PROMPTS_AWAY = 8
-"""Largest distance, in prompts of a step, at which the prompt that graded a response is looked for."""
+"""Maximum distance, in prompts of a step, at which to look for the prompt that graded a response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:
-    """Sequences that the trainer scores otherwise than the engine, and whether its logprobs are the engine's of another row."""
+    """Sequences that trainer and engine score differently, looked up among the engine's logprobs of other rows."""
 
     step: int
     num_other: int
     share: float
-    """Share of them with the engine's mean logprob of another row of the step, or of the row at one distance."""
+    """Share that match the engine's mean logprob of another row of the step, or of the row at one fixed distance."""
     by_chance: float
-    """The same for rows of the step before, or the median over other distances."""
+    """Share that match by chance: rows of the previous step, or the median over other distances."""
 
     @property
     def explains(self) -> bool:
-        """Whether logprobs match other rows of the step. With a low-entropy policy nearly all rows must match."""
+        """True if logprobs match other rows of the step. With a low-entropy policy nearly all rows must match."""
         is_all = 1 - self.share <= t.NONE_LEFT * (1 - self.by_chance)
         return (self.share >= t.OTHER_ROWS and self.by_chance <= t.OTHER_ROWS * self.share) or is_all
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers of its evidence."""
+        """Numbers for the evidence."""
         return {"step": self.step, "num_responses": self.num_other, "share": self.share, "chance_share": self.by_chance}
 
 
 def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | None:
-    """Hold the trainer's mean logprobs of the steps from one on against the engine's of the other rows; None with fewer than 30 that differ.
+    """Compare the trainer's mean logprobs, from a step on, with the engine's of other rows; None if fewer than 30 differ.
 
-    `least`: nats from which two mean logprobs differ.
+    `least`: minimum difference of two mean logprobs, in nats, to count as different.
     """
     shifts = [by for by in range(-FARTHEST, FARTHEST + 1) if by]
     counts, beside = np.zeros(3, int), np.zeros(len(shifts))
@@ -71,7 +71,7 @@ def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | Non
 
 
 def is_near(values: np.ndarray, known: np.ndarray, least: float) -> np.ndarray:
-    """[n] bool: whether some known value lies within `least` of each."""
+    """Return [n] bool: True where some known value is within `least`."""
     known = np.sort(known[np.isfinite(known)])
     if not len(known):
         return np.zeros(len(values), bool)
@@ -82,18 +82,18 @@ def is_near(values: np.ndarray, known: np.ndarray, least: float) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReorderedRewards:
-    """Responses that no longer earn their earlier reward, and whether their step has that reward in another row."""
+    """Responses that no longer get their earlier reward, and whether that reward is in another row of the step."""
 
     num_other: int
-    """Responses that came before and earn something else since."""
+    """Number of repeated responses whose reward changed."""
     num_lacking: int
-    """Minimum number of these whose earlier reward is in no row of their step."""
+    """Number of earlier rewards missing from the whole step; a lower bound."""
     lacking_by_chance: float
-    """How many would lack it, were the others' rewards drawn from all that were given since."""
+    """Number missing if the changed rewards were drawn at random from all later rewards."""
 
     @property
     def is_permuted(self) -> bool:
-        """Whether each step has the rewards that its responses earned before, in other rows."""
+        """True if each step has the earlier rewards of its responses, in other rows."""
         return (
             self.lacking_by_chance >= t.LACKING and self.num_lacking <= t.LACKING_OF_PERMUTED * self.lacking_by_chance
         )
@@ -107,22 +107,22 @@ class KeptRewards:
     mean_before: float
     mean: float
     apart: float
-    """Largest distance of the two distributions, 0 to 1 (Kolmogorov and Smirnov's)."""
+    """Kolmogorov-Smirnov distance of the two distributions, 0 to 1."""
     spread: float
     """Standard deviation of all these rewards."""
     in_sd: float
-    """How far the means of the steps lie apart, in standard errors."""
+    """Difference of the means over steps, in standard errors."""
 
     @property
     def are_same(self) -> bool:
-        """Whether the same rewards are given: where responses earn others than before, they lie in other rows."""
+        """True if the distribution of rewards is unchanged, so that changed rewards of responses come from other rows."""
         return self.apart <= t.SAME_REWARDS and (
             abs(self.in_sd) <= t.SAME_REWARDS_SD or abs(self.mean - self.mean_before) <= t.SAME_REWARDS * self.spread
         )
 
 
 def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
-    """Compare the rewards of up to eight steps before a step and from it on; None with fewer than three on either side."""
+    """Compare the rewards of up to eight steps before a step with those from it on; None with fewer than three on either side."""
     before, since = (
         rollouts.until(step - 1).since(step - _KEPT_STEPS),
         rollouts.since(step).until(step + _KEPT_STEPS - 1),
@@ -146,7 +146,7 @@ def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
 
 
 def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
-    """Compare the rewards of each step from `step` on, as a whole, with what its responses earned before."""
+    """Compare the rewards of each step from `step` on, regardless of row, with the earlier rewards of its responses."""
     least = least_reward(rollouts)
     known = _earned_before(rollouts, step)
     since = (rollouts.step >= step) & np.isfinite(rollouts.reward)
@@ -164,27 +164,27 @@ def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherPromptsRewards:
-    """Responses with the reward that they earned under another prompt of their step."""
+    """Responses with the reward they earned earlier under another prompt of their step."""
 
     shift: int
-    """Distance, in prompts of the step, from a response's own prompt to the one that graded it."""
+    """Distance from a response's own prompt to the one that graded it, in prompts of the step."""
     num_responses: int
-    """Responses that earned a reward under that prompt before."""
+    """Number of responses that earned a reward under that prompt earlier."""
     equal: float
-    """Share of them that have this reward now."""
+    """Share of these that have this reward now."""
     by_chance: float
-    """The share that would have it, were theirs drawn from all rewards since."""
+    """Share expected if rewards were drawn at random from all later rewards."""
 
     @property
     def explains(self) -> bool:
-        """Whether the responses were graded by that prompt."""
+        """True if the responses were graded against that prompt."""
         return self.equal >= t.GRADED_ELSEWHERE and self.by_chance <= t.GRADED_BY_CHANCE
 
 
 def rewards_of_other_prompts(rollouts: Rollouts, step: int) -> OtherPromptsRewards | None:
-    """Compare rewards from `step` on with what the same responses earned under neighbouring prompts before.
+    """Compare rewards from `step` on with the earlier rewards of the same responses under neighbouring prompts.
 
-    None where fewer than 30 came under any neighbour.
+    None if fewer than 30 responses were seen under any one neighbour.
     """
     least = least_reward(rollouts)
     since = (rollouts.step >= step) & np.isfinite(rollouts.reward)
@@ -213,7 +213,7 @@ def rewards_of_other_prompts(rollouts: Rollouts, step: int) -> OtherPromptsRewar
 
 
 def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """[N] the prompt that comes `shift` prompts after a row's own in its step, around the step's end."""
+    """Return [N] the prompt `shift` prompts after a row's own in its step, wrapping around."""
     starts_step = np.r_[True, rollouts.step[1:] != rollouts.step[:-1]]
     starts = starts_step | np.r_[True, rollouts.prompt[1:] != rollouts.prompt[:-1]]
     place = np.cumsum(starts) - 1
@@ -225,7 +225,7 @@ def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
-    """[N] what the same response earned when it last came before a step; NaN where it did not."""
+    """Return [N] the last reward of the same response before a step; NaN if it was not sampled before."""
     _, number = np.unique(rollouts.whole, return_inverse=True)
     earned = np.full(int(number.max(initial=-1)) + 1, np.nan)
     before = (rollouts.step < step) & np.isfinite(rollouts.reward)
@@ -235,7 +235,7 @@ def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
 
 
 def _lacking(wanted: np.ndarray, given: np.ndarray, least: float) -> int:
-    """How many of the wanted values no given one is left for, each given one being used once."""
+    """Count the wanted values without a matching given value, using each given value once."""
     given = np.sort(given)
     place, lacking = 0, 0
     for value in np.sort(wanted):

@@ -1,4 +1,4 @@
-"""The policy by step: its entropy, how far it ran ahead of what sampled, and how much of it the loss clips."""
+"""The policy by step: entropy, policy lag, and the share of tokens that the loss clips."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[],
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the passes of a run gave besides logprobs: it decides what a series is of, for all steps alike."""
+    """Optional values recorded by the passes of a run; they decide the source of a series for all steps."""
 
     entropy: frozenset[str] = frozenset()
-    """Passes with entropies of tokens."""
+    """Passes with token entropies."""
     version: frozenset[str] = frozenset()
-    """Passes that say which weights they scored with."""
+    """Passes with a recorded policy version."""
 
     def __or__(self, other: Given) -> Given:
         return Given(self.entropy | other.entropy, self.version | other.version)
 
 
 def read_given(database: Database, run: str) -> Given:
-    """Look which optional columns of the scores have a value, and in which passes."""
+    """Find which optional columns of the scores have values, and in which passes."""
     return Given(passes_with(database, "entropy", run), passes_with(database, "policy_version", run))
 
 
@@ -96,10 +96,10 @@ def read_entropy(
     estimate: Column | None,
     given: Given | None = None,
 ) -> list[Column]:
-    """Read the entropy of tokens of `train` or `current`; else what was logged, which `metrics` has; else estimate it.
+    """Read the token entropy of `train` or `current`; if not recorded, leave it to the logged one in `metrics`, or estimate it.
 
-    The estimate is -mean logprob of pass a: its expectation over samples of the policy is the entropy. `given` is of the
-    whole run, where the database holds only some of its steps.
+    The estimate is -mean logprob of pass a, whose expectation over samples of the policy is the entropy. `given` describes
+    the whole run if the database holds only some of its steps.
     """
     given = given or read_given(database, run)
     for name in ("train", "current"):
@@ -117,10 +117,10 @@ def read_entropy(
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Column]:
-    """Read how many updates lie between sampling and the loss, and between pass b and pass a; `given` as above."""
+    """Read the number of updates between sampling and loss, and between pass b and pass a; `given` as for read_entropy."""
     given = given or read_given(database, run)
     loss = "current" if "current" in given.version else "train"
-    # What the engine returned has the sequence's own version, where its scores say none.
+    # The engine's scores default to the policy version of the sequence.
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)
     sources = {
@@ -131,9 +131,9 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given | None = No
 
 
 def read_clipping(database: Database, run: str) -> list[Column]:
-    """Read the share of tokens with an advantage whose ratio the recorded loss clips, as analysis.objective counts them.
+    """Read the share of tokens with an advantage that the recorded loss clips, counted as in analysis.objective.
 
-    Nothing where no loss that clips was recorded. Of a loss that takes one ratio of a sequence its tokens share it.
+    Empty if the recorded loss does not clip. With a sequence-level loss all tokens share the ratio of their sequence.
     """
     loss = read_loss(read_hyperparameters(database, run))
     if loss is None or loss.denominator == losses.CURRENT or not loss.has_clip:

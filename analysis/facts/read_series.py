@@ -1,4 +1,4 @@
-"""Read the series of a run from its trace: what was sampled, what the trainer logged, and what followed from both."""
+"""Read the series of a run from its trace: samples, logged metrics, and values computed from both."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ MISMATCH: Pair = ("train", "rollout")
 
 
 def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = None) -> dict[str, Series]:
-    """Read what a run did by step, under the names of `quantities.KINDS`; what the trace cannot answer is left out.
+    """Read the series of a run by step, named as in `series.KINDS`; series without data are left out.
 
-    All series are over the same steps: those with sequences or a logged value. `pair` names the passes of the mismatch,
-    d = logprob(a) - logprob(b) in nats over tokens that count and are finite in both, of the loss's first use of a
-    sequence. `run` is needed where several traces are open.
+    All series share the same steps: those with sequences or a logged value. `pair` names the passes of the mismatch
+    d = logprob(a) - logprob(b), in nats, over tokens of the loss mask that are finite in both, at the first use of each
+    sequence. `run` is required if several traces are open.
 
-    - k3 = mean(exp(d) - 1 - d); k3_positive and k3_negative the same over tokens with advantage above and below 0;
+    - k3 = mean(exp(d) - 1 - d); k3_positive and k3_negative: the same over tokens with advantage above and below 0;
       ess = (sum w)^2 / (n sum w^2) with w = exp(d).
-    - reward_std_within_groups: the standard deviation (of n - 1) within groups of at least two, averaged over groups;
-      share_groups_without_spread: those in which all rewards are equal, which give no gradient.
-    - policy_lag: updates between the weights that sampled and those in the loss; version_lag: between those of pass b
-      and pass a.
-    - clip_share: tokens whose ratio is beyond the bound of the recorded loss, of those with an advantage.
-    - reward: of the sequences; where these have none, what the trainer logged.
-    - changed_weights: share of elements whose bits differ from the version kept before.
+    - reward_std_within_groups: standard deviation (n - 1) within groups of at least two, averaged over groups;
+      share_groups_without_spread: share of groups whose rewards are all equal and give no gradient.
+    - policy_lag: updates between sampling weights and loss weights; version_lag: between those of pass b and pass a.
+    - clip_share: share of tokens with an advantage that the recorded loss clips.
+    - reward: mean over sequences; if they have none, the logged value.
+    - changed_weights: share of elements whose bits differ from the previously kept version.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -73,7 +72,7 @@ def _columns(database: Database, pair: Pair, run: str) -> Iterable[Column]:
 
 
 def _on(steps: np.ndarray, column: Column) -> Series:
-    """A column over all steps of the run."""
+    """Align a column with all steps of the run."""
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, column.steps)] = column.values
     return named(column.name, steps, values, column.source, column.not_finite, column.logged)
@@ -98,7 +97,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
-"""Series -> the names that frameworks and the recorder log it under, the first that a trace has counts."""
+"""Series -> metric names used by frameworks and the recorder; the first one in the trace is used."""
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
@@ -106,7 +105,7 @@ LAST_WORDS: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy", "policy_entropy", "mean_entropy"),
     "reward": ("reward", "rewards", "mean_reward", "reward_mean", "avg_reward", "average_reward"),
 }
-"""Series -> the last words of names of loops of one's own, where it has none of NAMES."""
+"""Series -> last words of metric names in custom training loops, used if none of NAMES is logged."""
 
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
@@ -123,7 +122,7 @@ ORDER BY name
 
 
 def read_logged(database: Database, run: str) -> list[Column]:
-    """Read the logged series; where several processes logged one, the mean of theirs."""
+    """Read the logged series, averaged over processes."""
     chosen = _chosen(database, run)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
@@ -134,7 +133,7 @@ def read_logged(database: Database, run: str) -> list[Column]:
 
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
-    """Series -> the name that this run logged it under; of several with the same last word the first by the alphabet."""
+    """Return series -> its metric name in this run; among several with the same last word, the alphabetically first."""
     logged = [
         name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)
     ]
@@ -156,7 +155,7 @@ def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Colum
     )
 
 
-# Sums in a fixed order: threads would change last bits from one reading to the next.
+# A fixed summation order keeps results bitwise reproducible with several threads.
 _SEQUENCES = """
 SELECT step, avg(reward ORDER BY seq_id) FILTER (isfinite(reward)) AS reward, avg(num_response_tokens) AS length,
        avg((finish_reason = 'length')::INTEGER) AS share_length_limited,
@@ -178,7 +177,7 @@ GROUP BY step ORDER BY step
 """
 
 _MOST = 0.5
-"""Share of a step's rewards that are NaN or infinite above which its reward is."""
+"""Share of NaN or infinite rewards above which the reward of a step counts as not finite."""
 
 
 def read_sampled(database: Database, run: str) -> list[Column]:
@@ -192,7 +191,7 @@ def read_sampled(database: Database, run: str) -> list[Column]:
             {
                 "reward": "mean reward of the sequences",
                 "length": "mean response length, tokens",
-                "share_length_limited": "share of responses that ended at the limit of tokens",
+                "share_length_limited": "share of responses that ended at the token limit",
             },
             not_finite={"reward": no_number},
         ),
@@ -207,7 +206,7 @@ def read_sampled(database: Database, run: str) -> list[Column]:
 
 
 def read_changed(database: Database, run: str) -> list[Column]:
-    """Read the share of elements whose bits changed, at the step whose update made the version; reads no tensor."""
+    """Read the share of weight elements whose bits changed at each version, from metadata only."""
     source = next(source for source in database.sources if source.run == run)
     reader = open_weights(source.store)
     if not isinstance(reader, WeightReader):
@@ -223,5 +222,5 @@ def read_changed(database: Database, run: str) -> list[Column]:
     kept = database.kept_steps.get(run)
     steps = np.array(sorted(shares if kept is None else shares.keys() & set(kept)), np.int64)
     values = np.array([shares[int(step)] for step in steps])
-    what = "share of the weights whose bits differ from the version kept before"
+    what = "share of the weights whose bits differ from the previously kept version"
     return [Column("changed_weights", steps, values, what)]

@@ -1,4 +1,4 @@
-"""Everything recorded of a run that changed, each with when, from what to what, and how abnormal that is."""
+"""All recorded changes of a run: step, old and new value, and size relative to scatter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .read_series import read_series
 from .series import ENTROPY, LENGTH, LINEAR, LOG, MISMATCH, OPTIMIZER, POLICY, REWARD, WEIGHTS, Series
 
 SET = "set"
-"""Kind of a change that somebody made: its step is exact."""
+"""Shape of a deliberate change, whose step is exact."""
 CONTRACT = "contract"
 
 _CONTRACTS = """
@@ -39,45 +39,45 @@ SELECT "pass", step, min(contract) FROM scores GROUP BY ALL HAVING count(DISTINC
 """
 
 GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
-"""Kinds of what a run is given: its policy moves none of them."""
+"""Kinds of inputs, which the policy cannot change."""
 FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
-"""Kinds that move with the policy: their changes follow what was given, where that changed before."""
+"""Kinds that change with the policy: consequences of an earlier change of the inputs."""
 
 CLEAR_SD = 4.0
-"""Standard deviations from which what a run is given has changed for certain, and others may follow it."""
+"""Minimum size, in standard deviations, for an input to have changed for certain and to have consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedChange:
-    """One thing that changed."""
+    """One recorded change."""
 
     series: str
     kind: str
-    """`mismatch`, `reward`, `optimizer` and the others of the series; `setting`, `prompts`, `sampling`, `advantages`, `reference`, `mask`,
-    `writers`, `contract`, and `logged` for what the trainer logged under a name of its own."""
+    """`mismatch`, `reward`, `optimizer` and the other kinds of series; `setting`, `prompts`, `sampling`, `advantages`, `reference`, `mask`,
+    `writers`, `contract`; `logged` for other metrics of the trainer."""
     step: int
     low: int
     high: int
-    """The 95 % interval of the step; of what was set the step itself."""
+    """95 % confidence interval of the step; for deliberate changes the step itself."""
     before: float | str
     after: float | str
     size_in_sd: float | None
-    """after - before on the series' scale, over the standard deviation of its scatter; None of what was set."""
+    """after - before on the scale of the series, in standard deviations of its scatter; None for deliberate changes."""
     shape: str
-    """`shift`: the level jumps; `ramp`: the slope breaks; `set`: somebody set another value."""
+    """`shift`: the level jumps; `ramp`: the slope changes; `set`: a deliberate change."""
     order: str = ""
-    """`before` the fall (intervals apart), `with` it, or `after`; empty where nothing fell."""
+    """`before` the drop (disjoint intervals), `with` it, or `after` it; empty without a drop."""
     follows: str = ""
-    """The series of the change before it that it is a consequence of; empty where it is none."""
+    """The series of the earlier change that this one is a consequence of; empty if none."""
 
 
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """The changes of everything that the trace of the one run that is open holds, by step.
+    """Find all changes recorded in the open run, ordered by step.
 
-    The changes of series are those of `read_changes`, so that every verb names one step for each of them.
+    Changes of series come from `read_changes`, so that all commands report the same step.
     """
     series = read_series(database, pair=pair)
     fall = read_outcomes(database, pair).fall
@@ -97,7 +97,7 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """`read_recorded` of every run of a database, as the rows of the SQL view `changes`; numbers and texts in columns of their own."""
+    """Return `read_recorded` of several runs as rows of the SQL view `changes`, with numbers and texts in separate columns."""
     rows = [
         {"run": source.run, **{field.name: getattr(change, field.name) for field in fields(change)}}
         for source in database.sources
@@ -119,7 +119,7 @@ def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.T
 
 
 def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tuple[RecordedChange, ...]:
-    """Those that lie within the interval of a fall or shortly before it, the most abnormal first, consequences last."""
+    """Return the changes within the onset interval of a drop or shortly before it, largest first, consequences last."""
     first, last = fall.interval
     earliest = first - max(num_steps // 10, 5)
     near = [change for change in changes if earliest <= change.high and change.low <= max(last, fall.fallen)]
@@ -138,11 +138,11 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
 
 
 def _set(series: Series) -> list[RecordedChange]:
-    """Each change of a setting at its step; one that takes many steps, as a ramp or a controller makes it, from the first to the last of them."""
+    """Return each change of a setting; a gradual one (a ramp or a controller) spans its first to last step."""
     values, steps = series.values, series.steps
     parts = held_parts(values)
     if parts and parts[-1][1] < len(values) - 1:
-        parts.append((len(values) - 1, len(values) - 1))  # it still moves when the run ends
+        parts.append((len(values) - 1, len(values) - 1))  # it is still changing at the end of the run
     made = []
     for (_, last), (first, _) in pairwise(parts):
         change = _made(series.name, series.kind, int(steps[last + 1]), float(values[last]), float(values[first]))
@@ -164,7 +164,7 @@ def _texts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _contracts(database: Database) -> Iterator[RecordedChange]:
-    """Passes whose scores have another contract from some step on."""
+    """Yield the passes whose contract changes at some step."""
     rows = database.connection.execute(_CONTRACTS).fetchall()
     known: dict[str, str] = {}
     for name, step, contract in rows:
@@ -174,7 +174,7 @@ def _contracts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
-    """Processes that came or went, and those whose tokens lie further off than the others' from some step on."""
+    """Yield changes of the number of processes, and processes whose mismatch exceeds the others' from some step on."""
     count = read_num_writers(database, pair)
     if count is not None:
         yield from _set(count) if is_held(count.values) else (_of_series(count, one) for one in change_points(count))
@@ -183,7 +183,7 @@ def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
-    """Changes with their order beside the fall, and with what they follow."""
+    """Yield the changes with their order relative to the drop, and the change that each follows."""
     given = [change for change in changes if change.kind in GIVEN and _abnormal(change) >= CLEAR_SD]
     mismatch = [change for change in changes if change.series == "mean_abs_d"]
     for change in changes:
@@ -197,7 +197,7 @@ def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[Record
 
 
 def order_beside(change: RecordedChange, fall: Fall) -> str:
-    """Whether a change came before a fall (intervals apart), with it, or after it."""
+    """Return whether a change came before a drop (disjoint intervals), with it, or after it."""
     if change.high < fall.low:
         return BEFORE
     return AFTER if change.low > max(fall.high, fall.fallen) else WITH
@@ -206,11 +206,11 @@ def order_beside(change: RecordedChange, fall: Fall) -> str:
 WRITERS = "writers"
 
 _MOST = 256
-"""Writers of a pass up to which each is looked at by itself."""
+"""Maximum number of writers of a pass to compare one by one."""
 _APART = 2.0
-"""Least factor between a writer's mean |d| and that of the others that is told."""
+"""Minimum ratio of a writer's mean |d| to that of the others to be reported."""
 
-# A rank that is started again writes under a new name, and stays the same rank.
+# A restarted rank writes under a new name; group by rank.
 _WHO = "coalesce('rank ' || nullif(regexp_extract(writer, '^r([0-9]+)-p', 1), ''), writer)"
 _NAMES = f'SELECT DISTINCT {_WHO} FROM scores WHERE "pass" = $name ORDER BY 1'
 _COUNTS = f"""
@@ -225,7 +225,7 @@ WHERE isfinite(mean_abs_d) GROUP BY ALL ORDER BY step, writer
 
 
 def read_num_writers(database: Database, pair: Pair) -> Series | None:
-    """How many processes recorded scores of the pair, by step; None where nothing did."""
+    """Return the number of processes that recorded scores of the pair, by step; None without scores."""
     rows = database.connection.execute(_COUNTS, {"a": pair[0], "b": pair[1]}).fetchnumpy()
     steps, counts = np.asarray(rows["step"], np.int64), np.asarray(rows["num_writers"], float)
     return (
@@ -234,9 +234,9 @@ def read_num_writers(database: Database, pair: Pair) -> Series | None:
 
 
 def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, ChangePoint]]:
-    """Of each pass, the writers whose mean |d| leaves that of the others, with the step at which it does.
+    """Yield, for each pass, the writers whose mean |d| departs from that of the others, with the change.
 
-    The values are a writer's mean |d| over that of all others at the same step.
+    The series is the ratio of a writer's mean |d| to that of all others at the same step.
     """
     names = {name: database.connection.execute(_NAMES, {"name": name}).fetchall() for name in pair}
     is_one = names[pair[0]] == names[pair[1]]  # each process recorded both passes of its sequences
@@ -262,7 +262,7 @@ def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, Chan
 
 
 def _beside_others(total_nW: Array, count_nW: Array) -> Array:
-    """[n, W] each writer's mean over that of all others; NaN where either has none."""
+    """Return [n, W] the ratio of each writer's mean to that of all others; NaN if either is missing."""
     others = total_nW.sum(1, keepdims=True) - total_nW, count_nW.sum(1, keepdims=True) - count_nW
     with np.errstate(divide="ignore", invalid="ignore"):
         found = (total_nW / count_nW) / (others[0] / others[1])

@@ -1,4 +1,4 @@
-"""How rewards, advantages, lengths and logprobs of sequences go together, and from which step equal responses get other values."""
+"""Correlations of rewards, advantages, lengths and logprobs, and the step from which equal responses get other values."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from .rollouts import (
 )
 
 _BY_CHANCE = 1.32
-"""Standard errors, 1 / sqrt(n - 1), of a correlation that one of ten passes by chance."""
+"""One-sided 10 % bound of a correlation of unrelated values, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
-"""Responses of one length, and lengths, that say how rewards go with length."""
+"""Minimum number of responses per length, and of lengths, to relate rewards to length."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""Responses of a length in a step, and such lengths, from which it is told how far length explains its rewards."""
+"""Minimum number of responses per length within a step, and of such lengths, to relate its rewards to length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """How far two quantities of sequences go together within groups."""
+    """Correlation of two quantities of sequences within groups."""
 
     correlation: float
-    """Of all values less their group's mean; NaN where there is nothing to compare."""
+    """Correlation of all values minus their group means; NaN if there is nothing to compare."""
     by_group: float
-    """Mean of the groups' own correlations."""
+    """Mean of the correlations of single groups."""
     num_groups: int
-    """Groups in which both have a spread."""
+    """Number of groups in which both quantities vary."""
     negative: float
-    """Share of these whose own correlation is lower than one group of ten has by chance: below -0.5 of eight members."""
+    """Share of these groups with a correlation below the 10 % chance bound: -0.5 for eight members."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
-    """Correlate two columns within groups, over all and group by group; NaN where fewer than 30 groups have a spread.
+    """Correlate two columns within groups, pooled and group by group; NaN if both vary in fewer than 30 groups.
 
-    A baseline and a division by the group's spread leave the correlation of rewards and advantages at 1 in each group.
+    Subtracting a baseline and dividing by the group's spread leave the correlation of rewards and advantages at 1.
     """
     x, y, known = _in_groups(rollouts, first, second)
     group = rollouts.group[known]
@@ -65,7 +65,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two columns where both are known, less their means within groups; and [N] bool: where that is."""
+    """Return two columns minus their group means where both are known, and [N] bool: where both are."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)
@@ -73,7 +73,7 @@ def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray,
 
 
 def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
-    """[n] steps in which some group has a spread of both columns, and [n] their correlation within the groups of the step."""
+    """Return [n] steps in which both columns vary within groups, and [n] their correlation within the groups of the step."""
     x, y, known = _in_groups(rollouts, first, second)
     steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
     xy, xx, yy = (np.bincount(of_step, product, len(steps)) for product in (x * y, x**2, y**2))
@@ -82,14 +82,14 @@ def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.nd
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson's; 0 where one of them has no spread."""
+    """Return Pearson's correlation; 0 if one side is constant."""
     return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
 
 
 def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
-    """Of what rewards differ by and the lengths of their responses: over all of them, or the mean within steps where that explains all.
+    """Correlate differences of rewards with response lengths: over all pairs, or within steps if that is stronger.
 
-    What a token earns may grow by the step, so that within each step alone it is in proportion.
+    A bonus per token that grows with the step is proportional to length only within a step.
     """
     overall = correlation(difference, length)
     _, of_step = np.unique(step, return_inverse=True)
@@ -104,11 +104,10 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Share of the variance of what equal responses earn otherwise that their lengths explain; and which way it goes.
+    """Return the share of the variance of reward differences of equal responses that length explains, and its sign.
 
-    The length, or the length beside the mean of its group; or the length of those that earned alike, beyond what these have in common,
-    where that is a material part. What is paid goes up with it, or down, or away from one length. 0 where fewer than two lengths have
-    five responses, or nothing differs.
+    The largest share over: length; length minus its group's mean; and, if material, length among responses with equal rewards.
+    The fit is monotone, or has one turning point. 0 if fewer than two lengths have five responses, or nothing differs.
     """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
@@ -129,7 +128,9 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
 
 
 def _explained(values: np.ndarray, length: np.ndarray) -> tuple[float, float]:
-    """Share of the variance of values that goes up or down with lengths, or away from one of five and more; and the sign of that."""
+    """Return the share of variance explained by the best monotone function of length, and its sign.
+
+    With at least five lengths, functions with one turning point are fitted too."""
     lengths, place, counts = np.unique(length, return_inverse=True, return_counts=True)
     total = float(((values - values.mean()) ** 2).sum())
     means = np.bincount(place, values) / counts
@@ -146,20 +147,20 @@ def _explained(values: np.ndarray, length: np.ndarray) -> tuple[float, float]:
 
 
 def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -> float:
-    """Summed squares of what is left of means, each of some values, beside the best sequence that goes one way."""
+    """Return the weighted sum of squared residuals of means from the best monotone fit."""
     if len(means) < 2:
         return 0.0
-    from scipy.optimize import isotonic_regression  # which takes half a second to import
+    from scipy.optimize import isotonic_regression  # slow to import: half a second
 
     fitted = isotonic_regression(means, weights=counts, increasing=increasing).x
     return float(counts @ (means - fitted) ** 2)
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
-    """How the reward goes with length where it does in some sequences and not in those that they are held against; 0 where it does not.
+    """Return the correlation of reward and length if `run` rewards length and `control` does not, else 0.
 
-    The correlation of lengths with what equal responses earn beyond the others' reward; or that of lengths and rewards within groups,
-    where almost all of them earn something else and lengths go that way.
+    Measured on the reward differences of equal responses; or within groups, if almost all rewards differ and lengths change
+    in the rewarded direction.
     """
     at_a, at_b = shared_responses(run, control)
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
@@ -175,14 +176,15 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
 
 
 def _latest(rollouts: Rollouts) -> Rollouts:
-    """The last quarter of the sequences."""
+    """Return the last quarter of the sequences."""
     return rollouts.ordered(slice(3 * len(rollouts.step) // 4, None))
 
 
 def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """[n] steps of which three lengths and more have three rewards each, and [n] the share of these rewards' variance that the length explains.
+    """Return [n] steps, and [n] the share of reward variance that length explains at each.
 
-    Adjusted for the number of lengths, so that it is 0 on average where length says nothing.
+    Only steps with at least three lengths of at least three rewards each. Adjusted for the number of lengths: 0 on average
+    if length is irrelevant.
     """
     known = np.isfinite(rollouts.reward)
     length = rollouts.length[known].astype(np.int64)
@@ -202,56 +204,56 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 
 _INTERVAL = 1.92
-"""Logarithm of a likelihood ratio that bounds a 95 % interval."""
+"""Drop of the log-likelihood at the ends of a 95 % confidence interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
-    """Responses that came before a step and after it, and what they are given since: a reward, or a reference's logprob."""
+    """Responses sampled both before and after a step, whose value changes: a reward, or the reference's logprob."""
 
     step: int
-    """The first step with other values."""
+    """First step with changed values."""
     num_responses: int
     share: float
-    """Of them that are given something else since."""
+    """Share of these whose value changed."""
     share_before: float
-    """Of the responses that came twice before `first`, those that were given something else then; NaN without any."""
+    """Share of the responses repeated before `first` whose value changed then; NaN if there are none."""
     length_correlation: float
-    """Of the differences and the lengths of the responses, over all or within steps; 0 where one of them has no spread."""
+    """Correlation of the differences with response lengths, over all or within steps; 0 if either is constant."""
     is_of_one_length: bool
-    """Whether those that are given something else have one length, so that nothing can be said of lengths."""
+    """True if all changed responses have the same length, so that a correlation with length is undefined."""
     agreement: float = 0.0
-    """Correlation of what the responses were given before the step and since; 0 where one of them has no spread."""
+    """Correlation of values before the step and after it; 0 if either is constant."""
     low: int = 0
-    """The first step of the 95 % interval of the change."""
+    """First step of the 95 % confidence interval of the change."""
     high: int = 0
-    """The last one."""
+    """Last step of the interval."""
 
     is_earlier: bool = False
-    """Whether it came long before the fall that is looked at."""
+    """True if the change came long before the drop."""
 
     @property
     def is_rescaled(self) -> bool:
-        """Whether the responses are in the same order as before, so that only the scale or the level is another one."""
+        """True if the order of the responses is unchanged, so that only scale or level changed."""
         return self.agreement > t.SAME_ORDER and abs(self.length_correlation) <= t.LENGTH_EXPLAINS
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers of the sentences about it."""
+        """Numbers for the evidence."""
         return {"step": self.step, "num_responses": self.num_responses, "share": self.share}
 
     def around(self, rollouts: Rollouts) -> tuple[Rollouts, Rollouts]:
-        """The sequences since the change and those before it, without the steps of its interval in which it may have come."""
+        """Return the sequences after the change and before it, leaving out the interval of its step."""
         return rollouts.since(self.high), rollouts.until(self.low - 1)
 
 
 def changed_responses(
     rollouts: Rollouts, column: str, *, first: int, last: int, least: float
 ) -> ChangedResponses | None:
-    """The step from `first` to `last` at which most of the repeated responses begin to be given something else.
+    """Find the step, from `first` to `last`, at which the largest share of repeated responses changes its value.
 
-    `column` is what they are given, `least` the least size of a difference. None where fewer than 10 came on both sides of
-    every such step.
+    `column` names the value, `least` is the minimum size of a difference. None if no step has at least 10 responses
+    sampled on both sides.
     """
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
@@ -269,7 +271,7 @@ def changed_responses(
             chosen = spans & differs
             lengths = rollouts.length[one][chosen]
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
-            steadily = correlation(difference[chosen], lengths * (high - low)[chosen])  # what a token earns grows
+            steadily = correlation(difference[chosen], lengths * (high - low)[chosen])  # a bonus per token that grows with the step
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
                 by_length = steadily
             best = ChangedResponses(
@@ -286,9 +288,9 @@ def changed_responses(
 
 
 def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[int, int, int]:
-    """The most likely step of a change and its 95 % interval, from pairs: those with one before it and one since differ more.
+    """Return the most likely step of a change and its 95 % confidence interval, from M pairs of values.
 
-    `differs` [M] bool; `low` and `high` [M], the steps of both.
+    Pairs that span the change differ more often than others. `differs` [M] bool; `low` and `high` [M]: steps of the pair.
     """
     steps = np.unique(high)
     first, last = np.searchsorted(steps, low, side="right"), np.searchsorted(steps, high)
@@ -303,13 +305,13 @@ def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tup
 
 
 def _spanning(first: np.ndarray, last: np.ndarray, weight: np.ndarray, num: int) -> np.ndarray:
-    """[num] the weight of the intervals, places `first` to `last`, that hold each place."""
+    """Return [num] the total weight of the intervals `first` to `last` that contain each index."""
     held: np.ndarray = np.cumsum(np.bincount(first, weight, num + 1) - np.bincount(last + 1, weight, num + 1))[:num]
     return held
 
 
 def _likelihood(num_differing: np.ndarray, num: np.ndarray) -> np.ndarray:
-    """Logarithm of the likelihood that so many of `num` pairs differ, at the probability that fits them."""
+    """Return the maximum log-likelihood of `num_differing` of `num` pairs."""
     rate = (num_differing + 0.5) / (num + 1)
     likelihood: np.ndarray = num_differing * np.log(rate) + (num - num_differing) * np.log1p(-rate)
     return likelihood

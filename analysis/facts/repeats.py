@@ -1,4 +1,4 @@
-"""Responses that came more than once: whether they got the same reward, and whether rewards lie in another order of rows."""
+"""Repeated responses: whether they get the same reward, and whether rewards are in a different row order."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, FARTHEST, FEWEST_COMPARED, Rollouts, comparable, least_reward, successive
 
 _LEAST_SORTED = 3
-"""Members of a group, at least, whose rewards may be called sorted."""
+"""Minimum group size to test whether rewards are sorted."""
 _EQUAL = 1e-4
-"""Nats by which two logprobs of one opening of a step differ at most; batches of other shapes round otherwise."""
+"""Maximum difference of two equal logprobs of one opening, in nats; rounding depends on the batch shape."""
 _FEWEST_IN_STEP = 20
-"""Pairs of equal responses of one step below which they say nothing."""
+"""Minimum number of pairs of equal responses within a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedResponses:
-    """Responses that came twice: a deterministic reward is the same both times."""
+    """Rewards of responses sampled twice; a deterministic reward is the same both times."""
 
     num_pairs: int
     unequal: float
-    """Share of the pairs whose rewards differ; NaN without pairs."""
+    """Share of pairs with different rewards; NaN without pairs."""
     shift: int
-    """Rows by which rewards would have to move so that the fewest pairs differ; 0: they lie where they should."""
+    """Shift of rewards, in rows, with the fewest different pairs; 0 if they are in the right rows."""
     unequal_shifted: float
-    """The share of unequal pairs then."""
+    """Share of different pairs after that shift, or in `order`."""
     mean_difference: float
-    """Mean size of the difference of unequal pairs."""
+    """Mean absolute difference of the rewards of different pairs."""
     order: str = ""
-    """The other order of a step's rows, of ORDERS, in which the fewest pairs differ; empty where that is a shift, or none."""
+    """The row order, of ORDERS, with the fewest different pairs; empty if a shift, or no change, is better."""
 
     @property
     def lies_off(self) -> bool:
-        """Whether rewards that are moved back by `shift` rows, or from `order`, differ much less."""
+        """True if undoing `shift` or `order` makes far fewer pairs differ."""
         return (self.shift != 0 or self.order != "") and self.unequal_shifted < t.UNEQUAL_SHIFTED * self.unequal
 
 
 def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
-    """Compare the rewards of equal responses to equal prompts, where they lie and moved by some rows within a step."""
+    """Compare the rewards of repeated responses to the same prompt, as recorded and in other row orders of the step."""
     pairs, least = successive(rollouts.whole, rollouts.step), least_reward(rollouts)
     num, unequal, mean_difference = _unequal(rollouts.reward, pairs, least)
     shift, unequal_shifted, other = 0, unequal, ""
@@ -66,19 +66,19 @@ ORDERS = (
     "reversed", "reversed_in_groups", "members_first", "groups_first", "next_in_groups", "previous_in_groups", "halves",
     "shortest_first", "longest_first", "shortest_first_in_groups", "last_step",
 )  # fmt: skip
-"""Orders that code takes a step's rows for by mistake: the last row first; of each group the last member first; the first members of
-all groups first, or the other way round; each member's place taken by the next one of its group, or by the one before; the second
-half of the step first; in the order in which generations end, or the other way round; the rows of the step before."""
+"""Row orders that a bug may produce: the step reversed; each group reversed; the first members of all groups first, or the inverse; each
+member replaced by the next or the previous one of its group; the halves of the step swapped; by response length ascending or descending,
+in the step or in each group; the rewards of the previous step."""
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """[N] the row whose reward a row takes if rewards came in another order; itself where groups are not of one size."""
+    """Return [N] the row whose reward each row takes in another order; its own if groups differ in size."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]
     place = np.arange(len(rollouts.step))
     if name == "last_step":
         for first, last, end in zip(firsts, lasts, lasts[1:], strict=False):
-            if last - first == end - last:  # what this step earned is recorded with the next one
+            if last - first == end - last:  # the rewards of this step are recorded with the next one
                 place[first:last] = np.arange(last, end)
         return place
     for first, last in zip(firsts, lasts, strict=True):
@@ -108,9 +108,9 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
 
 
 def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
-    """Of groups with several rewards, the share whose rewards lie in falling order, or in rising if that is more; and by chance.
+    """Return the share of groups with sorted rewards, descending or ascending, whichever is more; and the share by chance.
 
-    NaN where fewer than 30 groups have several.
+    Only groups whose rewards differ. NaN if there are fewer than 30.
     """
     if not len(rollouts.group):
         return math.nan, math.nan
@@ -128,7 +128,7 @@ def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
 
 
 def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: float) -> tuple[int, float, float]:
-    """Number of pairs with known rewards, the share that differs by more than `least`, and their mean difference."""
+    """Return the number of pairs with known rewards, the share that differs by more than `least`, and their mean difference."""
     difference = _differences(reward, *pairs)
     if len(difference) < FEWEST_COMPARED:
         return 0, math.nan, math.nan
@@ -137,13 +137,13 @@ def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: fl
 
 
 def _differences(reward: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """[M] absolute differences of rewards in pairs where both are known."""
+    """Return [M] absolute reward differences of pairs with both rewards known."""
     known = np.isfinite(reward[one]) & np.isfinite(reward[two])
     return np.asarray(np.abs(reward[two] - reward[one])[known])
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """[N] each row takes the reward of the row `shift` after it within its step, around the step's end."""
+    """Return [N] rewards shifted by `shift` rows within each step, wrapping around."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     sizes = np.diff(np.r_[firsts, len(rollouts.step)])
     first, size = np.repeat(firsts, sizes), np.repeat(sizes, sizes)
@@ -152,14 +152,14 @@ def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
-    """Share of repeated responses that are given two things, more than `least` apart; NaN where fewer than 30 came again."""
+    """Return the share of repeated responses whose values differ by more than `least`; NaN below 30 pairs."""
     return _unequal(getattr(rollouts, column), successive(comparable(rollouts, column), rollouts.step), least)[1]
 
 
 def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
-    """Pairs of equal responses to equal prompts within a step, and the share of them with two rewards; NaN below 20 pairs.
+    """Return the number of equal responses to equal prompts within a step, in pairs, and the share with two rewards.
 
-    Policy and reward are the same within a step, so that a reward that depends on the response alone gives such a pair one value.
+    A reward that depends only on the response gives such a pair one value. The share is NaN below 20 pairs.
     """
     one, two = successive(rollouts.whole, rollouts.step)
     inside = rollouts.step[one] == rollouts.step[two]
@@ -169,7 +169,7 @@ def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
 
 
 def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
-    """Share of equal openings of one step to which the engine, and to which the trainer, gives two logprobs; NaN below 20 pairs."""
+    """Return the shares of equal openings within a step with two logprobs, of engine and trainer; NaN below 20 pairs."""
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
     opening, step, sampled, trained = (
         values[known]

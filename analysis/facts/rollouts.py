@@ -1,6 +1,6 @@
 """The sequences of a run, with their rewards, advantages and mean logprobs.
 
-Shapes: N sequences, in the order of their recording.
+Shapes: N sequences, in recording order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEFT JOIN (
 ) AS referred USING (step, seq_id)
 ORDER BY s.step, s.place
 """
-"""Lists become numbers before rows are joined and put in order, so that no list is kept."""
+"""Lists are reduced to numbers before joining and sorting, to save memory."""
 _OF_ALL = {"mean": "list_avg(logprobs)", "masks": "", "masked": "0"}
 _OF_COUNTED = {
     "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
@@ -53,19 +53,19 @@ _OF_COUNTED = {
     "masked": "coalesce(num_response_tokens - list_sum(response_mask::TINYINT[]), 0)",
     "masks": " JOIN (SELECT step, seq_id, response_mask FROM sequences) USING (step, seq_id)",
 }
-"""Parts of _ROWS, without a mask and with one: what a tool wrote is no choice of the policy."""
+"""Parts of _ROWS without and with a mask: tokens written by a tool are not chosen by the policy."""
 FARTHEST = 16
-"""Rows by which rewards are looked for in a wrong place."""
+"""Maximum shift, in rows, to test for misplaced rewards."""
 OPENING = 3
 """Tokens of a response that count as its opening."""
 _ALONE = 0.5
-"""Share of sequences without another one in their group from which steps are compared instead."""
+"""Share of single-member groups above which whole steps serve as groups."""
 FEWEST_COMPARED = 30
-"""Comparisons below which there is no answer."""
+"""Minimum number of comparisons for a result."""
 FEWEST_SPANNING = 10
-"""Responses on both sides of a step below which it is not looked at."""
+"""Minimum number of responses sampled on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
-"""Nats below which an opening is certain: of what is certain nothing moves."""
+"""-logprob, in nats, below which an opening is certain: its logprob cannot show a change of weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,62 +75,62 @@ class Rollouts:
     step: np.ndarray
     """[N] int64"""
     prompt: np.ndarray
-    """[N] a hash of the prompt's ids."""
+    """[N] hash of the prompt ids."""
     response: np.ndarray
-    """[N] a hash of the response's ids."""
+    """[N] hash of the response ids."""
     whole: np.ndarray
-    """[N] a hash of the prompt's and the response's ids."""
+    """[N] hash of prompt and response ids."""
     group: np.ndarray
-    """[N] number of the group: sequences of one step with one group_id, or with one prompt where there is none; of the
-    step where hardly a group has two."""
+    """[N] index of the group: sequences of one step with the same group_id, or the same prompt if it was not recorded; of
+    the step if most groups have one member."""
     reward: np.ndarray
     """[N] float64; NaN where not recorded."""
     advantage: np.ndarray
-    """[N] of the response, or the mean of its tokens'; NaN where not recorded."""
+    """[N] advantage of the response, or the mean over its tokens; NaN where not recorded."""
     first_advantage: np.ndarray
-    """[N] that of the first token, where each has its own; else the response's."""
+    """[N] advantage of the first token if advantages are per token, else of the response."""
     length: np.ndarray
-    """[N] tokens of the response that count."""
+    """[N] response tokens in the loss mask."""
     num_masked: np.ndarray
-    """[N] tokens of it that do not: what a tool wrote."""
+    """[N] response tokens outside the loss mask, such as tool output."""
     likelihood: np.ndarray
-    """[N] mean logprob of the response's tokens that count as the trainer scored them, nats; as the engine did where it did not."""
+    """[N] mean trainer logprob of the response tokens in the loss mask, nats; the engine's where the trainer has none."""
     sampled: np.ndarray
-    """[N] mean logprob of the same tokens as the engine returned them, nats; NaN where not recorded."""
+    """[N] mean engine logprob of the same tokens, nats; NaN where not recorded."""
     reference: np.ndarray
-    """[N] the same as the reference model scored them; NaN where not recorded."""
+    """[N] mean logprob of the same tokens under the reference model, nats; NaN where not recorded."""
     ending: np.ndarray
-    """[N] id of the response's last token; -1 where it has none."""
+    """[N] id of the last response token; -1 for empty responses."""
     opening: np.ndarray
-    """[N] a hash of the prompt's ids and the response's first OPENING ones, which come again more often than all of it."""
+    """[N] hash of the prompt ids and the first OPENING response ids, which repeat more often than whole responses."""
     opening_trained: np.ndarray
-    """[N] mean logprob of these few as the trainer scored them, nats; NaN where not recorded."""
+    """[N] mean trainer logprob of the opening, nats; NaN where not recorded."""
     opening_sampled: np.ndarray
-    """[N] the same as the engine returned them."""
+    """[N] mean engine logprob of the opening, nats; NaN where not recorded."""
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """[N] tokens of the response, which a limit is of."""
+        """[N] all response tokens, as counted by a length limit."""
         return np.asarray(self.length + self.num_masked)
 
     @property
     def counted(self) -> np.ndarray:
-        """[N] uint64: a hash of the prompt, the response and the number of tokens that count in a mean logprob."""
+        """[N] uint64 hash of prompt, response and number of masked tokens."""
         return hash_pair(self.whole, self.num_masked)
 
     @property
     def distance(self) -> np.ndarray:
-        """[N] by how much more likely the response is to the policy than to the reference, nats."""
+        """[N] logprob of the response under the policy minus that under the reference, nats."""
         return np.asarray((self.likelihood - self.reference) * self.length)
 
     @property
     def reward_size(self) -> np.ndarray:
-        """[N] by how much the reward is off its group's mean."""
+        """[N] absolute difference of the reward from its group's mean."""
         return np.asarray(np.abs(centred(self.reward, self.group)))
 
     @property
     def advantage_size(self) -> np.ndarray:
-        """[N] the advantage without its sign."""
+        """[N] absolute value of the advantage."""
         return np.asarray(np.abs(self.advantage))
 
     @property
@@ -140,22 +140,22 @@ class Rollouts:
 
     @property
     def is_alone(self) -> bool:
-        """Whether responses have no group but their step."""
+        """True if the only groups are the steps."""
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
     @property
     def likelihood_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """[n] steps and [n] the mean likelihood of their responses, where it is known."""
+        """[n] steps and [n] the mean `likelihood` of their responses, where known."""
         return self._by_step(self.likelihood)
 
     @property
     def sampled_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """[n] steps and [n] the mean logprob of their responses as the engine returned it, where it is known."""
+        """[n] steps and [n] the mean engine logprob of their responses, where known."""
         return self._by_step(self.sampled)
 
     @property
     def reference_distance_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """[n] steps and [n] by how much more likely their responses are to the policy than to the reference, nats a token."""
+        """[n] steps and [n] the mean of policy minus reference logprob, nats per token, where known."""
         return self._by_step(self.likelihood - self.reference)
 
     def _by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -164,7 +164,7 @@ class Rollouts:
         return steps, np.bincount(place, values[known]) / np.maximum(np.bincount(place), 1)
 
     def keeps_reference(self, step: int) -> bool:
-        """Whether the reference model scores responses that came before a step and after it as it did; not without any."""
+        """Return True if the reference model scores responses repeated across a step the same; False if none repeat."""
         one, two = successive(comparable(self, "reference"), self.step)
         moved = np.abs(self.reference[two] - self.reference[one])[(self.step[one] < step) & (self.step[two] >= step)]
         moved = moved[np.isfinite(moved)]
@@ -172,41 +172,41 @@ class Rollouts:
 
     @property
     def share_below_group(self) -> float:
-        """Share of the sequences that earn less than their group does; NaN without rewards."""
+        """Share of sequences with a reward below their group's mean; NaN without rewards."""
         less = centred(self.reward, self.group)
         least = 1e-6 * float(np.fmax.reduce(np.abs(self.reward), initial=1.0))
         return float((less[np.isfinite(less)] < -least).mean()) if np.isfinite(less).any() else math.nan
 
     def prompts_of(self, step: int) -> np.ndarray:
-        """The prompts of a step's sequences, in order."""
+        """Return the sorted prompt hashes of a step."""
         first, last = np.searchsorted(self.step, [step, step + 1])
         return np.sort(self.prompt[first:last])
 
     def since(self, step: int) -> Rollouts:
-        """The sequences from a step on."""
+        """Return the sequences from a step on."""
         return self.ordered(self.step >= step)
 
     def until(self, step: int) -> Rollouts:
-        """The sequences up to a step."""
+        """Return the sequences up to and including a step."""
         return self.ordered(self.step <= step)
 
     def at_step(self, step: int) -> Rollouts:
-        """The sequences of a step, in the order of their recording."""
+        """Return the sequences of a step, in recording order."""
         first, last = np.searchsorted(self.step, [step, step + 1])
         return self.ordered(slice(first, last))
 
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
-        """The sequences at some places, in that order; or those selected by [N] bool."""
+        """Return the sequences at some indices, in that order; or those selected by [N] bool."""
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
     def at(self, steps: Sequence[int]) -> Rollouts:
-        """The sequences of some steps."""
+        """Return the sequences of some steps."""
         return self.ordered(np.isin(self.step, steps))
 
 
 @cached
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
-    """Read the sequences of the one run that is open; the passes of `pair` say how likely each was to trainer and engine."""
+    """Read the sequences of the open run, with trainer and engine logprobs from the passes of `pair`."""
     parameters = {"scored": pair[0], "sampled": pair[1], "reference": REFERENCE, "opening": OPENING}
     with database.following("reading sequences"):
         rows = _ROWS.format(**(_OF_COUNTED if sequence_columns(database).mask else _OF_ALL))
@@ -217,7 +217,7 @@ def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Roll
 
 
 def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """[N] numbers of groups; of steps where most sequences are alone in theirs: what is compared has to have company."""
+    """Return [N] group indices, or step indices if most sequences are alone in their group."""
     _, number, count = np.unique(group, return_inverse=True, return_counts=True)
     alone = (count[number] == 1).mean() if len(number) else 0.0
     groups: np.ndarray = np.unique(step, return_inverse=True)[1] if alone > _ALONE else number
@@ -225,32 +225,32 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
-    """[N] hashes that are equal for responses whose values of a column can be compared; a mean logprob is over the tokens that count."""
+    """Return [N] hashes, equal for responses whose values of a column are comparable; mean logprobs also need equal masks."""
     return rollouts.counted if column == "reference" else rollouts.whole
 
 
 def least_reward(rollouts: Rollouts) -> float:
-    """The least difference of two rewards that counts."""
+    """Return the minimum difference for two rewards to count as different."""
     known = rollouts.reward[np.isfinite(rollouts.reward)]
     return max(1e-9, t.MATERIAL_REWARD * float(known.std())) if len(known) else math.inf
 
 
 def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[M] places of each pair of sequences that have the same key and follow one another, the earlier and the later one."""
+    """Return [M] indices of the earlier and of the later sequence of each pair of consecutive sequences with equal keys."""
     order = np.lexsort((step, key))
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     return order[:-1][again], order[1:][again]
 
 
 def hash_pair(prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
-    """[N] uint64: a number of each prompt with its response."""
+    """Return [N] uint64: a hash of each prompt with its response."""
     return prompt.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + response.astype(np.uint64)
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[N] differences of the rewards of equal responses, NaN where one is not known, and [N] bool: beyond rounding.
+    """Return [N] reward differences of equal responses, NaN if one is unknown, and [N] bool: larger than rounding.
 
-    `scale_of`: rewards whose largest size is what rounding is a share of.
+    `scale_of`: rewards whose largest absolute value sets the scale of rounding.
     """
     difference = first - second
     scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
@@ -258,13 +258,13 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
 
 
 def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """[M] the places of the equal responses to equal prompts in the one and in the other, the first one of each."""
+    """Return [M] indices into both runs of equal responses to equal prompts, the first occurrence of each."""
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     return at_a, at_b
 
 
 def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """[N] values less the mean of the known ones of their group."""
+    """Return [N] values minus the mean of the known values of their group."""
     known = np.isfinite(values)
     total = np.bincount(group, np.where(known, values, 0.0))
     count = np.bincount(group, known.astype(float))

@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "clip_share": (POLICY, LOGIT),
     "changed_weights": (WEIGHTS, LOGIT),
 }
-"""Series -> its kind, and the scale that its changes are looked for on."""
+"""Series -> its kind, and the scale on which to look for changes."""
 
 
 def _no_steps() -> Array:
@@ -60,15 +60,15 @@ class Series:
     steps: Array
     """[n] int64, ascending."""
     values: Array
-    """[n] float64 in the quantity's own unit; NaN where no finite value was recorded."""
+    """[n] float64 in the unit of the quantity; NaN where no finite value was recorded."""
     scale: str
-    """`linear`, `log` or `logit`: where changes are looked for."""
+    """`linear`, `log` or `logit`: the scale on which to look for changes."""
     kind: str
     """`mismatch`, `optimizer`, `reward`, `length`, `entropy`, `policy` or `weights`."""
     source: str = ""
-    """What the values are of, in words."""
+    """Description of the values."""
     not_finite: Array = field(default_factory=_no_steps)
-    """Steps at which NaN or an infinity was recorded in its place."""
+    """Steps with a recorded NaN or infinity."""
     logged: str = ""
     """Name that the trainer logged it under; empty where it was computed."""
 
@@ -79,7 +79,7 @@ class Series:
 
     @property
     def not_finite_since(self) -> int | None:
-        """The first step from which NaN or an infinity was recorded to the end; None where the last value is a number."""
+        """First step from which all recorded values are NaN or infinite; None if the last value is finite."""
         is_number = self.known & ~np.isin(self.steps, self.not_finite)
         since = self.not_finite[self.not_finite > self.steps[is_number].max(initial=-1)]
         return int(since[0]) if len(since) else None
@@ -88,8 +88,8 @@ class Series:
     def scaled(self) -> Array:
         """[n] values on the series' scale; NaN stays NaN.
 
-        A logarithm needs a floor for 0: half of the smallest value above 0, but no less than a billionth of the median
-        one. Shares are kept as far from 0 and 1 as half of the nearest one that is neither.
+        On a log scale, values are clipped from below at half of the smallest positive value, or a billionth of the median
+        positive value if that is larger. On a logit scale, distances from 0 and from 1 are clipped likewise.
         """
         if self.scale == LINEAR or not self.known.any():
             return self.values.copy()
@@ -99,7 +99,7 @@ class Series:
 
 
 def _off_zero(values: Array) -> Array:
-    """Values with a floor above 0; all of them 1 where none is above 0."""
+    """Clip values from below at a positive floor; return all 1 if none is positive."""
     above = values[values > 0]
     if not len(above):
         return np.where(np.isfinite(values), 1.0, np.nan)
@@ -109,7 +109,7 @@ def _off_zero(values: Array) -> Array:
 def named(
     name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None, logged: str = ""
 ) -> Series:
-    """A series of the catalogue above, its infinities noted and taken out."""
+    """Build a series of KINDS, moving infinities to `not_finite`."""
     kind, scale = KINDS[name]
     infinite = np.isinf(values)
     without_value = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
@@ -121,7 +121,7 @@ _NO_STEPS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Values of one series at the steps that have one."""
+    """Values of one series, only at steps with a value."""
 
     name: str
     steps: np.ndarray
@@ -130,15 +130,15 @@ class Column:
     """[m] float64"""
     source: str
     not_finite: np.ndarray = field(default_factory=lambda: _NO_STEPS)
-    """Steps at which NaN or an infinity was recorded."""
+    """Steps with a recorded NaN or infinity."""
     logged: str = ""
     """Name that the trainer logged it under; empty where it was computed."""
 
 
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
-    """A query's columns with NULL as NaN; `step`, as int64, says what each row is of."""
+    """Return the columns of a query as float64 with NULL as NaN; `step` as int64."""
     rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
-    steps = np.asarray(rows.pop("step"), np.int64)  # float64 does not hold every one
+    steps = np.asarray(rows.pop("step"), np.int64)  # float64 cannot hold all int64 values
     return {"step": steps} | {
         name: np.asarray(np.ma.filled(column.astype(np.float64), np.nan)) for name, column in rows.items()
     }
@@ -147,9 +147,9 @@ def by_step(database: Database, query: str, values: Mapping[str, Any] | None = N
 def columns_of(
     rows: dict[str, np.ndarray], sources: Mapping[str, str], not_finite: Mapping[str, np.ndarray] | None = None
 ) -> list[Column]:
-    """The columns of a query that have a value at all, each with what its values are of.
+    """Return the columns of a query that have values, each with its source.
 
-    `not_finite`: by column the steps at which NaN or an infinity was recorded.
+    `not_finite`: column -> steps with a recorded NaN or infinity.
     """
     columns = []
     for name, source in sources.items():

@@ -1,6 +1,6 @@
-"""Whether the engine's logprobs are the trainer's of some steps before, as with stale weights.
+"""Stale weights: engine logprobs that match the trainer's from earlier steps.
 
-Shapes: N sequences, M openings of responses, one a step.
+Shapes: N sequences, M openings of responses, at most one per step each.
 """
 
 from __future__ import annotations
@@ -14,62 +14,62 @@ from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, Rollouts
 
 _FARTHEST = 64
-"""Steps that are looked back."""
+"""Maximum distance to earlier steps."""
 _AROUND = 1
-"""Neighbouring distances whose openings are pooled with those of each distance."""
+"""Number of neighbouring distances pooled with each distance, on either side."""
 _FEWEST = 30
-"""Openings that have to come again at a distance for it to be judged."""
+"""Minimum number of openings repeated at a distance."""
 _SOON = 20
-"""Steps within which an opening has to come again to tell whether the engine's weights are the same."""
+"""Maximum number of steps between two occurrences of an opening, to test whether the engine kept its weights."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
-"""Nats by which the mean of a few equal float32 logprobs differs from itself at most."""
+"""Maximum difference, in nats, of two means of the same float32 logprobs."""
 _SAME_LOGPROB = 1e-5
-"""Nats by which an exact engine and its trainer differ at most under the same weights."""
+"""Maximum difference, in nats, of an exact engine and its trainer under the same weights."""
 _NEAR = 1e-4
-"""The same where the weights of one step are looked at, which agree by chance in hardly an opening."""
+"""The same for a comparison with one step only, where chance matches are rare."""
 _ASIDE = 3.0
-"""Offset at which matches by chance are counted, in units of the tolerance of a match."""
+"""Offset at which chance matches are counted, in units of the matching tolerance."""
 _MOST_HELD = 5_000_000
-"""Logprobs that are held against earlier ones at most; of more, openings are left out evenly."""
+"""Maximum number of comparisons with earlier logprobs; beyond it openings are subsampled evenly."""
 _FEWEST_OF_VERSION = 20
-"""Openings that say whether the weights of one step are the engine's."""
+"""Minimum number of openings to compare with one step or one distance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleWeights:
-    """The engine's logprobs of openings against the trainer's of the same openings some steps before."""
+    """Engine logprobs of openings compared with the trainer's of the same openings at earlier steps."""
 
     steps: int
-    """The distance at which they agree best."""
+    """Distance, in steps, with the best agreement."""
     left: float
-    """Share of the mismatch of these openings left at that distance: 0 if the engine had those weights."""
+    """Share of the mismatch of these openings that remains at that distance: 0 if the engine had those weights."""
     num_pairs: int
-    """Openings that came at both steps."""
+    """Number of openings sampled at both steps."""
     farthest: int
-    """The largest distance that could be judged."""
+    """Largest distance with enough openings."""
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers of its evidence."""
+        """Numbers for the evidence."""
         return {"distance": self.steps, "left_share": self.left, "num_openings": self.num_pairs}
 
     @property
     def explains(self) -> bool:
-        """Whether weights that are `steps` behind explain the mismatch."""
+        """True if weights `steps` behind explain the mismatch."""
         return self.left < t.STALE_LEFT
 
     @property
     def is_excluded(self) -> bool:
-        """Whether no weights up to `farthest` steps behind explain it."""
+        """True if no weights up to `farthest` steps behind explain the mismatch."""
         return not self.explains and self.farthest >= t.STALE_REACHES
 
 
 def read_stale_weights(rollouts: Rollouts, mean_abs_d: float) -> StaleWeights | None:
-    """Compare the engine's logprobs of openings with the trainer's of the same openings 1 to 64 steps before.
+    """Compare the engine's logprobs of openings with the trainer's of the same openings 1 to 64 steps earlier.
 
-    The opening of a response has one logprob under one set of weights. `mean_abs_d` is that of the run, nats. None where too
-    few openings repeat, or where they have little of the mismatch.
+    An opening has one logprob per set of weights. `mean_abs_d` is the run's, in nats. None if too few openings repeat, or
+    if the openings show little of the mismatch.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
     if len(step) < _FEWEST or not np.abs(sampled - trained).mean() > t.STALE_CARRIES * mean_abs_d:
@@ -86,27 +86,27 @@ def read_stale_weights(rollouts: Rollouts, mean_abs_d: float) -> StaleWeights | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StillEngine:
-    """The engine's logprobs of openings that come again within a few steps, beside the trainer's of the same."""
+    """Openings repeated within a few steps, with engine and trainer logprobs at both occurrences."""
 
     num_pairs: int
     still: float
-    """Share of them to which the engine gives the same bits both times."""
+    """Share to which the engine gives bitwise the same logprob both times."""
     of_trainer: float
-    """The share to which the trainer does."""
+    """The same share for the trainer."""
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers of its evidence."""
+        """Numbers for the evidence."""
         return {"num_openings": self.num_pairs, "still_share": self.still, "trainer_share": self.of_trainer}
 
     @property
     def explains(self) -> bool:
-        """Whether the engine kept its weights while the trainer changed them."""
+        """True if the engine kept its weights while the trainer changed them."""
         return self.still >= t.STILL and self.of_trainer <= t.STILL_BY_CHANCE
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Whether the engine's logprobs of equal openings stay the same bits from a step on; None where fewer than four come again."""
+    """Compare logprobs of repeated openings from a step on; None if fewer than four repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -122,23 +122,23 @@ class EarlierWeights:
     """Openings that engine and trainer score differently, with the engine's logprobs looked up among the trainer's earlier ones."""
 
     num_pairs: int
-    """Such openings that came before."""
+    """Number of such openings that were sampled before."""
     num_equal: int
-    """Those whose logprob is the trainer's of some step before."""
+    """Number whose engine logprob equals the trainer's at some earlier step."""
     by_chance: int
     """Matches expected by chance, estimated by shifting the logprobs slightly."""
     version: int
-    """The step whose weights agree best, or the number of steps before; 0 where no 20 openings can tell."""
+    """Step whose weights agree best, or distance in steps (see `is_distance`); 0 if no step has 20 openings."""
     is_distance: bool
-    """Whether `version` is a number of steps before."""
+    """True if `version` is a distance in steps."""
     agreement: float
-    """Share of the openings that came there whose logprob is the trainer's of that step."""
+    """Share of the openings sampled there whose engine logprob equals the trainer's."""
     num_agreeing: int
-    """The openings that came there."""
+    """Number of openings sampled there."""
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers of its evidence."""
+        """Numbers for the evidence."""
         return {
             "num_openings": self.num_pairs, "num_equal": self.num_equal, "by_chance": self.by_chance,
             "version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing,
@@ -146,20 +146,20 @@ class EarlierWeights:
 
     @property
     def is_one(self) -> bool:
-        """Whether the engine had the weights of one step, or those of one distance."""
+        """True if the engine had the weights of one step or of one distance."""
         return self.agreement >= t.EARLIER_AGREES
 
     @property
     def explains(self) -> bool:
-        """Whether the engine had weights that the trainer had before, of one step or of several."""
+        """True if the engine had earlier weights of the trainer, of one step or of several."""
         are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
         return self.is_one or are_several
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look for the engine's logprobs of openings, from a step on, among the trainer's of the same openings before.
+    """Look up the engine's logprobs of openings, from a step on, among the trainer's earlier logprobs of the same openings.
 
-    Only where the two sides differ: one replica of several may lag. None where none of these openings came before.
+    Uses only openings on which both sides differ, because one of several replicas may lag. None if none was sampled before.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
@@ -170,7 +170,7 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
     if not len(rows):
         return None
     rows = rows[:: -(-int((rows - since[rows]).sum()) // _MOST_HELD)]
-    # Every earlier logprob of each of these openings, and which row it is held against.
+    # All pairs of a row and an earlier row with the same opening.
     counts = rows - since[rows]
     at = np.repeat(rows, counts)
     before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(since[rows], counts)
@@ -191,9 +191,9 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
 
 
 def _best(sums: np.ndarray) -> StaleWeights | None:
-    """The distance at which least of the mismatch is left, from [_FARTHEST, 3] sums: mismatch, what is left, openings."""
+    """Return the distance with the least remaining mismatch, from [_FARTHEST, 3] sums: mismatch, remaining, openings."""
     together = np.stack([np.convolve(column, np.ones(2 * _AROUND + 1), mode="same") for column in sums.T], 1)
-    # A distance needs openings itself, not only at its neighbours.
+    # Require openings at the distance itself, not only at its neighbours.
     judged = np.flatnonzero((together[:, 2] >= _FEWEST) & (sums[:, 2] > 0) & (together[:, 0] > 0))
     if not len(judged):
         return None
@@ -208,7 +208,7 @@ def _best(sums: np.ndarray) -> StaleWeights | None:
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """[M] opening and step, in their order, the engine's and the trainer's mean logprob."""
+    """Return [M] opening and step, sorted by both, with the engine's and the trainer's mean logprob."""
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
     opening = np.unique(rollouts.opening[known], return_inverse=True)[1].astype(np.int64)
     step = rollouts.step[known].astype(np.int64)

@@ -27,19 +27,20 @@ ORDER BY step, place
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Sequences of both runs that belong together."""
+    """Paired sequences of both runs."""
 
     a: np.ndarray
-    """[K] place in run A."""
+    """[K] index in run A."""
     b: np.ndarray
+    """[K] index in run B."""
     equal: np.ndarray
-    """[K] bool: whether prompt and response are the same; else the prompt is."""
+    """[K] bool: True if prompt and response are equal, False if only the prompt is."""
 
 
 def paired(a: Any, b: Any) -> Pairs:
-    """Pair the sequences of each step: equal ones first, then the rest by prompt, each in the order of recording.
+    """Pair the sequences of each step: equal ones first, then the rest by prompt, each in recording order.
 
-    Both have arrays `step`, `prompt` and `whole`, the hashes of Rollouts.
+    Both runs need the arrays `step`, `prompt` and `whole` of Rollouts.
     """
     of_whole = _matched(a.step, a.whole, b.step, b.whole)
     left_a, left_b = (np.setdiff1d(np.arange(len(run.step)), used) for run, used in zip((a, b), of_whole, strict=True))
@@ -53,7 +54,7 @@ def paired(a: Any, b: Any) -> Pairs:
 def _matched(
     step_N: np.ndarray, key_N: np.ndarray, step_M: np.ndarray, key_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places of rows of equal step and key, the k-th of one with the k-th of the other."""
+    """Return indices of rows with equal step and key, the k-th of one run with the k-th of the other."""
     keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
     _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
     kind = number * len(keys) + key
@@ -67,7 +68,7 @@ def _matched(
 
 
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
-    """[N] how many of the same kind came before."""
+    """Return [N] the number of earlier rows of the same kind."""
     order = np.argsort(kind_N, kind="stable")
     ordered, places = kind_N[order], np.arange(len(kind_N))
     begins = (
@@ -90,7 +91,7 @@ class RunRows:
     mask: Any = None
 
     def at(self, places_K: np.ndarray) -> RunRows:
-        """Rows of some places, in their order."""
+        """Return the rows at some indices, in that order."""
         places = pa.array(places_K)
         return RunRows(
             self.step[places_K], self.prompt[places_K], self.whole[places_K], self.response.take(places),
@@ -101,18 +102,21 @@ class RunRows:
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Pairs of responses, each with the tokens before the two diverge."""
+    """Pairs of responses, with the number of tokens before they diverge."""
 
     a: RunRows
-    """[K] rows of run A, and those of run B beside them."""
+    """[K] rows of run A."""
     b: RunRows
+    """[K] rows of run B, in the same order."""
     equal_K: np.ndarray
     lengths_K: tuple[np.ndarray, np.ndarray]
     num_K: np.ndarray
-    """Tokens that both share."""
+    """[K] number of shared tokens."""
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[K] tokens with a logprob under a pass in both runs: all that a pair shares, or none; [T] run A's logprobs, and run B's."""
+        """Return [K] the number of shared tokens with a logprob under a pass in both runs, and [T] the logprobs of A and of B.
+
+        A pair counts with all its shared tokens, or with none."""
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)
@@ -139,18 +143,18 @@ def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTokens:
-    """The tokens before two responses to one prompt diverge, of the sequences of one step."""
+    """Comparison of the shared tokens of paired responses of one step."""
 
     apart: dict[str, float]
-    """Pass -> mean difference of the two runs' logprobs of these tokens, nats; only passes that both runs have."""
+    """Pass -> mean absolute difference of the two runs' logprobs, nats; only passes that both runs have."""
     num_cut: int
-    """Responses of run A that end where run B's goes on, so far the same."""
+    """Number of responses of run A that are proper prefixes of run B's."""
     num_in_tool: int
-    """Responses that diverge at a token that was not sampled: the mask leaves it out of the loss."""
+    """Number of responses that diverge at a token outside the loss mask, which was not sampled."""
 
 
 def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) -> SharedTokens:
-    """Compare the logprobs of both runs over the tokens that their sequences of a step share."""
+    """Compare the logprobs of both runs over the tokens shared by their sequences of a step."""
     found = read_prefixes(a, b, range(step, step + 1), passes, columns=", response_mask")
     length_a, length_b = found.lengths_K
     apart = {}
@@ -167,7 +171,7 @@ def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) ->
 
 
 def _num_in_tool(found: Prefixes) -> int:
-    """Pairs that diverge at a token of run A that its mask leaves out."""
+    """Return the number of pairs that diverge at a token outside run A's loss mask."""
     flags, length_K = flat(found.a.mask)
     diverges = (found.num_K < np.minimum(*found.lengths_K)) & (length_K > found.num_K)
     places = (np.cumsum(length_K) - length_K + found.num_K)[diverges]
@@ -176,18 +180,18 @@ def _num_in_tool(found: Prefixes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MovedTokens:
-    """The tokens before two responses to one prompt diverge, of the sequences of one step."""
+    """Shared tokens of paired responses of one step, with their change of logprob."""
 
     moved: np.ndarray
-    """[T] logprob in run A less that in run B, nats."""
+    """[T] logprob in run A minus that in run B, nats."""
     logprob: np.ndarray
-    """[T] in run B."""
+    """[T] logprob in run B, nats."""
     distance: np.ndarray
-    """[T] logprob less the reference's, in run B; NaN where there is none."""
+    """[T] logprob minus the reference's, in run B, nats; NaN where not recorded."""
 
 
 def moved_tokens(a: Database, b: Database, step: int, name: str, reference: str) -> MovedTokens:
-    """By how much tokens of a step are likelier under a pass of run A than of run B, beside what they were to run B."""
+    """Return the logprob changes of shared tokens of a step under a pass, from run B to run A."""
     found = read_prefixes(a, b, range(step, step + 1), (name, reference))
     num_K, *logprobs = found.logprobs(name)
     a_T, b_T = (values.astype(np.float64) for values in logprobs)
