@@ -26,9 +26,9 @@ from .suspects.mismatch import trainer_disagrees
 from .suspects.timing import at_once, order
 
 _NUMBERS = ("reward", "grad_norm", "loss")
-"""Series that no run goes on without."""
+"""Series that must stay finite for a run to continue."""
 _MOST_STEPS = 12
-"""Steps of which it is asked what would be the cause if the run did worse since: each costs as much as a fall."""
+"""Maximum number of steps tested as hypothetical onsets; each costs as much as a real drop."""
 
 
 def attribute(
@@ -39,14 +39,14 @@ def attribute(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Say whether a run collapsed or declines slowly, where that begins, what changed first, and which suspect caused it.
+    """Report whether a run collapsed or declines slowly, from which step on, what changed first, and the most likely cause.
 
-    An evaluation is judged where one was logged, else the reward of the sequences. Each suspect has its evidence for and
-    against, a probability, and the cheapest replay or rerun that would decide. Of one run this is an observation: what
-    came first need not be the cause. `control` is a run with the same seeds that differs in one thing, best with an
-    exact engine; what both differ in first is then an intervention. Mismatch that follows a fall is never its cause.
+    The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with evidence for
+    and against it, a probability, and the cheapest replay or rerun that would decide. With one run this is an observation:
+    what changed first need not be the cause. `control` is a baseline run with the same seeds that differs in one thing,
+    ideally with an exact engine; the first difference is then an intervention. Mismatch after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) takes a part of the run, and of the control.
+    `steps` (3:80, -10:, 2:200:2) restricts the run and the baseline run to some steps.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -63,7 +63,7 @@ def explain(
     checked: CheckResult | None = None,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """`attribute` of what is open already; `checked` is what check found of the run, where that is known."""
+    """Run `attribute` on open databases; `checked` is the result of check for the run, if known."""
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
@@ -81,7 +81,7 @@ def explain(
 
 
 def _supposed(facts: Facts) -> SilentChange | None:
-    """What would be the cause if the run did worse all the same: what was changed most clearly."""
+    """Return the most probable cause if the run got worse without a visible drop: its clearest change."""
     found = []
     for step in sorted(set(broken_steps(facts)))[:_MOST_STEPS]:
         suspects = _suspects(supposed_at(facts, step))
@@ -91,7 +91,7 @@ def _supposed(facts: Facts) -> SilentChange | None:
 
 
 def _supposed_beside(facts: Facts, control: Facts, compared: ControlComparison) -> SilentChange | None:
-    """The same beside a control: what they differ in first."""
+    """Return the same from the first difference to a baseline run."""
     if compared.parted is None:
         return None
     step = compared.parted.step
@@ -101,7 +101,7 @@ def _supposed_beside(facts: Facts, control: Facts, compared: ControlComparison) 
 
 
 def _suspects(facts: Facts) -> tuple[Suspect, ...]:
-    """Every suspect with its evidence in one run; none where nothing fell."""
+    """Return all suspects with their evidence in one run; empty without a drop."""
     if facts.fall is None:
         return ()
     unknown = Suspect(
@@ -150,14 +150,14 @@ def _attribution(
 
 
 def _not_finite(facts: Facts) -> tuple[NotFinite, ...]:
-    """What is NaN or infinite to the end of the run, the earliest first."""
+    """Return the series that are NaN or infinite to the end of the run, earliest first."""
     since = {name: facts.series[name].not_finite_since for name in _NUMBERS if name in facts.series}
     found = [NotFinite(series=name, step=step) for name, step in since.items() if step is not None]
     return tuple(sorted(found, key=lambda each: each.step))
 
 
 def _new_reward(facts: Facts) -> tuple[Statement, ...]:
-    """That the reward became another one, which may hide a fall; an evaluation would not be moved by it."""
+    """Note that the reward changed, which may hide a drop; not needed with an evaluation."""
     found = facts.new_reward
     if found is None or (facts.outcome is not None and facts.outcome.is_evaluation):
         return ()
@@ -165,7 +165,7 @@ def _new_reward(facts: Facts) -> tuple[Statement, ...]:
 
 
 def _onsets(facts: Facts) -> tuple[SeriesOnset, ...]:
-    """The change of each series that lies nearest to the fall, ordered by step."""
+    """Return the change of each series nearest to the drop, ordered by step."""
     if facts.fall is None:
         return ()
     onsets = []

@@ -1,4 +1,4 @@
-"""Whether a run fell, and why."""
+"""The result of `attribute`: the drop of a run and its suspects."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .suspect import Suspect
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
 MIN_PROBABILITY_OF_CAUSE = 0.5
-"""A suspect is named as the cause above it: more probable than all others together."""
+"""Probability above which a suspect is reported as the cause: more probable than all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
-"""The first suspect is named from it on, where no cause is sure."""
+"""Minimum probability of a suspect to be reported if the cause is unknown."""
 MAX_PROBABILITY_CLEARED = 0.05
-"""Below it the mismatch is cleared."""
+"""Probability below which the mismatch is ruled out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesOnset:
-    """The change of a series that lies nearest to the fall."""
+    """The change of a series nearest to the drop."""
 
     series: str
     step: int
@@ -33,7 +33,7 @@ class SeriesOnset:
     before: float
     after: float
     order: str
-    """`first` (before the fall, intervals apart), `with` (the order is not decided), or `after` it."""
+    """`first` (before the drop, disjoint intervals), `with` (order undecided), or `after` it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,73 +42,72 @@ class NotFinite:
 
     series: str
     step: int
-    """The first step from which every recorded value is."""
+    """First step from which every recorded value is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Statement):
-    """One thing in which a run and its control differ, of text.DIFFERENCES."""
+    """A difference between a run and its baseline run; a code of text.DIFFERENCES."""
 
     suspect: str
-    """The suspect that it belongs to."""
+    """Code of the suspect that the difference supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution(Result):
-    """Whether a run fell, and why."""
+    """The drop of a run, what changed around it, and the suspects."""
 
     _text = "tim_trace.analysis.attribution.text:attribution_text"
 
     trace: str
     steps: str = ALL_STEPS
-    """Which steps were looked at, as they were asked for."""
+    """The analysed steps, as given."""
     control: str | None
     kind: str
-    """`observation` of one run, or `intervention`: beside a control that differs in known ways."""
+    """`intervention` with a baseline run that differs in known ways, else `observation`."""
     num_steps: int
     outcome: str
-    """The series that was judged: an evaluation where one was logged, else the reward; empty where there is neither."""
+    """The judged series: an evaluation if one was logged, else the reward; empty if neither was recorded."""
     fall: Fall | None
     onsets: tuple[SeriesOnset, ...]
     changes: tuple[RecordedChange, ...]
-    """Everything recorded that changed within the interval of the fall or shortly before it, the most abnormal first, and last
-    what only follows; empty where nothing fell."""
+    """Recorded changes within the onset interval or shortly before it, largest first, consequences last; empty without a
+    drop."""
     suspects: tuple[Suspect, ...]
-    """The most probable first; empty where nothing fell."""
+    """Most probable first; empty without a drop."""
     silent: SilentChange | None = None
-    """What was changed so that the recorded reward no longer tells of a fall; None where one is seen or nothing was."""
+    """A change after which the recorded reward no longer measures the policy; None if there is a drop or no such change."""
     supposed: SilentChange | None = None
-    """What would be the cause if the run did worse all the same, where no fall is seen and nothing proves one; None where nothing was
-    changed."""
+    """The most probable cause if the run got worse without a visible drop; None if there is a drop, a `silent` change, or no change at all."""
     not_finite: tuple[NotFinite, ...] = ()
-    """Rewards, gradient norms and losses that are no numbers at the end of the run, the earliest first: nothing is learned from them."""
+    """Rewards, gradient norms and losses that are NaN or infinite to the end of the run, earliest first."""
     difference_codes: tuple[Difference, ...] = ()
-    """What differs from the control, the earliest first."""
+    """Differences from the baseline run, earliest first."""
     note_codes: tuple[Statement, ...] = ()
-    """What could not be asked of this trace, and why, of text.NOTES."""
+    """Analyses that this trace does not support, and why; codes of text.NOTES."""
 
     @property
     def supposed_cause(self) -> SilentChange | None:
-        """`supposed`, where one suspect is more probable than all others together."""
+        """`supposed` if one suspect is more probable than all others together, else None."""
         first = self.supposed.suspects[0] if self.supposed else None
         is_one = first is not None and first.code != "unknown" and first.probability > MIN_PROBABILITY_OF_CAUSE
         return self.supposed if is_one else None
 
     @property
     def is_intervention(self) -> bool:
-        """Whether a control decides."""
+        """True if a baseline run decides."""
         return self.kind == INTERVENTION
 
     @property
     def clears_mismatch(self) -> bool:
-        """Whether the mismatch is hardly the cause: less than one in twenty."""
+        """True if the probability of mismatch is below MAX_PROBABILITY_CLEARED."""
         return any(
             suspect.code == "mismatch" and suspect.probability < MAX_PROBABILITY_CLEARED for suspect in self.suspects
         )
 
     @property
     def cause(self) -> str | None:
-        """The suspect that is more probable than all others together; None where nothing fell, or none is."""
+        """Code of the suspect more probable than all others together; None without a drop or such a suspect."""
         first = self.suspects[0] if self.suspects else None
         if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
             return None
@@ -116,6 +115,6 @@ class Attribution(Result):
 
     @property
     def first_suspect(self) -> Suspect | None:
-        """The most probable suspect that has a name, sure or not; None where nothing fell, or where each of them is less than one in twenty."""
+        """The most probable suspect other than `unknown`; None without a drop or below MIN_PROBABILITY_OF_SUSPECT."""
         named = next((suspect for suspect in self.suspects if suspect.code != "unknown"), None)
         return named if named is not None and named.probability >= MIN_PROBABILITY_OF_SUSPECT else None

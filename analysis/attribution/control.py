@@ -1,4 +1,4 @@
-"""A run beside its control: what they differ in, and the evidence in that."""
+"""Compare a run with its baseline run: their differences, and the evidence from these."""
 
 from __future__ import annotations
 
@@ -31,22 +31,21 @@ from .suspects.mismatch import cause_of_weights, is_of_other_rows, trainer_disag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlComparison:
-    """A run against its control."""
+    """The result of comparing a run with its baseline run."""
 
     suspects: tuple[Suspect, ...]
     is_intervention: bool
     differences: tuple[Difference, ...]
     notes: tuple[Statement, ...]
     parted: Divergence | None = None
-    """The first difference of two runs that are the same before it."""
+    """The first difference of two runs that are equal before it."""
 
 
 def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> ControlComparison:
-    """Let a control decide between suspects.
+    """Weigh the suspects of a run by its differences from a baseline run.
 
-    Where the run fell and the control did not, what they differ in is the cause; where both fell alike, it is not. Of two runs that
-    are the same bits up to a step it is what differs first. Else several differences share the probability by what speaks for each in
-    the run alone.
+    If only the run collapsed, a difference is the cause; if both collapsed, it is not. If both runs are bitwise equal up to a step,
+    only the first difference counts. Otherwise several differences share the probability by their evidence in the run alone.
     """
     shares = shares_prompts(facts, control)
     notes = () if shares else (Statement(code="other_prompts"),)
@@ -89,7 +88,7 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
 
 
 def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Divergence | None:
-    """The first difference, where it can be what made the fall: it comes no later, and the runs did not drift apart by rounding."""
+    """Return the first difference if it can have caused the drop: not later, and not by rounding drift."""
     if parted is None or not parted.is_sudden:
         return None
     if facts.fall is not None and parted.step > facts.fall.latest:
@@ -97,7 +96,7 @@ def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Diverg
     is_far = float(parted.values.get("apart", 0.0)) >= t.MATERIAL_MISMATCH
     if parted.code in (ENGINE, SCORING) and not is_far and not _is_material(facts, control):
         return None
-    if parted.code == SAMPLING and parted.num_before == 0:  # other random numbers
+    if parted.code == SAMPLING and parted.num_before == 0:  # different random numbers
         return None
     others = int(parted.values.get("num_sequences", 0)) - int(parted.values.get("num_equal", 0))
     is_few = parted.code == SAMPLING and others < t.MANY_PART * int(parted.values["num_sequences"])
@@ -107,26 +106,26 @@ def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Diverg
 def _of_divergence(
     facts: Facts, control: Facts, suspects: tuple[Suspect, ...], parted: Divergence
 ) -> Iterator[Difference]:
-    """What differs first, once for each suspect that it may belong to."""
+    """Yield the first difference, once per suspect that it may support."""
     codes = SUSPECTS_OF.get(parted.code, ())
     held = cause_of_weights(facts) if parted.code == ENGINE else None
     if held is not None:
         codes = ("staleness" if held == "stale_weights" else "mismatch",)
     elif parted.code == ENGINE and is_farther_behind(facts, control):
         codes = ("staleness",)
-    elif parted.code == ENGINE and parted.num_before == 0:  # no weights can be behind yet
+    elif parted.code == ENGINE and parted.num_before == 0:  # weights cannot be stale yet
         codes = ("mismatch",)
     if parted.code == SCORING and _lasts(facts, parted.step) and not trainer_disagrees(facts):
-        codes = ("mismatch",)  # weights that broke, or were read anew, the engine gets with the next update
+        codes = ("mismatch",)  # broken or reloaded weights reach the engine with the next update
     if parted.code == REWARDS and facts.graded_elsewhere is not None:
         codes = ("pairing",)
     changed = [each for each in _changed(facts, control, suspects) if each.values["is_set"]]
     given = {each.suspect for each in (*_rates(facts, control), *_settings(facts, control), *changed)}
     if parted.code == UPDATE:
         unseen = () if np.isfinite(facts.rollouts.at([parted.step]).advantage).any() else ("advantages", "pairing")
-        # Logprobs of other rows look like an update beside an engine that is behind.
+        # With a lagging engine, logprobs of other rows look like an update.
         codes = ("pairing",) if is_of_other_rows(facts) else ("unknown", "optimizer", "entropy", "reference", *unseen)
-    # What somebody set otherwise acts by the update, or by the sampling; beside anything else it is a second difference.
+    # A changed setting acts through the update or the sampling; otherwise it is a second difference.
     own = () if given and parted.code in (UPDATE, SAMPLING) else codes
     codes = (*own, *sorted(given - set(own)))
     for code in codes:
@@ -134,7 +133,7 @@ def _of_divergence(
 
 
 def _lasts(facts: Facts, step: int) -> bool:
-    """Whether the mismatch of a step is there some updates later, too."""
+    """Return True if the mismatch of a step persists some updates later."""
     values = facts.values("mean_abs_d")
     at = int(np.searchsorted(facts.steps, step))
     later = values[at + _UPDATED : at + _UPDATED + _LATER]
@@ -143,7 +142,7 @@ def _lasts(facts: Facts, step: int) -> bool:
 
 
 def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[str, Evidence]]:
-    """What tells which part of training made an update that differs, though it was given the same."""
+    """Yield evidence for the part of training that made an update differ with the same inputs."""
     step = parted.step
     yield from ((code, Evidence(code="update_differs", points=points)) for code, points in t.OF_UPDATES.items())
     yield from _by_distance(facts, control, step)
@@ -151,7 +150,7 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
     apart = float(parted.values.get("apart", 0.0))
     is_equal = (
         abs(gradient - 1) <= _LOGGED and apart >= t.SHOWS_IN_GRADIENT
-    )  # the gradient of a term that weighs little is hardly another one
+    )  # a small loss term hardly changes the gradient
     values: dict[str, Measured] = {"step": step, "factor": gradient}
     if is_equal:
         yield from ((code, Evidence(code="gradient_is_equal", values=values, points=-t.CERTAIN)) for code in _OF_LOSS)
@@ -165,7 +164,7 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
     by_optimizer = (
         max(update / max(gradient, 1.0), gradient / max(update, 1e-12)) if np.isfinite(update * gradient) else 1.0
     )
-    squared = 1.0 if math.isnan(gradient) else gradient**2  # which Adam's second moment is a mean of
+    squared = 1.0 if math.isnan(gradient) else gradient**2  # Adam's second moment averages the square
     is_other_moment = moment < min(1.0, squared) - t.MOMENT_DIFFERS or moment > max(1.0, squared) + t.MOMENT_DIFFERS
     if by_optimizer >= t.UPDATE_GROWS or is_other_moment:
         yield "optimizer", Evidence(code="update_is_other", values=values, points=t.CERTAIN)
@@ -184,21 +183,21 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
 
 
 _UPDATED, _LATER = 2, 6
-"""Updates after a step until an engine has its weights, and those then that are looked at."""
+"""Number of updates until an engine has the weights of a step, and number of steps then compared."""
 _LOGGED = 1e-5
-"""Relative difference of two equal numbers that were logged."""
+"""Maximum relative difference of two equal logged numbers."""
 _OF_UPDATE = ("grad_norm", "update_to_weight", "adam_second_moment")
 _OF_LOSS = ("entropy", "reference")
 
 
 def _ratio(facts: Facts, control: Facts, name: str, step: int) -> float:
-    """A series of the run over the control's at a step; NaN where one has no value."""
+    """Return the ratio of a series to the baseline run's at a step; NaN if either is missing."""
     of_run, of_control = (_at(run, name, step) for run in (facts, control))
     return of_run / of_control if of_control else math.nan
 
 
 def _of_loss(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evidence]]:
-    """A loss that is far lower or higher than the control's from the same: a bonus is taken off it, a penalty is added."""
+    """Yield evidence from a loss far below or above the baseline run's: a bonus or a penalty term."""
     usual = (
         float(np.nanmedian(np.abs(control.values("loss")))) if np.isfinite(control.values("loss")).any() else math.nan
     )
@@ -215,7 +214,7 @@ def _of_loss(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evi
 
 
 def _by_distance(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evidence]]:
-    """An update that moves tokens by how far they were from the reference, more than by how likely they were: a KL term."""
+    """Yield evidence for a KL term: logprob changes that follow the distance to the reference, more than the logprob."""
     after = next((int(each) for each in facts.steps if each > step), None)
     if after is None or not np.isfinite(facts.rollouts.reference).any():
         return
@@ -225,14 +224,14 @@ def _by_distance(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str,
         return
     by_distance = correlation(moved.moved[known], moved.distance[known])
     by_logprob = correlation(moved.moved[known], moved.logprob[known])
-    # What goes back to the reference at once and wholly was reloaded.
+    # An immediate and complete return to the reference means reloaded weights.
     if t.MOVED_BY_DISTANCE <= abs(by_distance) < t.RELOADED and abs(by_distance) > abs(by_logprob):
         values = {"step": step, "correlation": by_distance}
         yield "reference", Evidence(code="moved_by_distance", values=values, points=t.STRONG)
 
 
 def _away(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[str, Evidence]]:
-    """A policy that leaves its reference at once, which neither a KL term nor an entropy bonus makes it do."""
+    """Yield evidence against KL and entropy terms: a policy that leaves its reference at once."""
     distances = [run.rollouts.reference_distance_by_step for run in (facts, control)]
     near = [distance[(steps > parted.step) & (steps <= parted.step + 3)] for steps, distance in distances]
     if min(map(len, near)) == 0:
@@ -257,11 +256,11 @@ _GIVEN = (
     "setting",
     "changed",
 )
-"""Differences in what a run is given, which nothing else that differs can have made."""
+"""Differences of inputs, which cannot be consequences of other differences."""
 
 
 def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) -> tuple[Suspect, ...]:
-    """Suspects ranked anew, with one more piece of evidence for those named."""
+    """Add a piece of evidence to some suspects, and rank all again."""
     return ranked(
         [
             replace(suspect, evidence=(*suspect.evidence, evidence)) if suspect.code in codes else suspect
@@ -272,7 +271,7 @@ def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) ->
 
 
 def _without(suspects: tuple[Suspect, ...], code: str, *evidence: str) -> tuple[Suspect, ...]:
-    """Suspects ranked anew, with one's evidence of some codes left out: the control says what it is."""
+    """Remove some evidence of a suspect that the baseline run replaces, and rank all again."""
     return ranked(
         [
             replace(suspect, evidence=tuple(each for each in suspect.evidence if each.code not in evidence))
@@ -285,12 +284,12 @@ def _without(suspects: tuple[Suspect, ...], code: str, *evidence: str) -> tuple[
 
 
 def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """What the two differ in, as far as their traces show."""
+    """Yield the differences of two runs visible in their traces."""
     yield from _prompts(facts, control, suspects)
     for find in (_rewards, _advantages, _lags):
         yield from find(facts, control)
     given = [*_rates(facts, control), *_settings(facts, control), *_changed(facts, control, suspects)]
-    # Else the first update that differs is what they do.
+    # Without a different input, look for the first differing update.
     first = [] if given else list(_first_update(facts, control))
     parted = [int(each.values["step"]) for each in first if "control" in each.values]  # by their gradients
     yield from _mismatches(facts, control, suspects, min(parted, default=None))
@@ -301,7 +300,7 @@ def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) ->
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
-    """Whether the first steps of both ask the same prompts in the same order."""
+    """Return True if the first steps of both runs have the same prompts in the same order."""
     first, second = (_of_first_step(run.rollouts) for run in (facts, control))
     return len(first.prompt) == len(second.prompt) > 0 and bool((first.prompt == second.prompt).all())
 
@@ -311,7 +310,7 @@ def _of_first_step(rollouts: Rollouts) -> Rollouts:
 
 
 def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
-    """The same response to the same prompt earns something else."""
+    """Yield a difference if equal responses to equal prompts get different rewards."""
     a, b = facts.rollouts, control.rollouts
     at_a, at_b = shared_responses(a, b)
     difference, differs = reward_differences(a.reward[at_a], b.reward[at_b], b.reward)
@@ -322,7 +321,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     share = float(differs[known].mean())
     if share <= t.UNEQUAL:
         return
-    # A reward that gives one response two values in the control gives two runs two as well.
+    # A reward that is noisy in the baseline run also differs between runs.
     by_itself = _noise(b)
     if share <= t.UNEQUAL + by_itself / t.WAS_THERE:
         return
@@ -338,13 +337,13 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _noise(rollouts: Rollouts) -> float:
-    """Share of repeated responses with two rewards; 0 where none came again."""
+    """Return the share of repeated responses with two rewards; 0 if none repeat."""
     unequal = repeated_responses(rollouts).unequal
     return 0.0 if math.isnan(unequal) else unequal
 
 
 def _permuted(a: Rollouts, b: Rollouts) -> bool:
-    """Whether some step has the control's responses and its rewards, but not in the control's order."""
+    """Return True if the first step with other rewards has the baseline run's rewards in another order."""
     for step in np.unique(a.step):
         one, two = a.step == step, b.step == step
         if one.sum() != two.sum() or not (a.whole[one] == b.whole[two]).all():
@@ -369,9 +368,9 @@ def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:
 def _mismatches(
     facts: Facts, control: Facts, suspects: tuple[Suspect, ...], parted: int | None = None
 ) -> Iterator[Difference]:
-    """A mismatch that the control lacks: of the engine or of stale weights, whichever the run alone makes more probable.
+    """Yield a mismatch missing in the baseline run, by engine or stale weights, whichever is more probable in the run alone.
 
-    One that comes after the step at which the two got other gradients from the same data is what followed.
+    A mismatch that begins after the step of the first different gradient is a consequence.
     """
     run, other = facts.mismatch, control.mismatch
     if run is None or other is None or not _is_material(facts, control):
@@ -383,20 +382,20 @@ def _mismatches(
         return
     is_earlier = facts.earlier_weights is not None and facts.earlier_weights.explains
     if explained == "staleness" and (declared_lag(facts).at_fall >= 1 or run.begins == FROM_START) and not is_earlier:
-        explained = "mismatch"  # the control lags as much, or no weights can be behind yet
+        explained = "mismatch"  # the baseline run lags as much, or weights cannot be stale yet
     if parted is None and declared_lag(facts).at_fall >= 1:
-        parted = _first_parted(facts, control)  # from there on the same lag is between other policies
+        parted = _first_parted(facts, control)  # from there on the same lag is between different policies
     if parted is None and facts.drop is not None and facts.drop.is_of_policy:
         parted = (
             facts.drop.step - int(ft.AHEAD) - 1
-        )  # another policy at once, which no mismatch of a few hundredths makes
+        )  # a small mismatch cannot change the policy at once
     if parted is not None and not _is_apart_by(facts, control, parted):
         return
     yield _difference(explained, "mismatch", run.size, other.size)
 
 
 def _is_material(facts: Facts, control: Facts) -> bool:
-    """Whether the run's mismatch is beyond what rounding makes, and beyond the control's."""
+    """Return True if the run's mismatch exceeds rounding and the baseline run's mismatch."""
     run, other = facts.mismatch, control.mismatch
     return (
         run is not None
@@ -406,7 +405,7 @@ def _is_material(facts: Facts, control: Facts) -> bool:
 
 
 def _is_apart_by(facts: Facts, control: Facts, step: int) -> bool:
-    """Whether the mismatch of a run is beyond its control's soon after a step, as far as both have it."""
+    """Return True if the mismatch exceeds the baseline run's soon after a step, or if that is unknown."""
     until = facts.steps <= step + ft.AHEAD
     size = facts.values("mean_abs_d")[until]
     beside = control.values("mean_abs_d")[: len(size)]
@@ -417,7 +416,7 @@ def _is_apart_by(facts: Facts, control: Facts, step: int) -> bool:
 
 
 def _first_parted(facts: Facts, control: Facts) -> int | None:
-    """The first step at which the two do not have the same sequences; None where there is none."""
+    """Return the first step at which the sequences differ, or None."""
     a, b = facts.rollouts, control.rollouts
     shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
     return next(
@@ -426,9 +425,10 @@ def _first_parted(facts: Facts, control: Facts) -> int | None:
 
 
 def _prompts(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """Prompts that are other ones from some step on, where those of the first step are the same.
+    """Yield a difference if prompts differ from some step on and are equal at the first.
 
-    Where responses differed before, a curriculum or an environment may ask by them: then the run's own prompts must shift, too.
+    If responses differed before, a curriculum or an environment may choose prompts by them; then the run's own prompts must
+    also shift.
     """
     if not shares_prompts(facts, control):
         return
@@ -444,7 +444,7 @@ def _prompts(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Ite
 
 
 def _changed(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """What was changed near the fall of the run, and is not changed there in the control."""
+    """Yield changes near the drop that the baseline run does not have."""
     known = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
     for suspect in suspects:
         for each in suspect.evidence:
@@ -465,7 +465,7 @@ _CHANGES = (
     "responses_cut",
     "advantages_changed",
 )
-"""Evidence of a run that is a difference where its control lacks it."""
+"""Codes of evidence that count as a difference if missing in the baseline run."""
 
 
 def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:
@@ -480,7 +480,7 @@ def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _settings(facts: Facts, control: Facts) -> Iterator[Difference]:
-    """Settings of the same name with other values; those that belong to no suspect, such as names of runs, are left out."""
+    """Yield settings with different values, leaving out those of no suspect, such as run names."""
     for name in sorted(facts.settings.keys() & control.settings.keys()):
         suspect = suspect_of(name)
         if suspect != "unknown" and facts.settings[name] != control.settings[name]:
@@ -488,7 +488,7 @@ def _settings(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
-    """The first update that leaves other weights, though it was given the same sequences, rewards and advantages."""
+    """Yield the first update that gives different weights from equal sequences, rewards and advantages."""
     before = None
     until = np.inf if facts.fall is None else facts.fall.latest
     for step in facts.steps[facts.steps <= until]:
@@ -508,7 +508,7 @@ def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _entropy(facts: Facts, control: Facts, step: int) -> Iterator[Difference]:
-    """An entropy that is higher than the control's at almost every step after the first update that differs, as a bonus makes it."""
+    """Yield a difference if entropy exceeds the baseline run's at almost all steps after the first differing update."""
     since = facts.steps > step
     if facts.fall is not None:
         since &= facts.steps <= max(facts.fall.interval[1], step + t.ENTROPY_STEPS)
@@ -526,7 +526,7 @@ def _inputs(a: Rollouts, b: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _same_logprobs(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether the engine gave two runs' sequences of a step the same logprobs, as far as both have them."""
+    """Return True if two runs' engine logprobs of a step are equal where both are known."""
     apart = np.abs(a - b)[np.isfinite(a) & np.isfinite(b)]
     return not len(apart) or float(apart.mean()) <= t.WEIGHTS_DIFFER
 
@@ -545,7 +545,7 @@ def _of_first_update(facts: Facts, control: Facts, step: int) -> Iterator[Differ
         for suspect in ("unknown", "entropy", "reference", *unseen):
             yield _difference(suspect, code, of_run, of_control, step=step)
     else:
-        for suspect in ("unknown", "optimizer"):  # weights may be broken or read anew as well
+        for suspect in ("unknown", "optimizer"):  # or the weights were broken or reloaded
             yield Difference(suspect=suspect, code="update", values={"step": step})
 
 

@@ -1,8 +1,7 @@
-"""Where a run and its control part: the first step at which what both recorded differs, and what of it.
+"""The first difference between a run and its baseline run: its step and its kind.
 
-Up to there both are the same, so that nothing that comes later can have made the difference. Within a step what comes first is
-asked first: prompts, the sampling of responses, their rewards, the reference, advantages; then the weights that the update before
-left.
+Both runs are equal before it, so nothing later can have caused it. Within a step the checks follow the data: prompts, sampled
+responses, rewards, reference, advantages; then the weights from the previous update.
 
 Shapes: N sequences of a step, T tokens of a response.
 """
@@ -40,58 +39,58 @@ SUSPECTS_OF = {
     UNSEEN_REWARDS: ("advantages", "reward", "length"), BY_LENGTH: ("length",), REFERENCE_MODEL: ("reference",),
     ADVANTAGES: ("advantages",), ADVANTAGES_PERMUTED: ("pairing",),
 }  # fmt: skip
-"""What differs first -> the suspects that it belongs to."""
+"""First difference -> the suspects that it supports."""
 _OF_BATCH = (ADVANTAGES, KL_TERM, ENTROPY_TERM)
-"""What other prompts of a batch change as well, by its mean and its spread."""
+"""Differences that other prompts of a batch also cause, through its mean and spread."""
 _ROUNDING = 1e-9
-"""Nats by which the mean logprobs of two runs with the same bits differ at most: the order of a sum."""
+"""Maximum difference, in nats, of the mean logprobs of two bitwise equal runs, from summation order."""
 _FEWEST = 8
-"""Sequences of which it is told what their advantages go with."""
+"""Minimum number of sequences to correlate advantages with."""
 _FLOAT32 = 1e-10
-"""Share of squared advantages that is more than what float32 rounds off them."""
+"""Share of squared advantages above float32 rounding."""
 _ASIDE = 5.0
-"""How far aside of a logprob, in what two equal ones differ by, its neighbours are there by chance."""
+"""Offset at which chance matches of logprobs are counted, in units of the matching tolerance."""
 _EXACT = 5
-"""Steps of the same bits from which two runs are exact, so that any difference is one."""
+"""Number of bitwise equal steps after which any difference counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first difference of a run from its control."""
+    """The first difference of a run from its baseline run."""
 
     code: str
     step: int
-    """The first step that differs; of an update the step that made it."""
+    """First step that differs; for an update, the step of the update."""
     num_before: int
-    """Shared steps before it, at which all that was recorded is the same."""
+    """Number of shared steps before it, at which all recorded data is equal."""
     is_sudden: bool = True
-    """Whether the weights were the same bits before it; two runs that rounding drives apart part step by step."""
+    """True if the weights were bitwise equal before it; rounding drives two runs apart gradually."""
     values: dict[str, Measured] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The sequences of one step of both runs, the same prompts beside each other."""
+    """The sequences of one step of both runs, paired by prompt."""
 
     a: Rollouts
     b: Rollouts
     share: float = 1.0
-    """Of the step's prompts that both runs ask; a trainer may choose others by what responses earn."""
+    """Share of the step's prompts common to both runs; a trainer may choose prompts by rewards."""
 
     @property
     def equal_N(self) -> np.ndarray:
-        """[N] bool: whether the response is the same."""
+        """[N] bool: True if the response is equal."""
         return np.asarray(self.a.whole == self.b.whole)
 
     def apart(self, column: str) -> float:
-        """Mean difference of a column over the sequences that are the same; 0 where neither has it."""
+        """Return the mean absolute difference of a column over equal sequences; 0 if not recorded."""
         apart = np.abs(getattr(self.a, column) - getattr(self.b, column))[self.equal_N]
         known = apart[np.isfinite(apart)]
         return float(known.mean()) if len(known) else 0.0
 
 
 def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
-    """The first difference; None where the runs share no step, or do not differ."""
+    """Return the first difference; None if the runs share no step or do not differ."""
     a, b = facts.rollouts, control.rollouts
     shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
     before = 0.0
@@ -100,7 +99,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
-        # What an environment does with other prompts is other, too; weights that differ chose the prompts.
+        # Other prompts also change the environment and the batch; but different weights come before different prompts.
         if beside.share < 1 and (
             code in ("", SAMPLING, TOOL, *_OF_BATCH) or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
@@ -113,7 +112,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
 
 
 def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
-    """The sequences of a step with prompts that both runs ask."""
+    """Return the sequences of a step with prompts common to both runs."""
     one, two = (run.at_step(step) for run in (a, b))
     if np.array_equal(one.prompt, two.prompt):
         return _Step(one, two)
@@ -122,9 +121,9 @@ def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
 
 
 def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float) -> tuple[str, dict[str, Measured]]:
-    """Code and numbers of what differs first at a step; an empty code where nothing does.
+    """Return code and numbers of the first difference at a step; an empty code if there is none.
 
-    `least`: nats between the mean logprobs of equal tokens from which they differ.
+    `least`: minimum difference of the mean logprobs of equal tokens, in nats.
     """
     equal = beside.equal_N
     sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
@@ -141,7 +140,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
     values: dict[str, Measured] = {"num_sequences": len(equal), "num_equal": int(equal.sum())}
     if (
         tokens is not None and not tokens.apart and not equal.any()
-    ):  # no token to compare: every response parts at its first
+    ):  # no token to compare: all responses differ at their first token
         apart = _apart_at(facts, step)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan
@@ -151,7 +150,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         return SCORED_ROWS, values | {"apart": trained}
     if trainer_parts:
         is_behind = bool(np.nanmax(np.abs(facts.values("version_lag")), initial=0.0) >= 1)
-        # Of what one update moves an engine with coarser numbers may show nothing yet.
+        # A low-precision engine may not show the change of one update yet.
         is_update = is_behind or trained < t.MATERIAL_MISMATCH
         return (UPDATE if is_update else SCORING), values | {"apart": trained}
     if engine_parts:
@@ -166,7 +165,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
 
 
 def _of_other_rows(beside: _Step, least: float) -> float:
-    """Share of the sequences that the trainer scores otherwise whose logprobs are the control's of another one of the step."""
+    """Return the share of differently scored sequences whose logprob is the baseline run's of another row of the step."""
     own, least = beside.a.likelihood, max(least, t.WEIGHTS_DIFFER)
     other = np.isfinite(own) & (np.abs(own - beside.b.likelihood) > least)
     if other.sum() < t.FEWEST_SHARED:
@@ -176,11 +175,11 @@ def _of_other_rows(beside: _Step, least: float) -> float:
     )
     return (
         near if by_chance <= ft.OTHER_ROWS * near else 0.0
-    )  # of a policy that is certain all rows are near each other
+    )  # with a low-entropy policy all rows are close to each other
 
 
 def _apart_at(facts: Facts, step: int) -> float:
-    """Mean |d| of a step, no less than what rounding makes of it."""
+    """Return mean |d| of a step, at least MATERIAL_MISMATCH."""
     place = int(np.searchsorted(facts.steps, step))
     values = facts.values("mean_abs_d")
     return max(float(values[place]) if place < len(values) else math.nan, t.MATERIAL_MISMATCH)
@@ -212,7 +211,7 @@ def _of_rewards(
 
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
-    """Whether as many rows have another reward as an order by chance gives within groups; a few that change places are others."""
+    """Return True if about as many rows have another reward as after shuffling within groups, not just a few."""
     by_chance = [
         1
         - float(((np.unique(b.reward[b.group == group], return_counts=True)[1] / (b.group == group).sum()) ** 2).sum())
@@ -228,7 +227,7 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
     gap = np.abs(a.advantage - b.advantage)
     if not (gap > 1e-6 * np.maximum(1.0, np.abs(b.advantage))).any():
         return "", {}
-    if np.allclose(np.abs(a.advantage), np.abs(b.advantage), equal_nan=True):  # of the other sign, some or all
+    if np.allclose(np.abs(a.advantage), np.abs(b.advantage), equal_nan=True):  # some or all with the opposite sign
         return ADVANTAGES, values
     if np.allclose(np.sort(a.first_advantage), np.sort(b.first_advantage), equal_nan=True):
         return ADVANTAGES_PERMUTED, values
@@ -245,9 +244,9 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
 
 
 def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> float:
-    """How far what advantages are beside the control's goes with a quantity of a token, or with its sum over the response.
+    """Return the partial correlation of advantages with a quantity per token, or its sum, given the baseline run's advantages.
 
-    The partial correlation, which a scale of the advantages leaves alone; 0 where it was not recorded.
+    Independent of the scale of the advantages; 0 if the quantity was not recorded.
     """
     found = 0.0
     group = np.unique(b.group, return_inverse=True)[1] if not b.is_alone else np.zeros(len(b.group), int)
@@ -255,7 +254,7 @@ def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> floa
         known = np.isfinite(distance) & np.isfinite(advantage) & np.isfinite(b.advantage)
         if known.sum() < _FEWEST:
             continue
-        # A baseline is the same for all of a group.
+        # The baseline of a group cancels.
         own, control, of = (centred(values[known], group[known]) for values in (advantage, b.advantage, distance))
         spread = float(control @ control)
         rest = [values - control * float(values @ control) / spread if spread else values for values in (own, of)]

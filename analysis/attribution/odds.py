@@ -1,4 +1,4 @@
-"""From the points of suspects to their probabilities."""
+"""Turn the points of suspects into probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .thresholds import WORTH
 
 
 def ranked(suspects: Sequence[Suspect], worth: float = WORTH) -> tuple[Suspect, ...]:
-    """Suspects with probabilities that sum to 1, the most probable first: points are logarithms of odds, of which each counts `worth`."""
+    """Return suspects with probabilities that sum to 1, most probable first; `worth` scales points to log odds."""
     highest = max(suspect.points for suspect in suspects)
     odds = [math.exp(worth * (suspect.points - highest)) for suspect in suspects]
     total = sum(odds)
@@ -20,12 +20,12 @@ def ranked(suspects: Sequence[Suspect], worth: float = WORTH) -> tuple[Suspect, 
 
 
 def kind_of(suspect: str, code: str) -> str:
-    """The key of FACTORS for evidence of a suspect; a setting that somebody changed counts alike for all of them."""
+    """Return the key of FACTORS for evidence of a suspect; a changed setting has one factor for all suspects."""
     return code if code == SET else f"{suspect}.{code}"
 
 
 def weighed(suspect: Suspect) -> Suspect:
-    """A suspect whose evidence has the points that falls of other laboratories say, FACTORS times those of the rules."""
+    """Return a suspect with the points of its evidence multiplied by FACTORS."""
     factors = [FACTORS.get(kind_of(suspect.code, evidence.code), 1.0) for evidence in suspect.evidence]
     evidence = [
         replace(each, points=factor * each.points) for each, factor in zip(suspect.evidence, factors, strict=True)
@@ -34,7 +34,7 @@ def weighed(suspect: Suspect) -> Suspect:
 
 
 SET = "setting_changed"
-"""Evidence that has one factor for all suspects: few falls have it of each."""
+"""Evidence with one factor for all suspects, because each has too few collapses with it."""
 
 FACTORS: dict[str, float] = {
     "advantages.advantages_changed": 1.9,
@@ -108,6 +108,6 @@ FACTORS: dict[str, float] = {
     "truncation.responses_not_cut": 2.3,
     "unknown.policy_moves_at_once": 2.1,
 }
-"""SUSPECT.CODE of evidence -> factor of its points; what is not here counts once. Set by `benchmarks/laboratories/left_out.py
---factors` on the falls of eleven laboratories, by least logarithmic loss, for evidence that at least 8 falls of 3 of them have, together with
-what suspects begin with (thresholds._PRIORS)."""
+"""SUSPECT.CODE of evidence -> factor of its points, 1 if missing. Fitted by `benchmarks/laboratories/left_out.py --factors` for least
+log loss on the collapses of eleven benchmark suites, together with the priors (thresholds._PRIORS), for evidence found in at least 8
+collapses of 3 suites."""

@@ -1,4 +1,4 @@
-"""Everything that an attribution reads from a trace."""
+"""The facts that an attribution reads from a trace."""
 
 from __future__ import annotations
 
@@ -66,41 +66,41 @@ from . import thresholds as t
 from .settings import is_setting, read_settings, suspect_of
 
 _BREAK_STEPS = 10
-"""Steps before and since a step whose advantages are held against each other."""
+"""Number of steps before and after a step whose advantages are compared."""
 _FEWEST_STEPS = 3
-"""Fewest of these with rewards that differ."""
+"""Minimum number of these steps with different rewards."""
 _ONE_TOKEN = 0.5
-"""Least difference of two numbers of tokens."""
+"""Minimum difference of two token counts."""
 _LONG_BEFORE, _LONG_SINCE = 20, 15
-"""Steps before a fall, and after it is there, whose rewards are held against lengths."""
+"""Number of steps before and after a drop whose rewards are related to length."""
 _FEWEST_TELLING = 5
-"""Of these at least so many that can tell."""
+"""Minimum number of usable steps among these."""
 _ENOUGH = 20
-"""Steps before a fall of which half tell what was there before."""
+"""Minimum number of steps before a drop to use only their first half as the earlier state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What an attribution reads from one trace."""
+    """The facts that an attribution reads from one trace."""
 
     trace: str
     series: Mapping[str, Series]
     outcomes: RunOutcomes
     fall: Fall | None
-    """That of the outcomes, or the one that is seen beside a control only."""
+    """The drop of the judged outcome, or one visible only beside a baseline run."""
     mismatch: RunMismatch | None
     checked: CheckResult | None
     """The result of `check` for train:rollout; None where no token is comparable."""
     database: Database
-    """Where sequences and changes are read from, once a fall asks for them."""
+    """Source of sequences and changes, read on demand."""
     pair: Pair
     settings: Mapping[str, Any]
-    """Hyperparameters by name: numbers, or texts."""
+    """Hyperparameters by name: numbers or texts."""
     notes: tuple[Statement, ...]
 
     @property
     def outcome(self) -> Outcome | None:
-        """The one that is judged: an evaluation if there is one, else the reward."""
+        """The judged outcome: an evaluation if logged, else the reward."""
         return self.outcomes.judged
 
     @property
@@ -110,21 +110,21 @@ class Facts:
 
     @cached_property
     def near(self) -> tuple[RecordedChange, ...]:
-        """Everything recorded that changed within the interval of the fall or shortly before it, the most abnormal first."""
+        """Recorded changes within the onset interval or shortly before it, largest first."""
         if self.fall is None:
             return ()
         fall = self.fall
         found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
         ordered = (
             replace(change, order=order_beside(change, fall)) for change in found
-        )  # of a control's fall it may differ
+        )  # a drop found beside a baseline run may differ
         return tuple(change for change in ordered if change.order != AFTER)
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """What a run was given otherwise at once, for good and for certain, long before the fall, the latest change of each series.
+        """Abrupt, permanent and certain changes of inputs long before the drop, the latest of each series.
 
-        What is rewarded or asked otherwise may take many updates to show.
+        A changed reward or changed prompts may take many updates to show.
         """
         if self.fall is None:
             return ()
@@ -138,33 +138,33 @@ class Facts:
             is_slow = change.shape == "ramp" and change.kind != SETTING
             if is_sure and not is_slow and (change.series, change.step) not in near:
                 latest[change.series] = change
-            else:  # what was changed before it is no longer there
+            else:  # it replaces an earlier change
                 latest.pop(change.series, None)
         return tuple(latest.values())
 
     def clear(self, *kinds: str) -> list[RecordedChange]:
-        """Changes of some kinds near the fall that scatter does not explain; else those that came for good long before."""
+        """Return the certain changes of some kinds near the drop; if there are none, permanent ones long before."""
         found = [change for change in self.near if change.kind in kinds]
         found = [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
         return found or [change for change in self.earlier if change.kind in kinds]
 
     def settings_of(self, suspect: str) -> list[RecordedChange]:
-        """Settings of a suspect that somebody changed near the fall; else those that were changed long before."""
+        """Return the settings of a suspect changed near the drop; if there are none, those changed long before."""
         for changes in (self.near, self.earlier):
             found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
-            # A logged number that stays what it is may be a measurement, such as a share of 0 or the best reward.
+            # A constant logged number may be a measurement, such as a share of 0 or the best reward.
             found = [change for change in found if change.series in self.settings or is_setting(change.series)]
             if found := [change for change in found if suspect != "unknown" or change.series in self.settings]:
                 return found
         return []
 
     def is_near(self, change: RecordedChange) -> bool:
-        """Whether a change lies near the fall."""
+        """Return True if a change is near the drop."""
         return any(change.series == each.series and change.step == each.step for each in self.near)
 
     @property
     def is_held_out(self) -> bool:
-        """Whether an evaluation holds while the recorded reward falls."""
+        """True if the evaluation stays up while the recorded reward drops."""
         return (
             self.fall is not None
             and self.outcome is not None
@@ -174,7 +174,7 @@ class Facts:
 
     @property
     def rollouts(self) -> Rollouts:
-        """The sequences, and how likely each was."""
+        """The sequences with their logprobs."""
         return read_rollouts(self.database, self.pair)
 
     @property
@@ -184,20 +184,20 @@ class Facts:
         return np.empty(0, np.int64) if series is None else series.steps
 
     def values(self, name: str) -> np.ndarray:
-        """[n] of a series, NaN where it has none; all NaN where it was not recorded."""
+        """Return [n] the values of a series; NaN where missing."""
         series = self.series.get(name)
         return np.full(len(self.steps), np.nan) if series is None else series.values
 
     @cached_property
     def since_fall(self) -> Rollouts:
-        """The sequences from where the fall may begin on; all of them where none fell."""
+        """The sequences from the earliest onset on; all without a drop."""
         return self.rollouts if self.fall is None else self.rollouts.since(self.breaks)
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """The rewards of responses that came more than once since the fall.
+        """The rewards of responses repeated after the onset.
 
-        Where its onset is hardly known and rewards do not lie off since then: those since the end of its interval, if they do there.
+        If rewards are misplaced only after the end of the onset interval, the rewards from there on.
         """
         found = repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
@@ -207,24 +207,24 @@ class Facts:
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
-        """The same before the fall: of the first half of the steps until there, as what makes a fall may have begun well before."""
+        """The same well before the drop, whose cause may have begun earlier."""
         return repeated_responses(self.rollouts if self.fall is None else self.well_before)
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """The sequences of the first half of the steps before the fall, or of all of them where they are few."""
+        """The sequences of the first half of the steps before the drop, or of all these steps if they are few."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
     @cached_property
     def reordered(self) -> ReorderedRewards:
-        """The rewards of the steps since the fall beside those of the same responses before it."""
+        """Comparison of rewards after the onset with earlier rewards of the same responses."""
         step = int(self.steps[-1]) + 1 if self.fall is None else min(self.breaks, self.fall.interval[0] - int(ft.AHEAD))
         return reordered_rewards(self.rollouts, step)
 
     @property
     def rewards_lie_off(self) -> bool:
-        """Whether rewards lie in other rows of their steps."""
+        """True if rewards are in the wrong rows of their steps."""
         is_reordered = self.repeated.unequal > t.UNEQUAL and self.reordered.is_permuted
         return (
             self.repeated.lies_off
@@ -236,7 +236,7 @@ class Facts:
 
     @cached_property
     def moved_rewards(self) -> KeptRewards | None:
-        """The same rewards in other rows: likelier answers earn no more from a step on, and each step gives what steps before gave."""
+        """Rewards that lose their correlation with likelihood at a step while their distribution is unchanged, or None."""
         step = self.moves.breaks("relation")
         if step is None or self.repeated.unequal <= t.CHANGED or self.moves.moves_at(step, "mean_abs_d", *POLICY):
             return None
@@ -245,9 +245,9 @@ class Facts:
 
     @cached_property
     def sorted_in_groups(self) -> tuple[float, float] | None:
-        """The share of groups since the fall whose rewards lie sorted, and that before; None where it is not most, or was before."""
+        """Share of groups with sorted rewards after and before the drop; None unless sorting began with the drop."""
         since, by_chance = sorted_share(self.since_fall)
-        if self.fall is not None and not since >= t.SORTED:  # where its onset is hardly known
+        if self.fall is not None and not since >= t.SORTED:  # the onset may be imprecise
             since, by_chance = sorted_share(self.rollouts.since(self.fall.fallen))
         if self.fall is None or not since >= t.SORTED or not by_chance <= t.SORTED_BY_CHANCE:
             return None
@@ -256,7 +256,7 @@ class Facts:
 
     @cached_property
     def graded_elsewhere(self) -> OtherPromptsRewards | None:
-        """The rewards since the fall, where they are those of the same responses to other prompts and most no longer their own."""
+        """Rewards that match the same responses under other prompts, if most rewards changed; else None."""
         found = self.changed_rewards
         if found is None or found.share <= ft.MOST:
             return None
@@ -265,7 +265,7 @@ class Facts:
 
     @cached_property
     def changed_rewards(self) -> ChangedResponses | None:
-        """Equal responses that earn something else from a step on, near the fall or for good; where nothing fell, anywhere."""
+        """Equal responses with another reward from a step on: near the drop, or permanently before it; without a drop anywhere."""
         if not len(self.steps):
             return None
         near = self._given_otherwise("reward", least_reward(self.rollouts))
@@ -280,12 +280,12 @@ class Facts:
 
     @cached_property
     def unequal_in_step(self) -> tuple[float, float]:
-        """Share of the pairs of equal responses of one step that have two rewards: since the fall, and well before it."""
+        """Share of pairs of equal responses within a step with two rewards: after the onset, and well before."""
         return unequal_in_step(self.since_fall)[1], unequal_in_step(self.well_before)[1]
 
     @cached_property
     def pays_length_since(self) -> float:
-        """Correlation of lengths with what equal responses earn otherwise since a step, where that is a matter of length; else 0."""
+        """Correlation of length with the reward changes of equal responses, if length explains them; else 0."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -301,7 +301,7 @@ class Facts:
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of the variance of a step's rewards that lengths explain before a fall and since, where it was a small part and is most; else None."""
+        """Share of the reward variance within a step explained by length, before and after the onset; None unless it grew from little to most."""
         if self.fall is None:
             return None
         steps, share = explained_by_length_by_step(self.rollouts)
@@ -317,7 +317,7 @@ class Facts:
 
     @cached_property
     def reward_moved(self) -> float:
-        """Standard deviation of what equal responses earn otherwise since a step, over that of all rewards before; 0 where nothing is known."""
+        """Standard deviation of the reward changes of equal responses over that of earlier rewards; 0 if unknown."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -329,7 +329,7 @@ class Facts:
 
     @cached_property
     def changed_reference(self) -> ChangedResponses | None:
-        """Equal responses that the reference model scores otherwise from a step on, near the fall or for good."""
+        """Equal responses that the reference model scores differently from a step on, near the drop or permanently before it."""
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
         found = self._given_otherwise("reference", ft.REFERENCE_MOVES)
@@ -338,14 +338,14 @@ class Facts:
 
     @cached_property
     def changed_masks(self) -> ChangedResponses | None:
-        """Equal responses of which other tokens count from a step near the fall on."""
+        """Equal responses with a different loss mask from a step near the drop on."""
         if self.fall is None or not self.rollouts.num_masked.any():
             return None
         found = self._given_otherwise("num_masked", _ONE_TOKEN)
         return found if found is not None and found.share > ft.MOST and not found.share_before > t.CHANGED else None
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
-        """Equal responses that are given something else by more than `least`: near the fall; where nothing fell, anywhere."""
+        """Find equal responses whose value changes by more than `least` near the drop; without a drop anywhere."""
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
@@ -353,7 +353,7 @@ class Facts:
         return changed_responses(self.rollouts, column, first=first, last=last, least=least)
 
     def _given_otherwise_for_good(self, column: str, least: float) -> ChangedResponses | None:
-        """Equal responses that are given something else from a step long before the fall on, and the same before and since."""
+        """Find equal responses whose value changes once, long before the drop."""
         if self.fall is None:
             return None
         first, last = int(self.steps[0]) + 1, self.fall.interval[0] - 6
@@ -368,13 +368,13 @@ class Facts:
 
     @property
     def is_given_otherwise(self) -> bool:
-        """Whether something else than the reward was changed at the fall, which the reward may only follow."""
+        """True if an input other than the reward changed at the drop, which the reward may only follow."""
         given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
         return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
 
     @cached_property
     def new_reward(self) -> ChangedResponses | None:
-        """Where nothing fell: a step from which the same responses earn another reward, the same one each time."""
+        """Without a drop: responses with another reward from a step on, the same each time; else None."""
         found = self.changed_rewards if self.fall is None else None
         if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
@@ -382,9 +382,9 @@ class Facts:
 
     @cached_property
     def pays_length(self) -> float:
-        """Correlation of length and reward within groups where the fall begins, while lengths differ; else since then.
+        """Correlation of length and reward within groups at the onset; if undefined, after it.
 
-        Where hardly a group has two lengths: that of all responses since, if length explains the reward. NaN without either.
+        If lengths do not vary within groups: the correlation over all responses, if length explains the reward. Else NaN.
         """
         for part in (self.around_fall(), self.since_fall):
             within = relation(part, "length", "reward").correlation
@@ -396,7 +396,7 @@ class Facts:
 
     @cached_property
     def reward_beside(self) -> tuple[float, float] | None:
-        """The recorded reward before the fall of an evaluation and at the end; None where no evaluation is judged."""
+        """The recorded reward before the drop of an evaluation and at the end; None if no evaluation is judged."""
         values = self.values("reward")
         known = np.flatnonzero(np.isfinite(values))
         if self.outcome is None or not self.outcome.is_evaluation or self.fall is None or len(known) < 9:
@@ -407,7 +407,7 @@ class Facts:
 
     @cached_property
     def hides(self) -> bool:
-        """Whether the recorded reward did not fall with the evaluation."""
+        """True if the recorded reward did not drop with the evaluation."""
         if self.reward_beside is None or self.fall is None:
             return False
         before, after = self.reward_beside
@@ -415,21 +415,21 @@ class Facts:
 
     @cached_property
     def drop(self) -> Drop | None:
-        """The drop of the reward within a step or two; None where the mismatch is large, which alone may cause one."""
+        """The steepest descent of the reward near the onset; None with a large mismatch, which alone may cause one."""
         is_far = self.mismatch is not None and self.mismatch.size > t.LARGE_MISMATCH
         return None if is_far else read_drop(self.series, self.rollouts, self.fall)
 
     @cached_property
     def stale_weights(self) -> StaleWeights | None:
-        """Whether the mismatch is that of weights some steps behind."""
+        """Comparison of the engine with the trainer's weights some steps earlier, or None."""
         values = self.values("mean_abs_d")
         return None if self.mismatch is None else read_stale_weights(self.rollouts, float(np.nanmean(values)))
 
     @cached_property
     def advantages_break(self) -> tuple[int, float, float] | None:
-        """The first step before the fall is there, until which advantages follow rewards within groups and from which they do not: correlations of both.
+        """The step up to the drop from which advantages no longer follow rewards within groups, with the correlations before and after.
 
-        Looked at step by step: a policy that is trained on them may soon have no rewards left that differ.
+        Found step by step, because a policy trained on such advantages may soon have no different rewards left. None if missing.
         """
         if self.fall is None:
             return None
@@ -446,12 +446,12 @@ class Facts:
 
     @cached_property
     def moves(self) -> Moves:
-        """What moves first where the fall begins; nothing where nothing fell."""
+        """The order of changes around the onset; empty without a drop."""
         return NOTHING if self.fall is None else read_moves(self.series, self.rollouts, self.fall)
 
     @cached_property
     def breaks(self) -> int:
-        """The step from which something that a fall may follow is other: before it, rewards or advantages that broke; else its own."""
+        """The first step of the drop, or of rewards or advantages that broke before it."""
         if self.fall is None:
             return int(self.steps[0]) if len(self.steps) else 0
         broken = [self.moves.breaks("relation"), None if self.advantages_break is None else self.advantages_break[0]]
@@ -459,7 +459,7 @@ class Facts:
 
     @cached_property
     def scored_rows(self) -> ScoredRows | None:
-        """Whether the mismatch is that of logprobs in other rows."""
+        """The match of trainer logprobs with other rows, if it explains the mismatch; else None."""
         begins = _mismatch_begins(self)
         if begins is None:
             return None
@@ -470,7 +470,7 @@ class Facts:
 
     @cached_property
     def grows_from_nothing(self) -> bool:
-        """Whether the mismatch, from the step at which it first moves, grows from little to a multiple within some updates."""
+        """True if the mismatch starts small and grows several-fold within some updates."""
         step = self.moves.step("mean_abs_d")
         values = self.values("mean_abs_d")
         if step is None:
@@ -482,15 +482,15 @@ class Facts:
 
     @cached_property
     def still_engine(self) -> StillEngine | None:
-        """Whether the engine keeps its weights from where the mismatch begins."""
+        """Comparison of repeated openings from the onset of the mismatch on, to see whether the engine kept its weights."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_still_engine(self.rollouts, int(self.steps[begins]))
 
     @cached_property
     def disagreeing(self) -> tuple[float, float]:
-        """Share of equal openings of one step to which engine and trainer give two logprobs since the mismatch begins; 0 where they did before."""
+        """Shares of equal openings within a step with two logprobs of engine and of trainer after the onset of the mismatch; 0 if also before."""
         begins = _mismatch_begins(self)
-        # What rounding makes of an opening differs by the shape of its batch.
+        # With a small mismatch, rounding that depends on the batch shape gives two logprobs.
         if begins is None or self.mismatch is None or t.of_size(self.mismatch.size) < 0:
             return 0.0, 0.0
         step = int(self.steps[begins])
@@ -503,12 +503,12 @@ class Facts:
 
     @cached_property
     def earlier_weights(self) -> EarlierWeights | None:
-        """Whether the engine had weights that the trainer had before, from where the mismatch begins."""
+        """Match of the engine with earlier weights of the trainer, from the onset of the mismatch on."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_earlier_weights(self.rollouts, int(self.steps[begins]))
 
     def beside(self, control: Facts) -> Facts:
-        """The same with the fall as it is seen beside a control that shares the seeds: where their outcomes part for good."""
+        """Return the facts with the drop located by the difference from a baseline run with the same seeds."""
         if self.fall is None:
             pairs = [
                 (of_run, of_control) for of_run in self.outcomes.all for of_control in control.outcomes.all
@@ -521,7 +521,7 @@ class Facts:
         return self if fall is None else replace(self, fall=fall, mismatch=read_run_mismatch(self.series, fall))
 
     def _parted(self, fall: Fall, control: Facts) -> Fall:
-        """A fall with the onset of the difference from the control's outcome, which noise that both share does not blur."""
+        """Return the drop with the onset of the difference from the baseline run, where shared noise cancels."""
         found = [
             next((one for one in outcomes.all if one.name == fall.onset_of), None)
             for outcomes in (self.outcomes, control.outcomes)
@@ -541,7 +541,7 @@ class Facts:
         )  # fmt: skip
 
     def around_fall(self) -> Rollouts:
-        """The sequences of a tenth of the run from the fall on, before the policy has unlearned."""
+        """Return the sequences of a tenth of the run from the onset on, before the policy has unlearned."""
         if self.fall is None:
             return self.rollouts
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
@@ -550,7 +550,7 @@ class Facts:
 def read_facts(
     database: Database, pair: tuple[str, str], *, is_control: bool = False, checked: CheckResult | None = None
 ) -> Facts:
-    """Read a trace; `checked` is what check found of it, where that is known. Of a control nobody asks for a check.
+    """Read the facts of a trace; `checked` is the result of check, if known. A baseline run is not checked.
 
     Raises DamagedTrace.
     """
@@ -577,7 +577,7 @@ def read_facts(
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """The place of the first step whose mismatch is a good part of what it is at the fall, or at its largest."""
+    """Return the index of the first step whose mismatch is a good part of that at the drop, or of its maximum."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None

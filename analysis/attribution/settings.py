@@ -1,4 +1,4 @@
-"""The settings of a run, with those of the optimizer under one name each."""
+"""The settings of a run, with one name per optimizer setting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OPTIMIZER = {
     "entropy_coefficient": ("entropy_coefficient", "entropy_coef", "entropy_coeff", "ent_coef", "entropy_loss_coef"),
     "max_grad_norm": ("max_grad_norm", "grad_clip", "clip_grad"),
 }
-"""One name -> the last words of the names that loops have for it. A plain `epsilon` is the clip of PPO to TRL."""
+"""Name -> last words of the names used by training loops. `epsilon` is missing: in TRL it is the PPO clip."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SUSPECTS = (
@@ -39,7 +39,7 @@ _SUSPECTS = (
                    "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "schedule", "scheduler", "updates",
                    "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
-"""Suspect -> words of the names of its settings; the first that has one counts. A norm that is clipped is the gradient's."""
+"""Suspect -> words in the names of its settings; the first match counts. A clipped norm is the gradient's."""
 
 _PATTERNS = (
     ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
@@ -50,20 +50,20 @@ _PATTERNS = (
         ),
     ),
 )
-"""Suspect -> what whole names of its settings look like; these come before the words."""
+"""Suspect -> pattern of whole setting names; tested before the words."""
 
 _MEASURED = (
     "mean", "max", "min", "std", "score", "acc", "accuracy", "success", "loss", "share", "frac", "fraction", "ratio",
     "count", "num", "time", "norm", "kl", "entropy", "rewards", "reward", "return", "value", "values", "length", "len",
     "lengths",
 )  # fmt: skip
-"""Words of names of what is measured."""
+"""Words in the names of measurements."""
 
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 
 
 def suspect_of(setting: str) -> str:
-    """The suspect that a setting belongs to by its name, the last word first; `unknown` where it says none."""
+    """Return the suspect of a setting by its name, trying the last word first; `unknown` without a match."""
     words = re.split(r"[/.]", setting.lower())
     for suspect, pattern in _PATTERNS:
         if pattern.match(words[-1]):
@@ -77,23 +77,23 @@ def suspect_of(setting: str) -> str:
 
 
 def is_setting(name: str) -> bool:
-    """Whether a number that was logged is a setting by its name, and no measurement."""
+    """Return True if the name of a logged number is a setting rather than a measurement."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return "coef" in words or "coefficient" in words or not any(word in _MEASURED for word in words)
 
 
 def is_of_sampling(setting: str) -> bool:
-    """Whether a setting says how tokens are drawn, which a trainer may follow so that both sides still agree."""
+    """Return True for sampling settings, which the trainer may apply as well so that both sides still agree."""
     return any(name in re.split(r"[/.]", setting.lower())[-1] for name in _SAMPLING)
 
 
 def is_learning_rate(setting: str) -> bool:
-    """Whether a setting is a learning rate by the last word of its name."""
+    """Return True if the last word of a setting's name is a learning rate."""
     return re.split(r"[/.]", setting.lower())[-1] in _OPTIMIZER["learning_rate"]
 
 
 def read_settings(database: Database) -> dict[str, Any]:
-    """Hyperparameters by name, numbers or texts; the optimizer's under the names of _OPTIMIZER as well."""
+    """Return hyperparameters by name, numbers or texts; optimizer settings also under the names of _OPTIMIZER."""
     settings = read_hyperparameters(database)
     last_words = {re.split(r"[/.]", name)[-1]: value for name, value in settings.items()}
     for name, aliases in _OPTIMIZER.items():

@@ -1,4 +1,4 @@
-"""What a run was given otherwise from a step on, where the recorded outcome does not fall."""
+"""Changes of a run after which the recorded outcome cannot show a drop."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .suspects.truncation import ending_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentChange:
-    """A change after which the recorded reward no longer tells how good the trained policy is: no fall, but its cause."""
+    """A change after which the recorded reward no longer measures the trained policy, so that a drop would not show."""
 
     suspects: tuple[Suspect, ...]
-    """Those that it may belong to, the most probable first; `unknown` is that it is none of them."""
+    """Possible suspects, most probable first; `unknown` stands for none of them."""
     step: int
-    """The first step after it."""
+    """First step after the change."""
     low: int
-    """The first step at which it may have come: of a 95 % interval; of a mismatch the first at which it was as large."""
+    """First step of the 95 % confidence interval of the change; for a mismatch the first step of that size."""
     high: int
-    """The last such step."""
+    """Last such step."""
 
 
 def read_silent(facts: Facts, control: Facts | None = None) -> SilentChange | None:
-    """The most probable change of what is rewarded or sampled, where no evaluation was logged and no fall is seen.
+    """Return the most probable change of reward or sampling in a run without a drop and without an evaluation.
 
-    None where the outcome fell, an evaluation tells that it did not, or no suspect is more probable than `unknown`.
+    None if the outcome dropped, an evaluation was logged, or no suspect is more probable than `unknown`.
     """
     if facts.fall is not None or facts.outcome is None or facts.outcome.is_evaluation:
         return None
@@ -62,7 +62,7 @@ def _suspect(code: str, evidence: Evidence) -> Suspect:
 
 
 def _reward(facts: Facts) -> SilentChange | None:
-    """The same responses earn another reward, the same one each time."""
+    """Detect equal responses that get a different reward from a step on, the same each time."""
     found = facts.new_reward
     if (
         found is None
@@ -80,7 +80,7 @@ def _reward(facts: Facts) -> SilentChange | None:
 
 
 def _noise(facts: Facts) -> SilentChange | None:
-    """The same response earns two rewards that lie farther apart than the best and the worst response did before."""
+    """Detect reward noise larger than the earlier difference between best and worst response."""
     low, high, difference = _pairs(facts.rollouts)
     differs = np.abs(difference) > least_reward(facts.rollouts)
     if not differs.any() or facts.rewards_lie_off:
@@ -104,7 +104,7 @@ def _noise(facts: Facts) -> SilentChange | None:
 
 
 def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[M] the steps of both of each pair of equal responses that follow one another, and the difference of their rewards."""
+    """Return [M] both steps of each pair of consecutive equal responses, and the difference of their rewards."""
     one, two = successive(rollouts.whole, rollouts.step)
     difference = rollouts.reward[two] - rollouts.reward[one]
     known = np.isfinite(difference)
@@ -112,7 +112,7 @@ def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _policy(facts: Facts) -> SilentChange | None:
-    """What is sampled is no longer likely to the trainer: the recorded reward is that of another policy."""
+    """Detect sampled tokens that are unlikely under the trainer: the recorded reward belongs to another policy."""
     apart = -facts.values("mean_d")
     known = np.isfinite(apart)
     steps, apart = facts.steps[known], apart[known]
@@ -131,7 +131,7 @@ def _policy(facts: Facts) -> SilentChange | None:
 
 
 def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
-    """Responses that the control gave, too, earn another reward from a step on, the same one each time in each run."""
+    """Detect responses that get a different reward than in the baseline run from a step on, the same each time."""
     a, b = facts.rollouts, control.rollouts
     least = least_reward(b)
     if not unequal_share(b, "reward", least) <= t.UNEQUAL or facts.rewards_lie_off:
@@ -169,7 +169,7 @@ _GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
 
 
 def supposed_at(facts: Facts, step: int) -> Facts:
-    """The same, as if the run fell at a step."""
+    """Return the facts as if the run dropped at a step."""
     fall = Fall(
         outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
         interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
@@ -178,7 +178,7 @@ def supposed_at(facts: Facts, step: int) -> Facts:
 
 
 def broken_steps(facts: Facts) -> Iterator[int]:
-    """Steps at which a run was given something else, or its engine became another one."""
+    """Yield the steps at which an input of the run or its engine changed."""
     for change in read_recorded(facts.database, facts.pair):
         is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
         if change.kind in _GIVEN and is_clear and change.shape != "ramp":

@@ -11,10 +11,10 @@ from ..statement import Statement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence(Statement):
-    """One thing that speaks for or against a suspect, with the numbers that were measured: codes of text.EVIDENCE."""
+    """A piece of evidence for or against a suspect, with the measured numbers; a code of text.EVIDENCE."""
 
     points: float
-    """Natural logarithm of the odds that it is worth; negative: it speaks against."""
+    """Natural logarithm of odds; negative if against the suspect."""
 
 
 SUSPECTS = {
@@ -41,7 +41,7 @@ class Suspect:
     code: str
     """A code of SUSPECTS."""
     detail: str = ""
-    """The kind of mismatch: a code of the check's titles."""
+    """The kind of mismatch: a code of check's titles."""
     evidence: tuple[Evidence, ...] = ()
     probability: float = 0.0
     """Probability that it is the cause, 0 to 1; all suspects sum to 1."""
@@ -50,7 +50,7 @@ class Suspect:
 
     @property
     def title(self) -> str:
-        """The name of the suspect, with its kind."""
+        """Name of the suspect, with its kind."""
         return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
 
     @property
@@ -61,5 +61,5 @@ class Suspect:
 
     @property
     def points(self) -> float:
-        """The sum of all evidence."""
+        """Sum of the points of all evidence."""
         return sum(evidence.points for evidence in self.evidence)
