@@ -21,11 +21,11 @@ from .entropy import in_advantages as by_surprise
 from .reference import in_advantages as by_distance
 
 _FEWEST_STEPS = 5
-"""Steps before a fall from which it is known how large advantages are."""
+"""Minimum number of steps before a drop to know the usual size of advantages."""
 
 
 def advantages(facts: Facts) -> Suspect:
-    """The evidence for advantages that are wrong in themselves."""
+    """Return the evidence for wrong advantages."""
     return Suspect(
         code="advantages",
         evidence=(
@@ -39,7 +39,7 @@ def advantages(facts: Facts) -> Suspect:
 
 
 def one_sided(facts: Facts) -> list[Evidence]:
-    """Advantages of both signs that are above 0 alone since the fall: their sign or their baseline is lost."""
+    """Detect advantages that had both signs and have none below 0 after the onset: sign or baseline is lost."""
     if facts.fall is None:
         return []
     before, since = (part.advantage for part in (facts.rollouts.until(facts.fall.low - 1), facts.since_fall))
@@ -48,14 +48,14 @@ def one_sided(facts: Facts) -> list[Evidence]:
     negative, negative_since, positive_since = (float(part.mean()) for part in (before < 0, since < 0, since > 0))
     if negative < t.BOTH_SIGNS or negative_since > t.BOTH_SIGNS / 10 or positive_since < t.BOTH_SIGNS:
         return []
-    if facts.since_fall.share_below_group < t.BOTH_SIGNS:  # rewards that are alike leave no signs
+    if facts.since_fall.share_below_group < t.BOTH_SIGNS:  # equal rewards leave no negative advantages
         return []
     values = {"before_share": negative, "negative_share": negative_since}
     return [Evidence(code="advantages_one_sided", values=values, points=t.CERTAIN + t.WEAK)]
 
 
 def _inverted(facts: Facts) -> list[Evidence]:
-    """Advantages that go down where rewards go up."""
+    """Detect advantages that decrease as rewards increase."""
     correlation = relation(facts.since_fall, "reward", "advantage").by_group
     if facts.advantages_break is not None:
         step, before, since = facts.advantages_break
@@ -69,7 +69,7 @@ def _inverted(facts: Facts) -> list[Evidence]:
 
 
 def of_other_sign(facts: Facts) -> bool:
-    """Whether advantages that do not follow rewards have the size that these make them: some have another sign."""
+    """Return True if advantages do not follow rewards but have the expected size: some have the wrong sign."""
     since = facts.since_fall
     if facts.advantages_break is not None:
         since = facts.rollouts.since(facts.advantages_break[0])
@@ -78,7 +78,7 @@ def of_other_sign(facts: Facts) -> bool:
 
 
 def _turned(facts: Facts) -> list[Evidence]:
-    """Advantages of the rows' own size and, in part of them, of another sign."""
+    """Detect advantages of the expected size, some with the wrong sign."""
     if not of_other_sign(facts):
         return []
     correlation = relation(facts.since_fall, "reward", "advantage").by_group
@@ -95,17 +95,17 @@ def _changed(facts: Facts) -> list[Evidence]:
 
 
 def _follows(change: RecordedChange, facts: Facts) -> bool:
-    """Whether rewards or the policy are others already at the step of a change: advantages act with the update after it."""
+    """Return True if rewards or policy change at the same step: advantages act only with the next update."""
     return change.shape != "ramp" and facts.moves.moves_at(change.step, "reward", "sampled", "entropy")
 
 
 def moves_mean(facts: Facts) -> bool:
-    """Whether the mean advantage is another one than rewards make it."""
+    """Return True if the mean advantage changed more than the rewards explain."""
     return any(change.series == "advantage_mean" and _is_large(change, facts) for change in facts.clear(ADVANTAGES))
 
 
 def _burst(facts: Facts) -> list[Evidence]:
-    """Advantages of a size that none had before, at a step with which the fall may begin: what comes after may have no rewards left."""
+    """Detect advantages far larger than before at a step near the onset; later steps may have no rewards left."""
     if facts.fall is None:
         return []
     sizes = {
@@ -128,7 +128,7 @@ def _burst(facts: Facts) -> list[Evidence]:
 
 
 def _is_large(change: RecordedChange, facts: Facts) -> bool:
-    """Whether a change of the advantages is one that rewards do not make."""
+    """Return True if the rewards do not explain a change of the advantages."""
     before, after = float(change.before), float(change.after)
     if change.series == "advantage_scale":
         return _is_rescaled(before, after) and _sizes_differ(facts, change.step)
@@ -138,7 +138,7 @@ def _is_large(change: RecordedChange, facts: Facts) -> bool:
 
 
 def _is_far(change: RecordedChange, facts: Facts) -> bool:
-    """Whether the mean advantage leaves the range that single ones had."""
+    """Return True if the mean advantage leaves the range of single advantages."""
     spread = float(np.nanstd(facts.rollouts.until(change.low).advantage))
     is_abnormal = change.size_in_sd is not None and abs(change.size_in_sd) >= t.OF_NO_SCATTER
     return (
@@ -153,19 +153,19 @@ def _is_rescaled(before: float, after: float) -> bool:
 
 
 def _sizes_differ(facts: Facts, step: int) -> bool:
-    """Whether the advantages themselves have another size: of normalised ones the scale beside the rewards moves as rewards do."""
+    """Return True if the advantages changed in size; with normalised ones the ratio to rewards changes with the rewards alone."""
     before, since = (part.advantage for part in _beside(facts, step))
     sizes = [float(np.nanstd(part)) if len(part) else math.nan for part in (before, since)]
     return all(map(math.isfinite, sizes)) and _is_rescaled(*sizes)
 
 
 def _beside(facts: Facts, step: int) -> tuple[Rollouts, Rollouts]:
-    """The sequences of five steps before a step and of five from it on."""
+    """Return the sequences of the five steps before a step and of the five from it on."""
     return facts.rollouts.until(step - 1).since(step - 5), facts.rollouts.since(step).until(step + 4)
 
 
 def _is_baseline(facts: Facts, step: int) -> bool:
-    """Whether the mean advantage moves by more than its scatter, and not as the reward does."""
+    """Return True if the mean advantage changes by more than its scatter and not with the reward."""
     before, since = _beside(facts, step)
     if not len(before.step) or not len(since.step):
         return False
@@ -175,7 +175,7 @@ def _is_baseline(facts: Facts, step: int) -> bool:
 
 
 def _follows_reward(facts: Facts, step: int) -> bool:
-    """Whether the mean advantage moves as the reward does, which a baseline that is slow leaves in it."""
+    """Return True if the mean advantage changes with the reward, as with a slow baseline."""
     before, since = _beside(facts, step)
     if not len(before.step) or not len(since.step):
         return False

@@ -1,4 +1,4 @@
-"""Evidence in what was changed near a fall."""
+"""Evidence from changes near a drop."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..suspect import Evidence
 
 
 def changed(code: str, change: RecordedChange, points: float) -> Evidence:
-    """A change as evidence, with its series, step, interval and both values."""
+    """Return a change as evidence, with its series, step, interval and both values."""
     values: dict[str, Measured] = {"series": change.series, "step": change.step, "low": change.low, "high": change.high,
               "from_value": change.before, "to_value": change.after}  # fmt: skip
     return Evidence(code=code, values=values, points=points)
 
 
 def settings(facts: Facts, suspect: str) -> list[Evidence]:
-    """Settings of a suspect that were changed near the fall: the one closest to it."""
+    """Return the changed setting of a suspect nearest to the drop."""
     found = facts.settings_of(suspect)
     if not found or facts.fall is None:
         return []
@@ -33,13 +33,13 @@ def settings(facts: Facts, suspect: str) -> list[Evidence]:
 
 
 def worth(facts: Facts, change: RecordedChange) -> float:
-    """Points of a change that the policy cannot have made: certain where the fall may begin with it, else decisive."""
+    """Return the points of a change that the policy cannot cause: certain within the onset interval, else decisive or EARLIER."""
     is_given = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
     if facts.fall is None or not is_given:
         return t.DECISIVE
     if not facts.is_near(change):
         return t.EARLIER
-    if change.shape == "ramp":  # from where on it is too much cannot be told
+    if change.shape == "ramp":  # the step at which it becomes too much is unknown
         return t.DECISIVE
     first, last = facts.fall.interval
     if is_learning_rate(change.series) and _is_slight(change):
@@ -48,7 +48,7 @@ def worth(facts: Facts, change: RecordedChange) -> float:
 
 
 def _is_slight(change: RecordedChange) -> bool:
-    """Whether a learning rate is another one by a factor that training may bear."""
+    """Return True if a learning rate changes by a factor that training may tolerate."""
     before, after = change.before, change.after
     if not isinstance(before, int | float) or not isinstance(after, int | float) or before * after <= 0:
         return False
@@ -56,14 +56,14 @@ def _is_slight(change: RecordedChange) -> bool:
 
 
 def of_changed(found: ChangedResponses) -> float:
-    """Points of responses that are given something else since: decisive, no more, where that came long before the fall."""
+    """Return the points of responses whose value changed; at most decisive if that was long before the drop."""
     if found.is_earlier:
         return t.DECISIVE
     return t.CERTAIN * min(1.0, found.share / t.MUCH_UNEQUAL)
 
 
 def policy_moves(facts: Facts, step: int) -> bool:
-    """Whether the likelihood of the policy's own responses is another one from a step on."""
+    """Return True if the likelihood of the policy's own responses changes at a step."""
     steps, mean = facts.rollouts.likelihood_by_step
     at = int(np.searchsorted(steps, step))
     before, since = mean[max(at - 3, 0) : at], mean[at : at + 3]
@@ -73,7 +73,7 @@ def policy_moves(facts: Facts, step: int) -> bool:
 
 
 def masks(facts: Facts) -> list[Evidence]:
-    """Equal responses of which the loss counts other tokens since the fall, as no suspect makes it."""
+    """Return evidence of a changed loss mask of equal responses; counts for `unknown`."""
     found = facts.changed_masks
     if found is None:
         return []
@@ -81,5 +81,5 @@ def masks(facts: Facts) -> list[Evidence]:
 
 
 def holds(facts: Facts, points: float) -> list[Evidence]:
-    """An evaluation that holds while the reward of what was sampled falls: the policy is what it was."""
+    """Return evidence of an evaluation that stays up while the reward drops: the policy is unchanged."""
     return [Evidence(code="evaluation_holds", points=points)] if facts.is_held_out else []

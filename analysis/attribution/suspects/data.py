@@ -1,4 +1,4 @@
-"""Suspect: the prompts are other ones than before."""
+"""Suspect: the prompts changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .changed import changed, holds, settings, worth
 
 
 def data(facts: Facts) -> Suspect:
-    """The evidence for a shift of the prompts as the cause."""
+    """Return the evidence for a change of the prompts as the cause."""
     shifted = [
         change
         for change in facts.clear(PROMPTS)
@@ -34,12 +34,12 @@ def data(facts: Facts) -> Suspect:
 
 
 def _is_new(change: RecordedChange) -> bool:
-    """Whether prompts begin to hold, at some place, a token that none had there."""
+    """Return True if prompts begin to have tokens at positions where none had them before."""
     return change.series == "share_new_places" and change.before == 0
 
 
 def _together(facts: Facts) -> list[RecordedChange]:
-    """Prompts of which several things shift at one step: each less than clearly, together more than scatter makes them."""
+    """Return prompt changes at one step that are significant only together."""
     sudden = [
         change for change in facts.near
         if change.kind == PROMPTS and change.shape == "shift" and change.high - change.low <= t.SUDDEN and _is_material(change)
@@ -52,6 +52,6 @@ def _together(facts: Facts) -> list[RecordedChange]:
 
 
 def _is_material(change: RecordedChange) -> bool:
-    """Whether the share of new prompts, or of those whose equal places are others, moves by more than a few that happen to come."""
+    """Return True if the share of new prompts, or of new repetition patterns, changes by more than a few prompts."""
     least = {"share_new_prompts": t.NEW_PROMPTS, "prompt_pattern_shift": t.OTHER_PATTERNS}.get(change.series)
     return least is None or abs(float(change.after) - float(change.before)) > least

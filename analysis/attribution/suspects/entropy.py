@@ -1,4 +1,4 @@
-"""Suspect: the policy loses its entropy, or gains too much of it, and nothing else explains that."""
+"""Suspect: entropy collapses or explodes without another explanation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .timing import AFTER, goes_with_advantages, loss_follows, loss_moves, order
 
 
 def entropy(facts: Facts) -> Suspect:
-    """The evidence for entropy as the cause."""
+    """Return the evidence for entropy as the cause."""
     evidence = [*_moves(facts), *_large_updates(facts)] if "entropy" in facts.series else []
     return Suspect(
         code="entropy",
@@ -35,14 +35,14 @@ def entropy(facts: Facts) -> Suspect:
 
 
 def in_advantages(facts: Facts) -> list[Evidence]:
-    """Advantages that go up with -logprob since the fall, as an entropy bonus in the reward makes them; or down, as a penalty does."""
+    """Detect advantages that follow -logprob after the drop, as with an entropy bonus or penalty in the reward."""
     if by_distance(facts):
         return []
     return goes_with_advantages(facts, "surprises", "advantages_by_surprise")
 
 
 def _coefficient(facts: Facts) -> list[Evidence]:
-    """An entropy bonus that outweighs the advantages."""
+    """Detect an entropy coefficient that outweighs the advantages."""
     value = facts.settings.get("entropy_coefficient")
     if not isinstance(value, float) or value <= t.ENTROPY_WEIGHS:
         return []
@@ -62,7 +62,7 @@ def _moves(facts: Facts) -> list[Evidence]:
     if len(values) < 9 or facts.fall is None:
         return []
     width = max(len(values) // 20, 3)
-    # The first values alone: what explodes does so within a few steps.
+    # Only the first values, because entropy explodes within a few steps.
     first, last = float(np.median(values[:3])), float(np.median(values[-width:]))
     smooth = np.convolve(values, np.ones(width) / width, mode="valid")
     at_fall = float(smooth[min(int(np.searchsorted(steps, facts.fall.low)), len(smooth) - 1)])
@@ -73,7 +73,7 @@ def _moves(facts: Facts) -> list[Evidence]:
 
 
 def _collapses(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, float] | None:
-    """Code and points of an entropy that is lost from where the fall may begin on, of a policy that had not learned to be certain."""
+    """Return code and points if entropy collapses from the onset on, before the policy had learned to be certain."""
     width = max(len(values) // 20, 3)
     first, before, last = float(np.median(values[:3])), _before(facts, steps, values), float(np.median(values[-width:]))
     is_lost = before >= t.ENTROPY_UNLEARNED * first and last < t.ENTROPY_GONE * before
@@ -81,7 +81,7 @@ def _collapses(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str
 
 
 def _before(facts: Facts, steps: np.ndarray, values: np.ndarray) -> float:
-    """The entropy just before the fall may begin; the first one where that is at once."""
+    """Return the entropy just before the earliest onset, or the initial one if that is at the start."""
     assert facts.fall is not None
     width = max(len(values) // 20, 3)
     begins = int(np.searchsorted(steps, facts.fall.interval[0]))
@@ -89,7 +89,7 @@ def _before(facts: Facts, steps: np.ndarray, values: np.ndarray) -> float:
 
 
 def _climbs(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, float] | None:
-    """Code and points of an entropy that grows from what it was just before the fall to the end of the run, not at once."""
+    """Return code and points if entropy grows gradually from just before the drop to the end of the run."""
     assert facts.fall is not None
     width = max(len(values) // 20, 3)
     begins = int(np.searchsorted(steps, facts.fall.interval[0]))
@@ -106,17 +106,17 @@ def _climbs(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, f
 
 
 def _judged(first: float, at_fall: float, last: float, *, rises_with_fall: bool) -> tuple[str, float]:
-    """Code and points of the way that entropy took: at first, where the fall begins, at the end."""
+    """Return code and points for the entropy at the start, at the onset and at the end."""
     if at_fall > t.MOST_ENTROPY:
         return "entropy_impossible", 0.0
     if at_fall > t.ENTROPY_GAINED * first:
         return "entropy_rose_before_fall", t.MEDIUM
-    # A policy that learns something wrong becomes certain, too: of 65 such falls in six laboratories none was the entropy's.
+    # A policy that learns something wrong also becomes certain: entropy caused none of 65 such collapses in six suites.
     if last < t.ENTROPY_LOST * first and at_fall > t.ENTROPY_LOST * first:
         return "entropy_lost", t.WEAK
     if last < t.ENTROPY_SHRUNK * min(first, at_fall):
         return "entropy_lost", 0.0
-    if last < t.ENTROPY_LOST * first:  # it was certain before, as policies are that have learned
+    if last < t.ENTROPY_LOST * first:  # it was certain before, as trained policies are
         return "entropy_in_range", -t.MEDIUM
     if last > t.ENTROPY_GAINED**2 * first and rises_with_fall:
         return "entropy_explodes", t.STRONG
@@ -126,7 +126,7 @@ def _judged(first: float, at_fall: float, last: float, *, rises_with_fall: bool)
 
 
 def _large_updates(facts: Facts) -> list[Evidence]:
-    """Large updates move entropy, too."""
+    """Return evidence of large updates, which also change entropy."""
     values = facts.values("update_to_weight")
     known = values[np.isfinite(values)]
     if not len(known) or float(np.median(known[: max(len(known) // 5, 1)])) < t.LARGE_UPDATE:

@@ -1,4 +1,4 @@
-"""How far the sampling weights were behind, as the trace declares."""
+"""The lag of the sampling weights as declared by recorded policy versions."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .timing import AFTER, largest_rise, order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredLag:
-    """Updates between the weights that scored a sequence and those that sampled it; 0 where unknown."""
+    """Number of updates between the weights that sampled a sequence and those that scored it; 0 if unknown."""
 
     at_fall: float
-    """The largest median of a tenth of the run where the fall may begin; anywhere without a fall."""
+    """Largest median over a tenth of the run around the onset; over the whole run without a drop."""
     usual: float
-    """The median before that, with which the run learned; until a good part was lost, where the interval of the onset leaves less
-    than a tenth of the run before it; of all steps without a fall."""
+    """Median before the onset, with which the run learned; up to the loss of a good part if less than a tenth of the run comes
+    before the onset; over all steps without a drop."""
 
     @property
     def grew(self) -> bool:
-        """Whether it was less while the run learned: a constant lag is how asynchronous training is meant to run."""
+        """True if the lag grew; a constant lag is normal in asynchronous training."""
         return _grew(self.usual, self.at_fall)
 
 
 def declared_lag(facts: Facts) -> DeclaredLag:
-    """How far the sampling weights were behind before a fall and where it begins."""
+    """Return the declared lag before the drop and around its onset."""
     values = np.abs(facts.values("version_lag"))
     known = np.isfinite(values)
     if not known.any():
@@ -48,7 +48,7 @@ def declared_lag(facts: Facts) -> DeclaredLag:
 
 
 def is_grown_beside_lag(facts: Facts, lag: DeclaredLag) -> bool:
-    """Whether the mismatch became a multiple before or with the fall, while the lag stayed what it was: it is not the lag's."""
+    """Return True if the mismatch grew several-fold, not after the drop, with an unchanged lag: the lag is not the cause."""
     largest = largest_rise(facts)
     if largest is None or lag.grew or order(facts, largest) == AFTER:
         return False
@@ -64,13 +64,13 @@ def _grew(before: float, after: float) -> bool:
 
 
 def is_farther_behind(facts: Facts, control: Facts) -> bool:
-    """Whether a run was sampled by older weights than its control, beyond what two asynchronous runs differ by."""
+    """Return True if a run lags more than its baseline run, beyond the usual difference of asynchronous runs."""
     of_run, of_control = declared_lag(facts).at_fall, declared_lag(control).at_fall
     return of_run >= max(of_control + 1, t.LAG_GROWS * of_control)
 
 
 def is_declared_fresh(facts: Facts) -> bool:
-    """Whether the trace says of every step that the weights that sampled were those that scored."""
+    """Return True if every recorded lag is 0: the sampling weights were the scoring weights."""
     values = facts.values("version_lag")
     known = values[np.isfinite(values)]
     return bool(len(known)) and not known.any()

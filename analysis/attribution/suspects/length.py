@@ -1,4 +1,4 @@
-"""Suspect: responses grow or shrink, and what is rewarded or cut off is their length."""
+"""Suspect: response length, because the reward depends on it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .timing import AFTER, order
 
 
 def length(facts: Facts) -> Suspect:
-    """The evidence for the length of responses as the cause."""
+    """Return the evidence for response length as the cause."""
     paid = _pays(facts)
     moves = _moves(facts, t.LENGTH_MOVES_PAID if pays(facts) else t.LENGTH_MOVES)
     if any(
         each.code in ("length_pays_since", "length_explains_rewards") for each in paid
-    ):  # what it pays outweighs the rest, where lengths stay, too
+    ):  # stronger evidence than constant lengths
         moves = [replace(each, points=max(each.points, 0.0)) for each in moves]
     return Suspect(
         code="length",
@@ -41,9 +41,9 @@ def length(facts: Facts) -> Suspect:
 
 
 def pays(facts: Facts) -> bool:
-    """Whether length is what earns: longer responses clearly more, or the way that lengths go somewhat while a fall is hidden.
+    """Return True if the reward pays for length: clearly for longer responses, or somewhat in the direction of change if hidden.
 
-    Responses that become shorter where longer ones earn more are moved by something else.
+    Lengths that change against the correlation have another cause.
     """
     change = _first_move(facts, t.LENGTH_MOVES)
     way = 0.0 if change is None or order(facts, change) == AFTER else math.copysign(1.0, change.after - change.before)
@@ -53,7 +53,7 @@ def pays(facts: Facts) -> bool:
 
 
 def _first_move(facts: Facts, least: float) -> ChangePoint | None:
-    """The first change after which lengths are that factor away from what they were at first; they may take several."""
+    """Return the first change after which lengths differ from the initial ones by a factor, over one or several changes."""
     changes = facts.changes.get("length", ())
     return next(
         (
@@ -94,6 +94,6 @@ def _pays(facts: Facts) -> list[Evidence]:
         code = "length_pays_while_hidden" if facts.pays_length > 0 else "length_costs_while_hidden"
         evidence.append(Evidence(code=code, values=values, points=t.STRONG))
     if found is not None and found.is_of_one_length and not facts.rewards_lie_off:
-        # Responses of one length cannot tell a reward that pays length from another: the points are those of any other.
+        # With one length only, a reward for length looks like any other changed reward.
         evidence.append(Evidence(code="rewards_changed", values=found.values, points=of_changed(found)))
     return evidence

@@ -21,7 +21,7 @@ from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 from .timing import AFTER, FIRST, largest_rise, order
 
 _FEWEST_STEPS = 2
-"""With an entropy, before and since a fall, of which -logprob is held against it."""
+"""Minimum number of steps with an entropy, before and after a drop, to compare with -logprob."""
 _OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset")
 
 _OF_SEMANTICS = (
@@ -38,7 +38,7 @@ _OF_SEMANTICS = (
 
 
 def mismatch(facts: Facts) -> Suspect:
-    """The evidence for training-inference mismatch as the cause, and its class."""
+    """Return the evidence for training-inference mismatch as the cause, and its kind."""
     if facts.mismatch is None:
         missing = Evidence(code="no_passes", points=0.0)
         return Suspect(
@@ -47,17 +47,17 @@ def mismatch(facts: Facts) -> Suspect:
             next=Advice("tim-trace record -o RUN -- COMMAND", "with an engine that returns logprobs"),
         )
     size_and_order = [_size(facts.mismatch.size), *_order(facts)]
-    if _trainer_moves(facts):  # engines that are updates behind differ from a trainer that leaps
+    if _trainer_moves(facts):  # a lagging engine differs from a trainer that changes abruptly
         size_and_order = [*(replace(each, points=min(each.points, 0.0)) for each in size_and_order), _TRAINER_MOVES]
     not_sampled = unsampled(facts)
     if is_of_other_rows(facts):
         size_and_order = [replace(each, points=min(each.points, 0.0)) for each in size_and_order]
-    if not_sampled:  # the size is that of logprobs that both sides agree on
+    if not_sampled:  # both sides agree on wrong logprobs, so a small size is no counter-evidence
         size_and_order = [replace(each, points=max(each.points, 0.0)) for each in size_and_order]
     semantics = _semantics(facts)
     if any(
         is_of_sampling(change.series) for change in facts.settings_of("mismatch")
-    ):  # both sides may follow it, and agree
+    ):  # both sides may apply it and agree
         size_and_order, semantics = (
             [replace(each, points=max(each.points, 0.0)) for each in part] for part in (size_and_order, semantics)
         )
@@ -72,7 +72,7 @@ _TRAINER_MOVES = Evidence(code="trainer_moves_first", points=-t.STRONG)
 
 
 def _disagrees(facts: Facts) -> list[Evidence]:
-    """An engine that gives equal openings of one step two logprobs computes with noise; where the trainer does, it is no engine's."""
+    """Return evidence of a non-deterministic engine; a non-deterministic trainer counts against the mismatch."""
     engine, trainer = facts.disagreeing
     if engine > trainer and not is_of_other_rows(facts):
         return [Evidence(code="engine_disagrees", values={"share": engine}, points=t.CERTAIN)]
@@ -80,7 +80,7 @@ def _disagrees(facts: Facts) -> list[Evidence]:
 
 
 def trainer_disagrees(facts: Facts) -> list[Evidence]:
-    """A trainer that gives equal openings of one step two logprobs, of no other row: dropout that is left on, as no suspect's."""
+    """Return evidence of a non-deterministic trainer (e.g. dropout left on); counts for `unknown`."""
     engine, trainer = facts.disagreeing
     if not trainer > engine or is_of_other_rows(facts):
         return []
@@ -88,7 +88,7 @@ def trainer_disagrees(facts: Facts) -> list[Evidence]:
 
 
 def _trainer_moves(facts: Facts) -> bool:
-    """Whether engines some updates behind keep sampling as before while the trainer already scores otherwise."""
+    """Return True if lagging engines sample as before while the trainer's scores already change."""
     step = facts.moves.step("mean_abs_d")
     if step is None or declared_lag(facts).at_fall < 1 or declared_lag(facts).grew or _engine_moves(facts):
         return False
@@ -96,7 +96,7 @@ def _trainer_moves(facts: Facts) -> bool:
 
 
 def kind(facts: Facts) -> str:
-    """The class of the mismatch: check's finding, corrected by when the mismatch begins and whether it grows."""
+    """Return the kind of mismatch: check's finding, corrected by the onset and growth of the mismatch."""
     first = facts.checked.findings[0] if facts.checked and not facts.checked.is_valid else None
     first = first if first and _carries(facts, first) else None
     code = first.code if first else ""
@@ -109,7 +109,7 @@ def kind(facts: Facts) -> str:
         return "stale_weights"
     if code == "copies" and run.begins != FROM_UPDATES:
         return code
-    # Weights that no update has seen are alike on both sides, unless one side holds them in fewer bits.
+    # Before any update both sides have the same weights, unless one side quantises them.
     if run.begins == FROM_START:
         return "quantised" if code != "change_inside_sequence" else code
     if run.begins == FROM_UPDATES:
@@ -119,13 +119,13 @@ def kind(facts: Facts) -> str:
 
 
 def cause_of_weights(facts: Facts) -> str | None:
-    """Why the engine's weights are others, where that was seen tensor by tensor: a code of check; None where it was not."""
+    """Return check's code for different engine weights found tensor by tensor, or None."""
     finding = facts.checked.findings[0] if facts.checked else None
     return str(finding.numbers["cause"]) if finding is not None and finding.signal == "engine_weights" else None
 
 
 def _carries(facts: Facts, finding: Finding) -> bool:
-    """Whether what check found makes a good part of the mismatch, as a few tokens that are far off may not; a copy has no size."""
+    """Return True if a finding explains a good part of the mismatch; always for findings without a size."""
     values = facts.values("mean_abs_d")
     known = values[np.isfinite(values)]
     return not len(known) or not 0 < finding.effect * finding.share < t.FINDING_CARRIES * float(known.mean())
@@ -138,22 +138,22 @@ def _size(mean_abs_d: float) -> Evidence:
 
 
 def is_of_other_rows(facts: Facts) -> bool:
-    """Whether logprobs in each other's rows make the mismatch: it is no engine's then."""
+    """Return True if misaligned logprob rows cause the mismatch, rather than the engine."""
     finding = facts.checked.findings[0] if facts.checked else None
     is_found = finding is not None and finding.code == "row_pairing" and _carries(facts, finding)
     return is_found or facts.scored_rows is not None
 
 
 def unsampled(facts: Facts) -> list[Evidence]:
-    """Tokens far less likely than their distribution's entropy, from a step near the fall on.
+    """Detect tokens far less likely than the entropy allows, from a step near the drop on.
 
-    Of a token that is sampled with the logprob that is said of it, -logprob is the entropy on average. Both sides may agree on
-    logprobs that are not those of the sampling: raw ones at another temperature.
+    For tokens sampled from the returned logprobs, -logprob equals the entropy on average. Both sides may agree on logprobs that
+    were not used for sampling, such as raw ones at another temperature.
     """
     if facts.fall is None:
         return []
     known = np.isfinite(facts.values("entropy"))
-    steps, logprob = facts.rollouts.sampled_by_step  # the engine's: one that is behind samples with its own
+    steps, logprob = facts.rollouts.sampled_by_step  # the engine's, because a lagging engine samples with its own weights
     shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
     entropies, surprisal = facts.values("entropy")[known][of], -logprob[at]
     first = facts.fall.interval[0] - ft.AHEAD
@@ -166,10 +166,10 @@ def unsampled(facts: Facts) -> list[Evidence]:
     low, high = t.SAMPLED_BY_POLICY
     if not low <= usual <= high or ratio < t.UNSAMPLED * usual or excess < t.UNSAMPLED_NATS:
         return []
-    if np.median(surprisal[since]) < t.UNSAMPLED * np.median(surprisal[before][-10:]):  # the entropy alone moved
+    if np.median(surprisal[since]) < t.UNSAMPLED * np.median(surprisal[before][-10:]):  # only the entropy changed
         return []
     apart = facts.values("mean_abs_d")[known][of][since]
-    if np.isfinite(apart).any() and np.nanmedian(apart) > excess / 2:  # the trainer's entropy is that of another policy
+    if np.isfinite(apart).any() and np.nanmedian(apart) > excess / 2:  # the trainer's entropy belongs to another policy
         return []
     values: dict[str, Measured] = {
         "entropy": float(np.median(entropies[since])), "surprisal": float(np.median(surprisal[since])), "ratio_before": usual,
@@ -197,7 +197,7 @@ def _order(facts: Facts) -> list[Evidence]:
         return [Evidence(code="exact_until", values=values | {"mean_abs_d": largest.after}, points=points)]
     code = "mismatch_grows_before_fall" if when == FIRST else "mismatch_grows_with_fall"
     if when != FIRST and facts.drop is not None and facts.drop.is_of_policy:
-        # Of a policy that is another one at once; an engine this near its trainer samples almost what that would.
+        # The policy changed at once; an engine this close to its trainer samples almost the same.
         return [Evidence(code=code, values=values, points=0.0)]
     is_abrupt = largest.kind == "shift" and values["factor"] >= t.ABRUPT and largest.after >= t.BENDS
     is_engine = declared_lag(facts).at_fall < 1 or _engine_moves(facts)
@@ -207,7 +207,7 @@ def _order(facts: Facts) -> list[Evidence]:
 
 
 def _engine_moves(facts: Facts) -> bool:
-    """Whether what is sampled is other at the step at which the mismatch jumps: of a trainer that moved it would be later."""
+    """Return True if samples change when the mismatch jumps; a change of the trainer would show later."""
     step = facts.moves.step("mean_abs_d")
     return step is not None and facts.moves.moves_at(step, "reward", "sampled", "length")
 
@@ -227,7 +227,7 @@ def _semantics(facts: Facts) -> list[Evidence]:
 
 
 def _lag(facts: Facts) -> list[Evidence]:
-    """A mismatch that staleness explains is not the engine's."""
+    """Return evidence against the mismatch if staleness explains it."""
     lag, stale = declared_lag(facts), facts.stale_weights
     assert facts.mismatch is not None
     if facts.still_engine is not None and facts.still_engine.explains:

@@ -1,4 +1,4 @@
-"""Suspect: the learning rate, or the optimizer's other settings."""
+"""Suspect: the learning rate or other settings of the optimizer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .changed import holds, settings
 from .timing import AFTER, FIRST, at_once, order, rises, update_moves
 
 _BEFORE = 5
-"""Steps before a fall may begin that are not what it is held against."""
+"""Number of steps before the onset left out of the comparison."""
 _FEWEST = 5
-"""Updates before it, at least."""
+"""Minimum number of earlier updates."""
 _LONG = 20
-"""Steps that a run has to have learned for."""
+"""Minimum number of steps for a run to have learned."""
 
 
 def optimizer(facts: Facts) -> Suspect:
-    """The evidence for the optimizer as the cause."""
+    """Return the evidence for the optimizer as the cause."""
     spike = _spike(facts)
     changed_settings = [] if any(each.points > 0 for each in spike) else settings(facts, "optimizer")
     evidence = [
@@ -58,7 +58,7 @@ def _spike(facts: Facts) -> list[Evidence]:
 
 
 def _jump(values: np.ndarray) -> int | None:
-    """The first place at which a learning rate is a multiple of the median before it, which no straight warm-up is."""
+    """Return the first index at which the learning rate exceeds RATE_SPIKE times its earlier median, or None."""
     for place in range(3, len(values)):
         if values[place] > t.RATE_SPIKE * np.median(values[:place]):
             return place
@@ -66,9 +66,9 @@ def _jump(values: np.ndarray) -> int | None:
 
 
 def _settings(facts: Facts) -> list[Evidence]:
-    """Settings that are out of the customary range; together they count once, since who sets one has set the others for it."""
+    """Return settings outside their usual range; together they count once, because they are set together."""
     evidence: list[Evidence] = []
-    # Without its second moment Adam is plain gradient descent, whose rates and moments are others.
+    # Without a second moment Adam is gradient descent, with other usual values.
     is_adam = any(name.startswith("adam_") for name in facts.settings) and facts.settings.get("adam_beta2") != 0
     for name, (low, high, *customary) in t.CUSTOMARY.items():
         value = facts.settings.get(name)
@@ -86,7 +86,7 @@ def _settings(facts: Facts) -> list[Evidence]:
 
 
 def _steps(facts: Facts) -> list[Evidence]:
-    """How far each update moves the weights."""
+    """Return evidence from the relative size of updates."""
     values = facts.values("update_to_weight")
     known = values[np.isfinite(values)]
     if not len(known) or facts.fall is None:
@@ -103,7 +103,7 @@ def _steps(facts: Facts) -> list[Evidence]:
 
 
 def _leap(facts: Facts) -> list[Evidence]:
-    """An update that is a multiple of those before where the fall may begin: no gradient of a clipped or normalised step makes it."""
+    """Detect an update near the onset far larger than earlier ones, which a clipped or normalised gradient cannot cause."""
     if facts.fall is None:
         return []
     sizes, first = facts.values("update_to_weight"), facts.fall.interval[0] - int(ft.AHEAD) - _BEFORE
@@ -121,7 +121,7 @@ def _leap(facts: Facts) -> list[Evidence]:
 
 
 def _was_borne(facts: Facts, sizes: np.ndarray) -> bool:
-    """Whether the run learned with updates as large for long, and then fell at once."""
+    """Return True if the run learned with equally large updates for long and then collapsed at once."""
     assert facts.fall is not None
     steps = facts.steps[np.isfinite(facts.values("update_to_weight"))]
     begin = int(np.searchsorted(steps, facts.fall.interval[0] - ft.AHEAD))
@@ -132,7 +132,7 @@ def _was_borne(facts: Facts, sizes: np.ndarray) -> bool:
 
 
 def _bursts(sizes: np.ndarray) -> list[Evidence]:
-    """Single updates that are a multiple of the median one."""
+    """Detect single updates far larger than the median one."""
     if len(sizes) < 10:
         return []
     usual = float(np.median(sizes))
@@ -144,7 +144,7 @@ def _bursts(sizes: np.ndarray) -> list[Evidence]:
 
 
 def _dropped(facts: Facts) -> list[Evidence]:
-    """A policy that becomes another one within a few updates: they were too large, unless its weights were broken or read anew."""
+    """Detect a policy that changes within a few updates: too large updates, or broken or reloaded weights."""
     drop = facts.drop
     if drop is None or not drop.is_of_policy:
         return []

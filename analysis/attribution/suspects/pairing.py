@@ -1,4 +1,4 @@
-"""Suspect: rewards, advantages or logprobs are handed to the wrong rows."""
+"""Suspect: rewards, advantages or logprobs in the wrong rows."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _OF_ORDER = {
     "shortest_first_in_groups": "rewards_by_finish",
     "last_step": "rewards_of_last_step",
 }
-"""Another order of a step's rows, of rollouts.ORDERS -> the code of its evidence."""
+"""Row order, of repeats.ORDERS -> code of its evidence."""
 
 
 def pairing(facts: Facts) -> Suspect:
-    """The evidence for data that is paired wrongly."""
+    """Return the evidence for misaligned rows."""
     of_rewards, of_advantages = _rewards(facts), _advantages(facts)
-    if any(each.points > 0 for each in of_advantages):  # where advantages lie off, rewards may lie where they should
+    if any(each.points > 0 for each in of_advantages):  # with misaligned advantages, aligned rewards are no counter-evidence
         of_rewards = [replace(each, points=max(each.points, 0.0)) for each in of_rewards]
     evidence = [*of_rewards, *_relation(facts), *of_advantages, *_logprobs(facts)]
     return Suspect(
@@ -86,7 +86,7 @@ def _rewards(facts: Facts) -> list[Evidence]:
 
 
 def _relation(facts: Facts) -> list[Evidence]:
-    """Likelier answers that no longer earn more from a step on, while the rewards of the step and the policy are what they were."""
+    """Detect likelier answers that stop earning more while rewards and policy are unchanged."""
     moves = facts.moves
     step = moves.breaks("relation")
     if step is None or moves.moves_at(step, "reward", "mean_abs_d", *POLICY):
@@ -95,7 +95,7 @@ def _relation(facts: Facts) -> list[Evidence]:
 
 
 def _advantages(facts: Facts) -> list[Evidence]:
-    """Within a group the advantage rises with the reward, whatever it is divided by."""
+    """Detect advantages that do not follow rewards within groups."""
     correlation = relation(facts.since_fall, "reward", "advantage").by_group
     if facts.advantages_break is not None:
         correlation = facts.advantages_break[2]
@@ -104,7 +104,7 @@ def _advantages(facts: Facts) -> list[Evidence]:
         return []
     if of_other_sign(facts):
         return []
-    # What a critic leaves of a reward need not follow it, once the policy is another one. Other rows leave the mean what it is.
+    # A critic's residual need not follow the reward once the policy changed. Misalignment leaves the mean unchanged.
     is_of_term = by_distance(facts) or by_surprise(facts)
     points = 0.0 if is_of_term else t.WEAK if moves_mean(facts) else t.STRONG if facts.rollouts.is_alone else t.CERTAIN
     return [Evidence(code="advantages_do_not_follow", values={"correlation": correlation}, points=points)]

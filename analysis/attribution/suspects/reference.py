@@ -1,4 +1,4 @@
-"""Suspect: the KL term pulls the policy away, by its coefficient or by another reference model."""
+"""Suspect: the KL term, through its coefficient or its reference model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .mismatch import unsampled
 from .timing import at_once, goes_with_advantages, loss_follows, loss_moves
 
 _BESIDE = 3
-"""Steps on either side of a jump."""
+"""Number of steps compared on each side of a jump."""
 
 
 def reference(facts: Facts) -> Suspect:
-    """The evidence for the KL term as the cause."""
+    """Return the evidence for the KL term as the cause."""
     return Suspect(
         code="reference",
         evidence=(
@@ -41,7 +41,7 @@ def reference(facts: Facts) -> Suspect:
 
 
 def _moves(facts: Facts) -> list[Evidence]:
-    """A reference model that scores the same responses otherwise, or a distance to it that jumps, as no training makes it."""
+    """Return evidence from a changed reference model, a jump of the distance to it, or a return to it."""
     other = facts.changed_reference
     if other is not None:
         return [Evidence(code="reference_changed", values=other.values, points=of_changed(other))]
@@ -63,21 +63,21 @@ def _moves(facts: Facts) -> list[Evidence]:
 
 
 def in_advantages(facts: Facts) -> list[Evidence]:
-    """Advantages that go down where the distance to the reference goes up, as a KL term in the reward makes them."""
+    """Detect advantages that follow the distance to the reference, as with a KL term in the reward."""
     if not np.isfinite(facts.rollouts.reference).any():
         return []
     return goes_with_advantages(facts, "leaves", "advantages_by_distance")
 
 
 def _gradient(facts: Facts) -> list[Evidence]:
-    """A gradient that grows before anything else moves, where there is a reference: a KL term that weighs more makes it."""
+    """Detect a gradient that grows before any other change in a run with a reference, as with a larger KL term."""
     if not np.isfinite(facts.rollouts.reference).any():
         return []
     return [each for each in at_once(facts, t.MEDIUM) if each.code == "gradient_moves_first"]
 
 
 def _jump(facts: Facts) -> Evidence | None:
-    """A distance to the reference that becomes a multiple between two steps near the fall, while the policy stays what it is."""
+    """Detect a distance to the reference that grows several-fold between two steps with an unchanged policy."""
     steps, distance = facts.rollouts.reference_distance_by_step
     if facts.fall is None or len(steps) < 2 * _BESIDE:
         return None
@@ -103,7 +103,7 @@ def _jump(facts: Facts) -> Evidence | None:
 
 
 def _returns(facts: Facts) -> list[Evidence]:
-    """A policy that falls back to its reference: nothing but a KL term leads there."""
+    """Detect a policy that returns to its reference, which only a KL term causes."""
     steps, distance = facts.rollouts.reference_distance_by_step
     is_far = facts.mismatch is not None and t.of_size(facts.mismatch.size) >= 0
     if facts.fall is None or not len(steps) or is_far:
@@ -113,7 +113,7 @@ def _returns(facts: Facts) -> list[Evidence]:
     if not len(until):
         return []
     before, last = float(np.median(until)), float(np.median(distance[-width:]))
-    # Of tokens that no policy draws the distance says nothing.
+    # For tokens not sampled from the policy the distance is meaningless.
     if before < ft.REFERENCE_MOVES or last > t.RETURNS * before or unsampled(facts):
         return []
     points = t.CERTAIN if _coefficient_grows(facts) else t.DECISIVE
@@ -122,7 +122,7 @@ def _returns(facts: Facts) -> list[Evidence]:
 
 
 def _coefficient_grows(facts: Facts) -> bool:
-    """Whether what the KL term is multiplied by became a multiple near the fall, as an adaptive controller that runs away makes it."""
+    """Return True if the KL coefficient grew COEFFICIENT_GROWS-fold near the drop, as with a runaway controller."""
     of_term = [change for change in facts.near if change.kind != REFERENCE and suspect_of(change.series) == "reference"]
     return any(
         not isinstance(change.before, str) and not isinstance(change.after, str) and change.before > 0

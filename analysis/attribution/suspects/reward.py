@@ -1,4 +1,4 @@
-"""Suspect: rewards that are noise, or that pay for the wrong thing."""
+"""Suspect: a noisy or wrong reward."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .changed import of_changed, settings
 from .length import pays
 
 _SHOWN = ("rewards_of_other_rule", "rewards_disagree_in_step")
-"""Evidence that is seen response by response, which no trend of the rewards speaks against."""
+"""Codes of evidence from single responses, which override counter-evidence from trends."""
 
 
 def reward(facts: Facts) -> Suspect:
-    """The evidence for a noisy or wrong reward as the cause."""
+    """Return the evidence for a noisy or wrong reward as the cause."""
     evidence = [
         *_noise(facts), *_changed(facts), *_direction(facts), *_hidden(facts), *_dropped(facts), *_moves(facts), *_beyond(facts), *settings(facts, "reward"),
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def _noise(facts: Facts) -> list[Evidence]:
 
 
 def _changed(facts: Facts) -> list[Evidence]:
-    """The same response earns something else since the fall."""
+    """Detect equal responses that get another reward after the onset."""
     found = facts.changed_rewards
     if found is None or facts.rewards_lie_off or facts.pays_length_since:
         return []
@@ -71,7 +71,7 @@ def _changed(facts: Facts) -> list[Evidence]:
 
 
 def _direction(facts: Facts) -> list[Evidence]:
-    """A policy that was trained on this reward gives better answers more probability."""
+    """Return evidence from likelihood and reward; a policy trained on this reward makes better answers likelier."""
     likelihood = relation(facts.around_fall(), "likelihood", "reward")
     if math.isnan(likelihood.by_group):
         return []
@@ -84,7 +84,7 @@ def _direction(facts: Facts) -> list[Evidence]:
 
 
 def _dropped(facts: Facts) -> list[Evidence]:
-    """A reward that drops at once while the policy stays what it was."""
+    """Detect a reward that drops at once while the policy is unchanged."""
     drop = facts.drop
     if drop is None or not drop.is_of_reward or facts.is_given_otherwise:
         return []
@@ -92,7 +92,7 @@ def _dropped(facts: Facts) -> list[Evidence]:
 
 
 def _moves(facts: Facts) -> list[Evidence]:
-    """Rewards that are other ones from a step on, at which neither policy nor engine is."""
+    """Detect rewards that change at a step without a change of policy or engine."""
     moves = facts.moves
     reward, relation_step = moves.step("reward"), moves.breaks("relation")
     if (
@@ -112,7 +112,7 @@ def _moves(facts: Facts) -> list[Evidence]:
 
 
 def _beyond(facts: Facts) -> list[Evidence]:
-    """Rewards above all that were given before."""
+    """Detect rewards above all earlier ones."""
     if facts.fall is None:
         return []
     before, since = (part.reward for part in (facts.well_before, facts.since_fall))
@@ -127,12 +127,12 @@ def _beyond(facts: Facts) -> list[Evidence]:
 
 
 def _is_of_length(facts: Facts) -> bool:
-    """Whether rewards are a matter of length, which is a suspect of its own."""
+    """Return True if rewards depend on length, which is another suspect."""
     return pays(facts) or bool(facts.pays_length_since) or facts.rewards_by_length is not None
 
 
 def _hidden(facts: Facts) -> list[Evidence]:
-    """An evaluation that falls while the reward does not."""
+    """Detect an evaluation that drops while the reward does not."""
     if facts.reward_beside is None or facts.fall is None or facts.outcome is None:
         return []
     before, after = facts.reward_beside

@@ -1,4 +1,4 @@
-"""Suspect: the weights that sampled were behind those that were trained."""
+"""Suspect: the sampling weights lagged behind the trained ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 
 
 def staleness(facts: Facts) -> Suspect:
-    """The evidence for staleness as the cause."""
+    """Return the evidence for staleness as the cause."""
     seen = _still(facts) or _earlier(facts)
     evidence = [*_declared(facts, is_seen=bool(seen)), *(seen or _measured(facts))]
     return Suspect(
@@ -29,7 +29,7 @@ def staleness(facts: Facts) -> Suspect:
 
 
 def _still(facts: Facts) -> list[Evidence]:
-    """An engine that gives openings the same bits at every step while the trainer changes: it has no new weights, whatever is declared."""
+    """Detect an engine with bitwise constant logprobs of openings while the trainer's change: it gets no new weights."""
     still = facts.still_engine
     if still is None or not still.explains or facts.mismatch is None:
         return []
@@ -38,7 +38,7 @@ def _still(facts: Facts) -> list[Evidence]:
 
 
 def _earlier(facts: Facts) -> list[Evidence]:
-    """An engine whose logprobs are those that the trainer had before, of one step, of one distance, or of several steps."""
+    """Detect an engine whose logprobs match earlier ones of the trainer, at one step, one distance, or several steps."""
     found = facts.earlier_weights
     if found is None or not found.explains or facts.mismatch is None or declared_lag(facts).at_fall >= 1:
         return []

@@ -1,4 +1,4 @@
-"""The order of a change and the fall."""
+"""The order of changes and the drop, and evidence from what changes first."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from ..suspect import Evidence
 
 FIRST, WITH, AFTER = "first", "with", "after"
 _FEWEST_BESIDE = 3
-"""Steps before and since a fall of which it is told what advantages go with."""
+"""Minimum number of steps before and after a drop to correlate advantages."""
 _FIRST = 10
-"""Values of a loss before a fall and since that say whether it rises."""
+"""Number of values of the loss before and after the onset to compare."""
 _FEWEST = 8
-"""Steps of which it is told whether the loss goes with something."""
+"""Minimum number of steps to correlate the loss with a quantity."""
 
 
 def order(facts: Facts, change: ChangePoint) -> str:
-    """Whether a change came before the fall, with it, or after it.
+    """Return whether a change came before the drop, with it, or after it.
 
-    Decided where the intervals do not overlap; a change before a good part was lost is not after the fall. `with` where
-    nothing fell.
+    Before or after only with disjoint intervals, and after only once a good part was lost. `with` without a drop.
     """
     fall = facts.fall
     if fall is None:
@@ -41,12 +40,12 @@ def order(facts: Facts, change: ChangePoint) -> str:
 
 
 def rises(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
-    """The changes of a series that went up."""
+    """Return the upward changes of a series of more than `least_sd` standard deviations."""
     return [change for change in facts.changes.get(name, ()) if change.size_in_sd > least_sd]
 
 
 def at_once(facts: Facts, points: float) -> list[Evidence]:
-    """A gradient that is another one before anything else moves, or a policy that is at one step, with its engine."""
+    """Detect a gradient that grows before any other change, or a policy that changes at one step."""
     found = facts.moves
     gradient, sampled = found.step("grad_norm"), found.step("sampled")
     if (
@@ -63,7 +62,7 @@ def at_once(facts: Facts, points: float) -> list[Evidence]:
 
 
 def loss_moves(facts: Facts, suspect: str) -> list[Evidence]:
-    """A loss that leaves its usual size before the policy moves: below it a bonus is taken off, above it a penalty is added."""
+    """Detect a loss that leaves its range before the policy changes: below it a bonus, above it a penalty."""
     found = facts.moves
     step = found.step("loss")
     if step is None or found.moves_at(step, "reward", "mean_abs_d", *POLICY):
@@ -78,7 +77,7 @@ def loss_moves(facts: Facts, suspect: str) -> list[Evidence]:
 
 
 def loss_follows(facts: Facts, suspect: str) -> list[Evidence]:
-    """A loss that became a multiple and goes with the entropy, down, or with the distance to the reference, up, since the fall."""
+    """Detect a loss that grew several-fold and follows entropy or the distance to the reference after the onset."""
     loss, entropy, distance = (facts.moves.columns.get(name) for name in ("loss", "entropy", "distance"))
     if facts.fall is None or loss is None:
         return []
@@ -103,7 +102,7 @@ def loss_follows(facts: Facts, suspect: str) -> list[Evidence]:
 
 
 def _rise(facts: Facts, loss: Quantity, first: float) -> float:
-    """Standard deviations by which the loss is above what it was from where the fall may begin on; 0 where a mismatch may make it so."""
+    """Return the rise of the loss after the onset, in standard deviations; 0 if a mismatch may have caused it."""
     before, since = loss.values[loss.steps < first], loss.values[loss.steps >= first]
     is_far = facts.mismatch is not None and t.of_size(facts.mismatch.size) >= 0
     rise = float(np.median(since[:_FIRST]) - np.median(before[-_FIRST:]))
@@ -113,14 +112,14 @@ def _rise(facts: Facts, loss: Quantity, first: float) -> float:
 def _together(
     loss: Quantity, other: Quantity, first: float, scale: Callable[[np.ndarray], np.ndarray] = np.asarray
 ) -> float:
-    """Correlation of the loss and another quantity from a step on."""
+    """Return the correlation of the loss and another quantity from a step on."""
     steps, at, of = np.intersect1d(loss.steps, other.steps, return_indices=True)
     since = steps >= first
     return correlation(loss.values[at][since], scale(other.values[of][since])) if since.sum() >= _FEWEST else 0.0
 
 
 def goes_with_advantages(facts: Facts, name: str, code: str) -> list[Evidence]:
-    """A quantity of responses that most of the advantage goes with since the fall, and did not before: a term in the reward."""
+    """Detect a quantity of responses that dominates the advantages only after the drop: a term in the reward."""
     column = facts.moves.columns.get(name)
     if facts.fall is None or column is None:
         return []
@@ -134,14 +133,14 @@ def goes_with_advantages(facts: Facts, name: str, code: str) -> list[Evidence]:
         return []
     follows = facts.moves.columns["follows"]
     of_reward = follows.values[(follows.steps >= first) & (follows.steps <= last)]
-    if len(of_reward) and abs(float(np.median(of_reward))) >= abs(now):  # inverted rewards go with it as well
+    if len(of_reward) and abs(float(np.median(of_reward))) >= abs(now):  # inverted rewards follow it too
         return []
     values: dict[str, Measured] = {"correlation_before": usual, "correlation": now}
     return [Evidence(code=code, values=values, points=t.DECISIVE)]
 
 
 def update_moves(facts: Facts) -> list[Evidence]:
-    """Updates that become larger, or moments that become other ones, before the policy moves and more than the gradient does."""
+    """Detect updates that grow before the policy changes and without a change of the gradient."""
     found = facts.moves
     step = found.step("update_to_weight")
     if step is None or found.size("update_to_weight", step) < 0 or found.moves_at(step, "reward", "grad_norm", *POLICY):
@@ -150,7 +149,7 @@ def update_moves(facts: Facts) -> list[Evidence]:
 
 
 def largest_rise(facts: Facts) -> ChangePoint | None:
-    """The change by which the mismatch grew most; None where it never grew twofold."""
+    """Return the largest growth of the mismatch; None if it never grew by MISMATCH_JUMPS."""
     changes = rises(facts, "mean_abs_d", 3.0)
     largest = max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
     return largest if largest and largest.after > t.MISMATCH_JUMPS * max(largest.before, 1e-12) else None

@@ -1,4 +1,4 @@
-"""Suspect: responses are cut off before they are done."""
+"""Suspect: responses are cut off."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 
 _FEWEST_STEPS = 3
-"""Steps before and since a step of which it is told how responses end."""
+"""Minimum number of steps before and after a step to compare how responses end."""
 
 
 def truncation(facts: Facts) -> Suspect:
-    """The evidence for a limit of tokens as the cause."""
+    """Return the evidence for truncated responses as the cause."""
     evidence = _cut(facts)
     if not any(each.points > 0 for each in evidence):
         evidence = _limited(facts) or _endings(facts) or _one_ending(facts) or evidence
@@ -37,7 +37,7 @@ def truncation(facts: Facts) -> Suspect:
 
 
 def _limited(facts: Facts) -> list[Evidence]:
-    """Responses that begin to end at a limit, and are shorter there than those that ended by themselves before."""
+    """Detect responses that begin to end at a limit shorter than the longest earlier responses."""
     if facts.fall is None:
         return []
     limited, first = facts.values("share_length_limited"), facts.fall.interval[0] - int(ft.AHEAD)
@@ -62,7 +62,7 @@ def _limited(facts: Facts) -> list[Evidence]:
 
 
 def _one_ending(facts: Facts) -> list[Evidence]:
-    """Responses that all end with one token from one step on, and sooner, while the policy is what it was: it became a stop token."""
+    """Detect responses that end earlier with one token from a step on: it became a stop token."""
     if facts.fall is None:
         return []
     first, last = facts.fall.interval[0] - int(ft.AHEAD), facts.fall.latest
@@ -89,7 +89,7 @@ def _one_ending(facts: Facts) -> list[Evidence]:
 
 
 def _endings(facts: Facts) -> list[Evidence]:
-    """Responses that end, from one step on, with tokens with which none ended before, and shorter than some before."""
+    """Detect responses that end early with unusual tokens from a step on."""
     if facts.fall is None:
         return []
     rollouts, first = facts.rollouts, facts.fall.interval[0] - int(ft.AHEAD)
@@ -103,7 +103,7 @@ def _endings(facts: Facts) -> list[Evidence]:
     for at in near:
         rest = share[at : at + _FEWEST_STEPS]
         if usual_share <= t.OTHER_ENDINGS / 4 and rest.min() >= t.OTHER_ENDINGS:
-            if gradient is not None and gradient < steps[at]:  # an update that made another policy
+            if gradient is not None and gradient < steps[at]:  # an update changed the policy
                 return []
             values: dict[str, Measured] = {
                 "step": int(steps[at]), "share": float(rest.mean()), "before_share": usual_share,
@@ -115,7 +115,7 @@ def _endings(facts: Facts) -> list[Evidence]:
 
 
 def ending_step(rollouts: Rollouts) -> int | None:
-    """The first step from which responses end otherwise than in the first fifth of a run; None where there is none."""
+    """Return the first step from which responses end differently than in the first fifth of a run, or None."""
     steps = np.unique(rollouts.step)
     fifth = len(steps) // 5
     if fifth < _FEWEST_STEPS:
@@ -128,7 +128,7 @@ def ending_step(rollouts: Rollouts) -> int | None:
 
 
 def _other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """[n] steps, and [n] the share of responses that end with tokens with which few did before, shorter than some before."""
+    """Return [n] steps, and [n] the share of responses that end early with tokens that rarely ended one before."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= t.USUAL_ENDING * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())
@@ -137,17 +137,17 @@ def _other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np
 
 
 def _cut(facts: Facts) -> list[Evidence]:
-    """Lengths that responses had before and none has any more, and responses that end where they are cut."""
+    """Detect lengths that responses no longer reach, with many responses ending exactly at the new maximum."""
     if facts.fall is None:
         return []
-    # A limit that was set long before is looked at where that was.
+    # Also check where a limit was changed long before.
     set_at = [(change.low - 1, change.high) for change in facts.settings_of("truncation")]
     found = [evidence for interval in (facts.fall.interval, *set_at) for evidence in _cut_at(facts, *interval)]
     return [next((each for each in found if each.points > 0), found[0])] if found else []
 
 
 def _cut_at(facts: Facts, first: int, last: int) -> list[Evidence]:
-    """The same before and since an interval."""
+    """Return the same for before and after an interval of steps."""
     width = max(len(facts.steps) // 10, 5)
     before = facts.rollouts.until(first).since(first - 2 * width).num_tokens
     since = facts.rollouts.since(last + 1).until(last + 2 * width).num_tokens
@@ -163,19 +163,19 @@ def _cut_at(facts: Facts, first: int, last: int) -> list[Evidence]:
     is_told = bool(np.isfinite(limited).any())
     limited = limited[(facts.steps > last) & (facts.steps <= last + 2 * width) & np.isfinite(limited)]
     is_limited = len(limited) > 0 and float(limited.mean()) >= t.CUT_SHARE
-    # What is cut piles up at the limit; of a policy whose responses become shorter fewer have any one length.
+    # Cut responses pile up at the limit; naturally shorter responses spread over lengths.
     is_piled = values["cut_share"] >= float((before == limit).mean())
     is_cut = min(values["longer_share"], values["cut_share"]) >= t.CUT_SHARE
     if not is_cut and is_told and is_limited:
         return _shrinks(facts, before) or [Evidence(code="responses_not_cut", points=-t.STRONG)]
     if not is_cut or not (is_limited if is_told else is_piled):
         return [Evidence(code="responses_not_cut", points=-t.STRONG)]
-    # Without reasons for their end, responses of a policy that has changed may have one length, too.
+    # Without finish reasons, responses of a changed policy may also share one length.
     return [Evidence(code="responses_cut", values=values, points=t.CERTAIN if is_told else t.DECISIVE)]
 
 
 def _shrinks(facts: Facts, before: np.ndarray) -> list[Evidence]:
-    """A limit that goes on shrinking: at the end of the run responses are cut off at a length that those before passed."""
+    """Detect a limit that keeps shrinking: at the end of the run it cuts responses that used to be longer."""
     steps = facts.steps[-max(len(facts.steps) // 10, 5) :]
     end = facts.rollouts.since(int(steps[0])).num_tokens
     limited = facts.values("share_length_limited")[-len(steps) :]
