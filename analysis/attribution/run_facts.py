@@ -87,7 +87,7 @@ class Facts:
     series: Mapping[str, Series]
     outcomes: RunOutcomes
     fall: Fall | None
-    """The drop of the judged outcome, or one visible only beside a baseline run."""
+    """The drop of the judged outcome, or one visible only with a baseline run."""
     mismatch: RunMismatch | None
     checked: CheckResult | None
     """The result of `check` for train:rollout; None where no token is comparable."""
@@ -117,7 +117,7 @@ class Facts:
         found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
         ordered = (
             replace(change, order=order_beside(change, fall)) for change in found
-        )  # a drop found beside a baseline run may differ
+        )  # a drop found with a baseline run may differ
         return tuple(change for change in ordered if change.order != AFTER)
 
     @cached_property

@@ -291,30 +291,30 @@ UNITS: Mapping[str, str] = {
 """Number in a sentence -> its unit."""
 
 DIFFERENCES: Mapping[str, str] = {
-    "prompts_part": "step {step} differs first: its prompts",
-    "responses_cut_off": "step {step} differs first: {num_equal} of {num_sequences} responses equal the baseline's, the others stop where the baseline's "
+    "prompts_part": "first difference at step {step}: the prompts",
+    "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, the others stop where the baseline's "
     "continue",
-    "sampling_parts": "step {step} differs first: {num_equal} of {num_sequences} responses equal the baseline's, although both engines return the same "
+    "sampling_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, although both engines return the same "
     "logprobs",
-    "tool_parts": "step {step} differs first: {num_equal} of {num_sequences} responses equal the baseline's, the others differ first in tokens "
+    "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, the others differ first in tokens "
     "that were not sampled",
-    "engine_parts": "step {step} differs first: the engine gives equal tokens different logprobs ({apart:.2g} nats apart), the trainer the same",
-    "scoring_parts": "step {step} differs first: the trainer gives equal tokens different logprobs ({apart:.2g} nats apart), the engine the same",
-    "scored_rows_part": "step {step} differs first: the trainer's logprobs are the baseline's of other rows",
-    "rewards_part": "step {step} differs first: {share:.0%} of equal responses get a different reward",
-    "rewards_permuted_part": "step {step} differs first: its rewards are the baseline's in a different order",
-    "rewards_by_length_part": "step {step} differs first: {share:.0%} of equal responses get a different reward, depending on their length (correlation "
+    "engine_parts": "first difference at step {step}: the engine gives equal tokens different logprobs ({apart:.2g} nats apart), the trainer the same",
+    "scoring_parts": "first difference at step {step}: the trainer gives equal tokens different logprobs ({apart:.2g} nats apart), the engine the same",
+    "scored_rows_part": "first difference at step {step}: the trainer's logprobs are the baseline's of other rows",
+    "rewards_part": "first difference at step {step}: {share:.0%} of equal responses get a different reward",
+    "rewards_permuted_part": "first difference at step {step}: its rewards are the baseline's in a different order",
+    "rewards_by_length_part": "first difference at step {step}: {share:.0%} of equal responses get a different reward, depending on their length (correlation "
     "{correlation:.2f})",
-    "rewards_of_last_step_part": "step {step} differs first: its rewards are those of the previous step",
-    "advantages_by_distance_part": "step {step} differs first: equal responses with equal rewards have different advantages, depending on their distance to the "
+    "rewards_of_last_step_part": "first difference at step {step}: its rewards are those of the previous step",
+    "advantages_by_distance_part": "first difference at step {step}: equal responses with equal rewards have different advantages, depending on their distance to the "
     "reference (correlation {correlation:.2f})",
-    "advantages_by_surprise_part": "step {step} differs first: equal responses with equal rewards have different advantages, depending on their -logprob "
+    "advantages_by_surprise_part": "first difference at step {step}: equal responses with equal rewards have different advantages, depending on their -logprob "
     "(correlation {correlation:.2f})",
-    "advantages_or_rewards_part": "step {step} differs first: equal responses have different advantages; their rewards were not recorded",
-    "reference_parts": "step {step} differs first: the reference gives equal tokens different logprobs ({apart:.2g} nats apart)",
-    "advantages_part": "step {step} differs first: equal responses with equal rewards have different advantages",
-    "advantages_permuted_part": "step {step} differs first: its advantages are the baseline's in a different order",
-    "update_parts": "the update of step {step} differs first: from the same sequences, rewards and advantages it gives weights that are {apart:.2g} "
+    "advantages_or_rewards_part": "first difference at step {step}: equal responses have different advantages; their rewards were not recorded",
+    "reference_parts": "first difference at step {step}: the reference gives equal tokens different logprobs ({apart:.2g} nats apart)",
+    "advantages_part": "first difference at step {step}: equal responses with equal rewards have different advantages",
+    "advantages_permuted_part": "first difference at step {step}: its advantages are the baseline's in a different order",
+    "update_parts": "first difference: from the same sequences, rewards and advantages, the update of step {step} gives weights {apart:.2g} "
     "nats per token apart",
     "rewards_by_length": "{share:.0%} of {num_responses:,} responses sampled in both runs get a different reward in each, more so the longer they are "
     "(correlation {correlation:.2f})",
@@ -330,7 +330,7 @@ DIFFERENCES: Mapping[str, str] = {
     "baseline: the loss has another term (an entropy bonus, a KL term)",
     "update_or_loss": "the update of step {step} gives different weights than the baseline's, from the same sequences, rewards and advantages: the "
     "optimizer or a loss term differs (record the gradient norm to tell which)",
-    "prompts": "from step {step} on, the prompts differ from the baseline's ({num_steps} steps)",
+    "prompts": "from step {step} on, the prompts differ from the baseline's (at {num_steps} steps)",
     "changed": "{series} changes near the drop in the run but not in the baseline",
     "gradient_without_advantages": "at step {step} the same sequences and rewards give a gradient norm of {run:.4g} in the run and {control:.4g} in the baseline: "
     "the advantages (not recorded) or a loss term differ",
@@ -471,7 +471,7 @@ def attribution_text(result: Attribution) -> str:
 
 
 def attribution_json(result: Attribution) -> dict[str, Any]:
-    """Return the same as JSON, with every number; sentences beside their codes."""
+    """Return the attribution as JSON, with all numbers, codes and sentences."""
     return asdict(result) | {
         "suspects": [_suspect_json(each) for each in result.suspects],
         "silent": _silent_json(result.silent),

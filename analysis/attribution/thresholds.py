@@ -14,9 +14,9 @@ import math
 from .suspect import Evidence
 
 WORTH, WORTH_BESIDE = 0.5, 0.3
-"""Weight of a point in the printed probability: for one run, and beside a baseline run, whose differences overlap in what they show.
+"""Weight of a point in the printed probability: for one run, and with a baseline run, whose differences overlap in what they show.
 Below 1 because evidence is not independent and user runs differ from the tuning suites. Chosen among five pairs on the left-out results of
-eleven benchmark suites: least log loss beside a baseline run, with at most one confident wrong cause in ten."""
+eleven benchmark suites: least log loss with a baseline run, with at most one confident wrong cause in ten."""
 WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
 """Points of evidence that is 2, 4.5, 12, 55 and 1,100 times as probable under a suspect as without it. CERTAIN is for direct
 observations, row by row, without another explanation."""

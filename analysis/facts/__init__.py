@@ -1,1 +1,1 @@
-"""What a trace shows: series, changes, drops, repeated responses, staleness, and what two runs share."""
+"""Facts read from a trace: series, changes, drops, repeated responses, staleness, and tokens shared by two runs."""

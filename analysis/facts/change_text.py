@@ -30,7 +30,7 @@ def change_sentence(change: RecordedChange) -> str:
 
 
 def interval_text(low: int, high: int) -> str:
-    """The 95% confidence interval of a step, in brackets; empty if it is that step alone."""
+    """Return the 95% confidence interval of a step in parentheses; empty if it is a single step."""
     return "" if low == high else f" (95% CI {low}-{high})"
 
 

@@ -178,7 +178,7 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
         return None
     steps, values = reward.steps[reward.known], reward.values[reward.known]
     margin = max(len(steps) // 20, _BESIDE)
-    first = max(int(np.searchsorted(steps, fall.low)) - margin, 2)  # an update before it
+    first = max(int(np.searchsorted(steps, fall.low)) - margin, 2)  # at least one update must come first
     last = min(int(np.searchsorted(steps, fall.fallen)) + margin, len(steps) - _BESIDE)
     if last <= first or len(steps) < 4 * _BESIDE:
         return None
