@@ -386,9 +386,7 @@ def _mismatches(
     if parted is None and declared_lag(facts).at_fall >= 1:
         parted = _first_parted(facts, control)  # from there on the same lag is between different policies
     if parted is None and facts.drop is not None and facts.drop.is_of_policy:
-        parted = (
-            facts.drop.step - int(ft.AHEAD) - 1
-        )  # a small mismatch cannot change the policy at once
+        parted = facts.drop.step - int(ft.AHEAD) - 1  # a small mismatch cannot change the policy at once
     if parted is not None and not _is_apart_by(facts, control, parted):
         return
     yield _difference(explained, "mismatch", run.size, other.size)

@@ -271,7 +271,9 @@ def changed_responses(
             chosen = spans & differs
             lengths = rollouts.length[one][chosen]
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
-            steadily = correlation(difference[chosen], lengths * (high - low)[chosen])  # a bonus per token that grows with the step
+            steadily = correlation(
+                difference[chosen], lengths * (high - low)[chosen]
+            )  # a bonus per token that grows with the step
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
                 by_length = steadily
             best = ChangedResponses(

@@ -153,7 +153,9 @@ def unsampled(facts: Facts) -> list[Evidence]:
     if facts.fall is None:
         return []
     known = np.isfinite(facts.values("entropy"))
-    steps, logprob = facts.rollouts.sampled_by_step  # the engine's, because a lagging engine samples with its own weights
+    steps, logprob = (
+        facts.rollouts.sampled_by_step
+    )  # the engine's, because a lagging engine samples with its own weights
     shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
     entropies, surprisal = facts.values("entropy")[known][of], -logprob[at]
     first = facts.fall.interval[0] - ft.AHEAD

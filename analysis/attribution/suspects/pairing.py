@@ -34,7 +34,9 @@ _OF_ORDER = {
 def pairing(facts: Facts) -> Suspect:
     """Return the evidence for misaligned rows."""
     of_rewards, of_advantages = _rewards(facts), _advantages(facts)
-    if any(each.points > 0 for each in of_advantages):  # with misaligned advantages, aligned rewards are no counter-evidence
+    if any(
+        each.points > 0 for each in of_advantages
+    ):  # with misaligned advantages, aligned rewards are no counter-evidence
         of_rewards = [replace(each, points=max(each.points, 0.0)) for each in of_rewards]
     evidence = [*of_rewards, *_relation(facts), *of_advantages, *_logprobs(facts)]
     return Suspect(
