@@ -33,23 +33,24 @@ def locate(
 ) -> Location:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
-    Sequences of one recorded step run through two executions of the recorded weights: a, `arm` (by default as recorded), and b,
-    `against` (by default the recorded model in float64). `engine=vllm` in either is vLLM, `engine=exact` the exact engine. The output
-    of each operator of both is compared with a float64 model on the same inputs, so that earlier errors do not count. The first
-    operator whose error exceeds what rounding can cause, given its dtype and the length of its sums, is the divergence. `carried` is
-    what each operator's own error adds to the mismatch.
+    Sequences of one recorded step run through two executions of the recorded weights: a, `arm` (by default as
+    recorded), and b, `against` (by default the recorded model in float64). `engine=vllm` selects vLLM for either,
+    `engine=exact` the exact engine. Each operator's output is compared with a float64 model on the same inputs, so
+    earlier errors do not count. The divergence is the first operator whose error exceeds what rounding can cause, given
+    its dtype and the length of its sums. `carried` is the share of the mismatch that each operator's own error accounts
+    for.
 
-    `steps` names one step. `sequences` is a number (those with the largest mismatch between trainer and engine, if both were
-    recorded), `random:N`, or names with commas. `layers` (3 or 2:8) and `operators` (words of names with commas, as `q_proj,rotary`)
-    limit what is judged and patched. `patch` computes operators of either execution by the other's code, on their own inputs, and
-    measures how much of the mismatch that removes: by `kinds`, by `layers` from the front on, `all` of both, or `none`.
-    `model_factory` (of a) and `against_factory` (of b), as module:function, build the model by the user's code, which then runs once
-    more in float64, where rounding hides nothing.
+    `steps` selects one step. `sequences` is a number (those with the largest mismatch between trainer and engine, if
+    both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators` (comma-separated words
+    of names, as `q_proj,rotary`) limit what is judged and patched. `patch` computes operators of one execution with the
+    other's code, on their own inputs, and measures how much of the mismatch that removes: by `kinds`, by `layers` from
+    the first on, `all` of both, or `none`. `model_factory` (of a) and `against_factory` (of b), as module:function,
+    build the model with the user's code, which then also runs once in float64, where rounding hides nothing.
 
-    With `keep`, the result is kept in a local trace below `locate/`, where it replaces an earlier one to the same question; the views
-    `operators` and `patches` and the report read it there. If it cannot be kept, `not_kept` says why. Until it is finished, its parts
-    lie there, so that the same question continues after an interruption, except with a user's code, which may have changed. Without
-    `keep` nothing is written.
+    With `keep`, the result is stored in a local trace under `locate/`, replacing an earlier answer to the same
+    question; the views `operators` and `patches` and the report read it from there. `not_kept` is the reason if it
+    could not be stored. Partial results are stored there as well, so that the same question resumes after an
+    interruption, except with user code, which may have changed. Without `keep` nothing is written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -72,7 +73,7 @@ def locate(
 
 
 def _keep(store: Store, question: LocateQuestion, found: Located) -> tuple[str | None, str | None]:
-    """Keep a result; return its path, or why it could not be kept."""
+    """Store a result; return its path, or the reason why it could not be stored."""
     if not store.is_local:
         return None, "the trace is not a local folder"
     try:

@@ -9,17 +9,17 @@ from .rows import Rows, shown, table, to_text
 
 BY = ("kind", "operator", "layer", "parameter")
 _MOST_ROWS = 12
-"""Of a table, on a terminal."""
+"""Table rows shown on a terminal."""
 
 
 def check_by(by: str) -> None:
-    """Raise InvalidOption for rows that gradients do not have."""
+    """Raise InvalidOption for a grouping that gradients do not have."""
     if by not in BY:
         raise InvalidOption(f"got {by!r}; with {option('backward')} use {', '.join(BY)}", option="by")
 
 
 def backward_rows(found: BackwardLocation, by: str = "kind") -> Rows:
-    """One row per kind of operator, layer, parameter, or operator on the way back."""
+    """Return one row per kind of operator, layer, parameter, or operator in backward order."""
     check_by(by)
     tables = {"kind": found.kinds, "operator": found.operators, "layer": found.layers, "parameter": found.parameters}
     return table(tables[by]).without({"kind": ("layer",), "layer": ("kind",)}.get(by, ()))
@@ -47,26 +47,26 @@ def backward_text(found: BackwardLocation, by: str = "kind", width: int | None =
 
 
 def backward_sentence(found: BackwardLocation) -> str:
-    """Write the answer in a sentence or two."""
+    """Return the answer in a sentence or two."""
     if found.first is not None:
         return _first(found.first, found)
     if not found.norm_a and not found.norm_b:
-        return "No gradient: the chosen sequences' share of the loss has none in either execution."
+        return "No gradient: the loss of the chosen sequences has no gradient in either execution."
     answer = "Only rounding: no operator's backward of a or b exceeds its bound."
     top = found.parameters[0] if found.parameters else None
     if top is None or not top.share:
-        return f"{answer} Both gradients are the same."
+        return f"{answer} Both gradients are identical."
     return f"{answer} {top.parameter} accounts for {top.share:.0%} of the squared difference of the gradients, more than any other parameter."
 
 
 def _first(first: BackwardError, found: BackwardLocation) -> str:
     whose = f"{first.side} ({found.a if first.side == 'a' else found.b})"
-    start = f"The first divergence on the way back is {first.operator} in {whose}"
+    start = f"The first divergence in the backward pass is {first.operator} in {whose}"
     if first.what == DETACHED:
-        return f"{start}: autograd does not follow it, so no gradient passes through."
+        return f"{start}: it is detached from autograd, so no gradient passes through."
     what = {
         PARAMETER: "the error of its parameter's gradient",
-        BETWEEN: "the error of the gradient that comes back to it from later operators",
+        BETWEEN: "the error of the gradient that reaches it from later operators",
     }.get(first.what, "the error of the gradient that it passes on")
     none = "" if first.dtype else "; there is no gradient at all"
     return f"{start}: {what} is {first.ratio:,.3g} times what rounding can cause{none}."

@@ -8,16 +8,16 @@ from .main_columns import MAIN_COLUMNS
 from .rows import Rows, shown, to_text
 
 _MOST_ROWS = 12
-"""Of a table, on a terminal."""
+"""Table rows shown on a terminal."""
 _LEAST = 5e-4
-"""Rows that account for a smaller share of the mismatch are left out of a table on a terminal."""
+"""Rows that account for a smaller share of the mismatch are not shown on a terminal."""
 _REMOVES = 0.5
-"""Share of the mismatch from which a patch is the answer."""
+"""Minimum share of the mismatch that a patch must remove to be the answer."""
 _TRIES = {
     "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32", "logits": "--lm-head fp32",
     ROUTES: "--routing recorded",
 }  # fmt: skip
-"""Kind of operator -> the replay that computes it with more digits."""
+"""Kind of operator -> replay option that computes it more precisely."""
 
 
 def location_text(found: Location, width: int | None = None) -> str:
@@ -70,7 +70,7 @@ def location_text(found: Location, width: int | None = None) -> str:
 
 
 def _largest(rows: Rows, value: str) -> Rows | None:
-    """The rows with the largest values, up to _MOST_ROWS; those that change next to nothing are left out."""
+    """Return the up to _MOST_ROWS rows with the largest values, without negligible ones."""
     kept = sorted((row for row in rows.dicts() if abs(row[value] or 0.0) >= _LEAST), key=lambda row: -row[value])[
         :_MOST_ROWS
     ]
@@ -78,7 +78,7 @@ def _largest(rows: Rows, value: str) -> Rows | None:
 
 
 def sentence(found: Location) -> str:
-    """The answer in a sentence or two, with what alone was looked at."""
+    """Return the answer in a sentence or two, including what it is limited to."""
     return _answer(found) + (f" Limited to {found.only}." if found.only else "")
 
 
@@ -96,7 +96,7 @@ def _answer(found: Location) -> str:
 
 
 def next_command(found: Location) -> str:
-    """What to run next, of this trace."""
+    """Return the command to run next on this trace."""
     if found.first is not None and found.first.why == "weights":
         return "tim-trace weights RUN --engine"
     if found.first is None and _hides(found):
@@ -111,12 +111,12 @@ def next_command(found: Location) -> str:
 
 
 def _hides(found: Location) -> bool:
-    """Whether vLLM's rounding is coarse enough to hide a fault of its code; it does not run in float64."""
+    """Return True if vLLM's rounding can hide a bug in its code; it does not run in float64."""
     return any(each.dtype in ("bfloat16", "float16") for each in found.operators if each.side in found.engines)
 
 
 def _single(found: Location) -> list[PatchShare]:
-    """Patches of one kind of operator, and of the choices of experts."""
+    """Return patches of a single kind of operator, and of expert choices."""
     singles = {ROUTES, *(each.kind for each in found.kinds)}
     return [each for each in found.patches if each.patch in singles]
 

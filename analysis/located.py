@@ -1,4 +1,4 @@
-"""The results of `locate` that are kept in traces, and the rows of the SQL views `operators` and `patches`."""
+"""Stored results of `locate`, and the rows of the SQL views `operators` and `patches`."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from .trace.database import Database, cached
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedResult:
-    """One kept result."""
+    """One stored result."""
 
     run: str
     """Name of the run in the database."""
     id: str
-    """Of its question."""
+    """Id of the question."""
     location: Location
     shares: Mapping[tuple[str, str], float]
-    """(side, operator) -> share of the mean square mismatch it accounts for; without those that were not carried back."""
+    """(side, operator) -> share of the mean square mismatch it accounts for; operators without a gradient are missing.
+    """
 
 
 @cached
 def read_located(database: Database) -> tuple[LocatedResult, ...]:
-    """Return the kept results of a database's steps, the newest last; warn of those that cannot be read."""
+    """Return the stored results for a database's steps, newest last; warn about unreadable ones."""
     found = []
     for source in database.sources:
         results, damaged = read_results(source.store)
-        tell_damage(f"{sentence}; this result of locate is in no answer" for sentence in damaged)
+        tell_damage(f"{sentence}; this locate result is left out" for sentence in damaged)
         steps = database.kept_steps.get(source.run)
         found += [_result(source.run, each) for each in results if steps is None or each.header.question.step in steps]
     return tuple(found)
 
 
 def newest(database: Database) -> LocatedResult | None:
-    """Return the newest kept result; None if none can be read."""
+    """Return the newest stored result; None if none can be read."""
     return next(reversed(read_located(database)), None)
 
 
@@ -53,7 +54,7 @@ def _result(run: str, kept: KeptResult) -> LocatedResult:
 
 
 def view_rows(database: Database) -> dict[str, pa.Table]:
-    """View -> its rows: one per (result, operator), and one per (result, patch)."""
+    """Return the rows of each view: one per (result, operator), and one per (result, patch)."""
     results = read_located(database)
     return {
         name: pa.Table.from_pylist(list(rows(results)), _schema(spec, more))
@@ -65,7 +66,7 @@ def view_rows(database: Database) -> dict[str, pa.Table]:
 
 
 def _schema(spec: Table, shares: Iterable[str]) -> pa.Schema:
-    """The columns that name the result, those of the table that are no lists, and the shares."""
+    """Return the columns that identify the result, the table's columns other than lists, and the shares."""
     texts = [pa.field(name, pa.string()) for name in ("run", "result")]
     named = [*texts, pa.field("step", pa.int64()), pa.field("a", pa.string()), pa.field("b", pa.string())]
     kept = [pa.field(each.name, each.type) for each in spec.schema if not pa.types.is_list(each.type)]

@@ -1,4 +1,4 @@
-"""Where two executions diverge: what `locate` found, with shares of the mismatch and their intervals.
+"""The result of `locate`: where two executions diverge, with shares of the mismatch and their intervals.
 
 Shapes: S sequences.
 """
@@ -22,36 +22,36 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """The share of the mean square mismatch that a kind of operator, or a layer, of one execution accounts for."""
+    """Share of the mean square mismatch that one kind of operator, or one layer, of one execution accounts for."""
 
     side: str
     kind: str
     layer: int | None
     num_operators: int
     carried: float
-    """Of mean d^2, by its operators' own errors, to first order; below 0 if they make the mismatch smaller."""
+    """Share of mean d^2 from the operators' own errors, to first order; negative if they reduce the mismatch."""
     carried_low: float | None
     carried_high: float | None
     ratio: float
-    """Largest own error in units of the rounding bound."""
+    """Largest own error divided by its rounding bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShare:
-    """The share of the mean square mismatch that goes if one execution computes some operators by the other's code."""
+    """Share of the mean square mismatch removed by computing some operators of one execution with the other's code."""
 
     patch: str
     taker: str
     num_operators: int
     removed: float
-    """Of mean d^2; below 0 if the mismatch grows."""
+    """Share of mean d^2; negative if the mismatch grows."""
     removed_low: float | None
     removed_high: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location(Result):
-    """Where two executions diverge over some sequences of a step; fields without a note are as in `Located`."""
+    """Where two executions diverge on some sequences of a step; undocumented fields are as in `Located`."""
 
     _text = "tim_trace.analysis.locate_text:location_text"
 
@@ -65,16 +65,18 @@ class Location(Result):
     chosen: str
     num_sequences: int
     num_groups: int
-    """What is resampled for the intervals."""
+    """Number of resampling units for the intervals."""
     no_interval: str | None
-    """Why shares have no interval; None if they have one."""
+    """Reason why shares have no interval; None if they have one."""
     num_tokens: int
     mean_abs_d: float
     max_abs_d: float
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a), nats."""
     explained: float | None
-    """What all operators' own errors account for together: 1 if the model is linear in them; None without a mismatch."""
+    """Share that all operators' own errors account for together: 1 if the model is linear in them; None without a
+    mismatch.
+    """
     first: Divergence | None
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
@@ -86,13 +88,13 @@ class Location(Result):
     unjudged: dict[str, str]
     engines: tuple[str, ...]
     kept: str | None = None
-    """Path of the result in the trace; None if it is not kept."""
+    """Path of the result in the trace; None if not stored."""
     not_kept: str | None = None
-    """Why it could not be kept; None if it is, or if that was not asked for."""
+    """Reason why it could not be stored; None if it was, or if `keep` was off."""
 
 
 def location(found: Located, *, kept: str | None = None, not_kept: str | None = None) -> Location:
-    """Compute shares of the mismatch, with 95% bootstrap-t intervals over the prompts' groups."""
+    """Compute shares of the mismatch, with 95% bootstrap-t intervals over prompt groups."""
     square_S = np.array([each.sum_square for each in found.sequences])
     group_S = np.unique([each.group for each in found.sequences], return_inverse=True)[1]
     total = sum(each.sum_square for each in found.sequences)
@@ -133,7 +135,7 @@ def _carried(
     share: Callable[[Array], tuple[float, float | None, float | None]],
     key: Callable[[OperatorError], tuple[str, str, int | None]],
 ) -> Iterator[OperatorShare]:
-    """One row per key, the largest share first."""
+    """Yield one row per key, largest share first."""
     groups: dict[tuple[str, str, int | None], list[OperatorError]] = {}
     for each in found.operators:
         if (each.side, each.operator) in found.products:
@@ -159,7 +161,7 @@ def _summed(found: Located, products: Sequence[Mapping[str, float]]) -> Array:
 
 
 def location_rows(found: Location, by: str = "kind") -> Rows:
-    """One row per kind of operator, operator, layer, or patch."""
+    """Return one row per kind of operator, operator, layer, or patch."""
     tables: dict[str, Sequence[Any]] = {
         "kind": found.kinds, "operator": found.operators, "layer": found.layers, "patch": found.patches,
     }  # fmt: skip

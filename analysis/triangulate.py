@@ -1,8 +1,9 @@
-"""How the mismatch splits between trainer and engine, measured against a replay of higher precision.
+"""Splits the mismatch between trainer and engine, measured against a replay of higher precision.
 
-With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and the mismatch
-is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a side is its own square less the
-common part: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
+With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f,
+and the mismatch is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a
+side is its own square minus the common term: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to
+1.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .views import open_database
 
 _CONFIDENCE = 0.95
 _TOKENS = 2 << 20
-"""Tokens that are read at once."""
+"""Tokens read at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +59,13 @@ class SideErrors:
     share: float
     """Share of mean d^2 that this side accounts for."""
     share_low: float | None
-    """Ends of the share's 95% interval over groups of sequences; None without an interval."""
+    """Lower end of the share's 95% interval over groups of sequences; None without an interval."""
     share_high: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triangulation(Result):
-    """Both sides' errors, and how much of the mismatch single changes remove."""
+    """Errors of trainer and engine, and how much of the mismatch each single change removes."""
 
     _text = "tim_trace.analysis.triangulate_text:triangulation_text"
 
@@ -74,25 +75,29 @@ class Triangulation(Result):
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int
-    """What is resampled for the intervals: sequences of a step that share a group_id, or one that has none."""
+    """Number of resampling units for the intervals: sequences of a step with the same group_id, or one sequence without
+    a group_id.
+    """
     no_interval: str | None
-    """Why shares have no interval; None if they have one."""
+    """Reason why shares have no interval; None if they have one."""
     num_tokens: int
     gap_rms: float
     """Root mean square of d = train - rollout, nats."""
     resolution: float
-    """Mean rounding of the reference, which is kept as float32, nats: smaller errors cannot be measured."""
+    """Mean rounding error of the reference, which is stored as float32, nats; smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
     correlation: float
     """Pearson correlation of the two errors."""
     identity_held: bool
-    """Whether the replayed steps reproduced the recorded bits."""
+    """True if the replayed steps reproduced the recorded bits."""
     not_held: str | None
-    """Why they did not, a code as in `ReplayedStep`; None if they did, or if the replay existed already."""
+    """Code of the reason why they did not, as in `ReplayedStep`; None if they did, or if the replay already existed."""
     by_probability: Rows
     by_position: Rows
     arms: Rows
-    """Each arm: the mismatch with the rollout if it replaces the trainer, and the share of mean d^2 that this removes."""
+    """One row per arm: its mismatch with the rollout when it replaces the trainer, and the share of mean d^2 this
+    removes.
+    """
 
 
 def triangulate(
@@ -109,11 +114,12 @@ def triangulate(
 ) -> Triangulation:
     """Split the mismatch between trainer and engine, and measure how much of it each single change removes.
 
-    Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace has these replays.
-    The tokens compared are those that count in the loss and have a finite logprob on both sides and in the reference.
-    `weights_from` is the folder of the run's checkpoints, if the trace has no weights of its own; `allow_kernel` names recorded
-    attention kernels that may be fetched from the hub and run. `ray` and `gpus_per_arm` divide the replays among the actors of a Ray
-    cluster, as `replay` does, and then the tokens whose errors are measured.
+    Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
+    has these replays. It compares the tokens that count in the loss and have a finite logprob on both sides and in the
+    reference. `weights_from` is the folder of the run's checkpoints, if the trace has no weights of its own;
+    `allow_kernel` lists recorded attention kernels that may be downloaded from the hub and run. `ray` and
+    `gpus_per_arm` distribute the replays, and then measuring the errors, over the actors of a Ray cluster, as in
+    `replay`.
 
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
     """
@@ -126,7 +132,7 @@ def triangulate(
         raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no mismatch to split")
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
     if ray is not None:
-        places(open_database([run.store.url]))  # refuses what could not be measured after the replays
+        places(open_database([run.store.url]))  # raises before the replays if errors cannot be measured
     with connected(ray):
         replayed = _replay_missing(run, arms, chosen, progress, {"ray": ray, "gpus_per_arm": gpus_per_arm})
         database = open_database([run.store.url], ray=ray)
@@ -140,7 +146,7 @@ def triangulate(
 def _replay_missing(
     run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress, cluster: dict[str, Any]
 ) -> ReplayedSteps | None:
-    """Replay the arms that lack one of the steps; None if none does."""
+    """Replay the arms that are missing one of the steps; return None if no arm is."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None
@@ -158,13 +164,13 @@ class _Unit:
     """Passes of the replays."""
     steps: list[int]
     asks_identity: bool
-    """Whether to count tokens to which replaying as recorded gave other bits."""
+    """True if tokens whose replay as recorded gave other bits are counted."""
 
 
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Pass -> its sums; and the number of tokens to which replaying as recorded gave other bits, if that is asked."""
+    """Return pass -> its sums, and the number of tokens whose replay as recorded gave other bits, if requested."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [
@@ -186,7 +192,7 @@ def _errors(
 
 
 def _measure(database: Database, unit: _Unit) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    """The sums of each step of a unit that has tokens, and the number of different tokens."""
+    """Yield the sums of each step of a unit, and the number of tokens whose bits differ."""
     found = {name: list(_of_steps(_tokens(database, name, unit.steps))) for name in unit.names}
     yield found, _num_different(database, unit.steps) if unit.asks_identity else 0
 
@@ -199,7 +205,7 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 
 
 def _num_different(database: Database, steps: list[int]) -> int:
-    """Count the tokens to which the existing replay as recorded gave other bits."""
+    """Count the tokens for which the existing replay as recorded gave other bits."""
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
         WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
@@ -209,7 +215,7 @@ def _num_different(database: Database, steps: list[int]) -> int:
 
 
 def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.ndarray]:
-    """[N] columns of the tokens that trainer, engine and one replay scored, in one order for every replay."""
+    """Return [N] columns of the tokens scored by trainer, engine and one replay, in the same order for every replay."""
     query = f"""
         SELECT step, hash(seq_id) AS sequence, position, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed,
             {unit("s")} AS unit
@@ -259,14 +265,14 @@ def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInter
 
 
 def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
-    """The mismatch left if the replay replaces the trainer: the engine's error against it."""
+    """Return the row of an arm; its mismatch is the engine's error against the arm's replay."""
     ((share, interval),) = shares(sums.groups, (REMOVED,)).values()
     left = sums.sides[ROLLOUT].square
     return name, sqrt(left / sums.num_tokens), share, *(ends(interval) or (None, None))
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Name of a column of groups -> its share of the sum of d^2, with its interval; NaN if that sum is 0."""
+    """Return column -> its share of the sum of d^2, with its interval; NaN if that sum is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}
     intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)

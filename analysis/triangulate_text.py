@@ -9,7 +9,7 @@ from .triangulate import Triangulation
 
 
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:
-    """Render which side is wrong."""
+    """Render how the mismatch splits between trainer and engine."""
     found = shown(found)
     why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
     steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
@@ -23,7 +23,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
         ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
         ("mismatch", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
         ("correlation", f"{found.correlation:.3g} of the two errors"),
-        ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),
+        ("resolution", f"{found.resolution:.1g} nats: the reference is stored as float32"),
     ]
     parts = [
         sentence(found),
@@ -35,7 +35,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
 
 
 def sentence(found: Triangulation) -> str:
-    """Write the answer in a sentence."""
+    """Return the answer in one sentence."""
     if found.gap_rms == 0.0:
         return "No mismatch: trainer and engine give every token the same logprob."
     larger = max(found.sides, key=lambda side: side.share)
@@ -51,7 +51,7 @@ def sentence(found: Triangulation) -> str:
 
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
-    """One row per side, per arm, or per bin of the reference's probability or of the token's position."""
+    """Return one row per side, per arm, or per bin of the reference's probability or of the token's position."""
     sides = table(found.sides)
     return {
         "side": Rows(("side", *sides.columns[1:]), sides.rows),

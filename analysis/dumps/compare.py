@@ -1,4 +1,4 @@
-"""Find where the tensors of two dumps begin to differ by more than rounding.
+"""Find where the tensors of two dumps start to differ by more than rounding.
 
 Shapes: T tokens.
 """
@@ -24,15 +24,16 @@ from .names import INPUT_IDS, MASK, OUTPUT, POSITIONS, TensorPlace
 from .sources import Pair, Shards, pairs, shards, whole
 
 _GROWTH = 4.0
-"""Factor by which the operators between two dumped tensors may enlarge the largest error before them."""
+"""Factor by which the operators between two dumped tensors may amplify the largest error so far."""
 _ROUNDINGS, _WORST_ROUNDINGS = 8.0, 16.0
-"""Unit roundoffs of the coarsest dtype that they may add: to the tensor's error, and to that of one token."""
+"""Rounding error allowed on top, in unit roundoffs of the coarsest dtype: for a whole tensor, and for a single token.
+"""
 _FLOAT32 = 2.0**-24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """One tensor that both sides dumped."""
+    """Comparison of one tensor that both sides dumped."""
 
     place: str
     layer: int | None
@@ -44,27 +45,31 @@ class TensorDifference:
     shape_a: tuple[int, ...]
     shape_b: tuple[int, ...]
     rms: float | None
-    """Root mean square difference over the root mean square of both; None for integers."""
+    """RMS difference relative to the RMS of both tensors; None for integers."""
     worst: float | None
-    """The same for the token where it is largest."""
+    """The same for the token with the largest error."""
     token: int | None
-    """The token of `worst`, counted without padding; for integers the first token that differs."""
+    """Index of the token in `worst`, not counting padding; for integers the first token that differs."""
     max_abs: float
     units: float | None
-    """`rms` in unit roundoffs of the coarsest dtype up to here."""
+    """`rms` in unit roundoffs of the coarsest dtype among the tensors so far."""
     ratio: float | None
-    """`rms` or `worst`, whichever is more, in units of what rounding may cause behind the errors of the tensors before."""
+    """The larger of `rms` and `worst`, each divided by its bound: what rounding can cause given the errors of earlier
+    tensors.
+    """
     num_different: int | None
     """Number of integers that differ; None for floating-point tensors."""
     num_nonfinite_a: int
     num_nonfinite_b: int
     why: str | None
-    """nonfinite, beyond, or differs (positions); None if rounding explains it, and for choices of experts."""
+    """nonfinite, beyond, or differs (positions only); None if rounding explains it, and for integers that may differ by
+    rounding.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotCompared:
-    """A tensor that both sides dumped and that cannot be compared."""
+    """A tensor that both sides dumped but that cannot be compared."""
 
     place: str
     forward: int
@@ -73,7 +78,7 @@ class NotCompared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpComparison(Result):
-    """Two folders of dumped tensors: one row per tensor in both, in the order of the forward."""
+    """Two folders of dumped tensors, with one row per tensor that both have, in forward order."""
 
     _text = "tim_trace.analysis.dumps.text:dumps_text"
 
@@ -84,18 +89,18 @@ class DumpComparison(Result):
     num_forwards_a: int
     num_forwards_b: int
     tokens_checked: bool
-    """Whether both sides dumped input_ids, which are then the same."""
+    """True if both sides dumped input_ids, which were then found to be equal."""
     first: TensorDifference | None
-    """The first tensor that is not finite, else the first whose difference rounding does not explain."""
+    """First tensor with non-finite values, else the first whose difference exceeds rounding."""
     before: TensorDifference | None
-    """The last one before it that can be judged."""
+    """The last floating-point tensor before `first`."""
     tensors: tuple[TensorDifference, ...]
     not_compared: tuple[NotCompared, ...]
     only_a: tuple[str, ...]
     """Names without a counterpart in b."""
     only_b: tuple[str, ...]
     num_gradients: int
-    """Number of gradients and parameters in both folders, which are not compared."""
+    """Number of gradients and parameters in both folders; they are not compared."""
 
 
 def locate_dumps(
@@ -103,12 +108,12 @@ def locate_dumps(
 ) -> DumpComparison:
     """Find the first tensor of two dumped forwards whose difference rounding does not explain.
 
-    `a` and `b` are folders of tensors dumped by another tool: SGLang's dumper, msprobe, or .pt, .npy, .npz and .safetensors files by
-    name. Only differences are judged, not which side is wrong: without weights and inputs there is no exact result. Files are read
-    as data; one that names code is refused.
+    `a` and `b` are folders of dumped tensors: from SGLang's dumper, msprobe, or .pt, .npy, .npz and .safetensors files
+    named after modules. The comparison finds differences but not which side is wrong, since without weights and inputs
+    there is no exact result to compare with. Files are read as data; a file that references code is refused.
 
-    Raises ImportFailed for a file that is damaged, hostile or a link, NothingToCompare if the dumps share no tensor or are of other
-    tokens.
+    Raises ImportFailed for a file that is damaged, hostile or a link, NothingToCompare if the dumps share no tensor or
+    were made from different tokens.
     """
     sides = DumpFolder(a), DumpFolder(b)
     tokens = {forward: _tokens(*sides, forward) for forward in range(min(side.num_forwards for side in sides))}
@@ -141,7 +146,7 @@ def locate_dumps(
 
 
 def dumps_rows(found: DumpComparison, by: str = "operator") -> Rows:
-    """One row per tensor, or the worst tensor of each layer."""
+    """Return one row per tensor, or the worst tensor of each layer."""
     rows = list(found.tensors)
     if by == "layer":
         worst: dict[tuple[int, int | None], TensorDifference] = {}
@@ -162,17 +167,17 @@ def _left(side: DumpFolder, used: set[Spot]) -> Iterator[str]:
 
 
 class _Judge:
-    """Follows how large the errors of rounding may be by now."""
+    """Tracks the error that rounding may have accumulated so far."""
 
     def __init__(self) -> None:
         self._rms = self._worst = self._unit = 0.0
         self._num_terms = 1
 
     def ratio(self, found: DumpDifference, unit: float, num_terms: int) -> tuple[float, float]:
-        """The next tensor's error in units of its bound, and the unit roundoff that it is counted in.
+        """Return the next tensor's error divided by its bound, and the unit roundoff used for the bound.
 
-        A sum of n products in float32 adds min(n, 8 sqrt(n)) of its roundoffs (Higham and Mary 2019, theorem 3.1); n is at
-        most the longest axis so far.
+        A sum of n products in float32 adds min(n, 8 sqrt(n)) of its roundoffs (Higham and Mary 2019, theorem 3.1); n is
+        at most the longest axis so far.
         """
         self._unit, self._num_terms = max(self._unit, unit), max(self._num_terms, num_terms)
         terms = 2 * min(self._unit, _FLOAT32) * min(self._num_terms, 8 * sqrt(self._num_terms))
@@ -204,7 +209,7 @@ def _compared(
 
 def _numbers(a: np.ndarray, b: np.ndarray, of_a: Shards, of_b: Shards, judge: _Judge) -> dict[str, Any]:
     found = difference(a, b)
-    # Equal values do not show the dtype of a computation: a float32 model, too, has bfloat16 weights, zeros and masks.
+    # Equal values do not reveal the compute dtype: a float32 model may also have bfloat16 weights, zeros and masks.
     unit = max((each.held_unit if found.rms else each.unit) for each in (of_a, of_b))
     ratio, unit = judge.ratio(found, unit, max(a.shape, default=1))
     is_odd = bool(found.num_nonfinite_a or found.num_nonfinite_b)
@@ -232,7 +237,7 @@ def _shape(values: list[np.ndarray]) -> tuple[int, ...]:
 
 
 def _tokens(a: DumpFolder, b: DumpFolder, forward: int) -> tuple[DumpTokens | None, DumpTokens | None]:
-    """The tokens of a forward on both sides. Raises NothingToCompare if they differ."""
+    """Return the tokens of a forward on both sides. Raises NothingToCompare if they differ."""
     of_a, of_b = _tokens_of(a, forward), _tokens_of(b, forward)
     if of_a is None or of_b is None:
         return None, None

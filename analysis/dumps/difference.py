@@ -1,4 +1,4 @@
-"""The difference of two tensors of one shape, token by token."""
+"""Token-by-token difference of two tensors of the same shape."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import dataclass
 import numpy as np
 
 _AT_ONCE = 1 << 20
-"""Elements that are converted to float64 at once."""
+"""Number of elements converted to float64 at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpDifference:
-    """How two floating-point tensors differ. Errors are relative to the root mean square of both."""
+    """Difference of two floating-point tensors. Errors are relative to the RMS of both."""
 
     rms: float
-    """Over the whole tensor."""
+    """Error of the whole tensor."""
     worst: float
-    """The largest of a token's root mean square errors, relative to that token's values or to the median token's."""
+    """Largest error of a single token, relative to the RMS of that token or of the median token, whichever is larger.
+    """
     token: int
-    """Which token that is."""
+    """Index of the token in `worst`."""
     max_abs: float
     num_nonfinite_a: int
-    """NaN and infinities that the other side does not have in the same place."""
+    """Number of NaN and infinite values in a that b does not have in the same place."""
     num_nonfinite_b: int
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> DumpDifference:
-    """Compare a with b, both [T, ...] of one shape."""
+    """Compare a with b, both [T, ...] of the same shape."""
     a, b = (array.reshape(len(array) if array.ndim else 1, -1) for array in (a, b))
     error_T, size_T = np.zeros(len(a)), np.zeros(len(a))
     max_abs, odd_a, odd_b = 0.0, 0, 0

@@ -1,4 +1,4 @@
-"""The tensors in one file of a dump, .pt, .npy, .npz or .safetensors, read as data and never run."""
+"""Tensors in one dump file (.pt, .npy, .npz or .safetensors), read as data; no code in it is run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SAFETENSORS = {
 }  # fmt: skip
 """safetensors' name of a dtype -> NumPy's."""
 _MOST_HEADER_BYTES = 100 << 20
-"""Limit of a safetensors header, as in safetensors' own library."""
+"""Maximum size of a safetensors header, as in the safetensors library."""
 _DEEPEST = 8
-"""Limit of nested dictionaries and lists in one file."""
+"""Maximum nesting of dictionaries and lists in one file."""
 
 
 class Value:
-    """One tensor as it was dumped."""
+    """One dumped tensor."""
 
     __slots__ = ("array", "dtype")
 
@@ -45,14 +45,14 @@ class Value:
 
     @property
     def unit(self) -> float:
-        """The unit roundoff of its dtype."""
+        """Unit roundoff of `dtype`."""
         return 2.0 ** -_PRECISION_BITS[self.dtype]
 
     @property
     def held_unit(self) -> float:
-        """The unit roundoff of the coarsest dtype that holds every value exactly.
+        """Unit roundoff of the coarsest dtype that represents every value exactly.
 
-        A tensor that was computed in bfloat16 and saved as float32 has bfloat16's.
+        For a tensor computed in bfloat16 and saved as float32 it is bfloat16's.
         """
         own = self.unit
         if self.dtype != "float32" or not self.array.size:
@@ -66,12 +66,12 @@ class Value:
 
 
 class TensorFile:
-    """One file, opened: its tensors by the names in it; "" is the name of a file's only tensor."""
+    """One opened file with its tensors by name; a file with a single unnamed tensor uses the name ""."""
 
     def __init__(self, path: Path):
         self.path = path
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise ImportFailed(f"{path}: is no plain file, so it is not read")
+            raise ImportFailed(f"{path}: is not a regular file, so it is not read")
         self._held: dict[str, Any] = {}
         try:
             self._open()
@@ -88,13 +88,15 @@ class TensorFile:
             struct.error,
         ) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ImportFailed(f"{path}: is no whole {path.suffix} file ({reason}); dump or copy it again") from error
+            raise ImportFailed(
+                f"{path}: is not a complete {path.suffix} file ({reason}); dump or copy it again"
+            ) from error
 
     def names(self) -> list[str]:
         return list(self._held)
 
     def read(self, name: str) -> Value:
-        """One tensor. Raises ImportFailed."""
+        """Read one tensor. Raises ImportFailed."""
         held = self._held[name]
         try:
             if isinstance(held, Tensor):
@@ -105,7 +107,7 @@ class TensorFile:
                 return self._safetensor(*held)
             return _value(held)
         except (NotPlain, ValueError, OSError) as error:
-            raise ImportFailed(f"{self.path}: {name or 'its tensor'} is not readable ({error})") from error
+            raise ImportFailed(f"{self.path}: {name or 'its tensor'} cannot be read ({error})") from error
 
     def _open(self) -> None:
         if self.path.suffix == ".npy":
@@ -121,7 +123,7 @@ class TensorFile:
             self._held = dict(_tensors(value))
 
     def _safetensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
-        """Name -> dtype, shape, and where its bytes begin and end in the file."""
+        """Yield name -> dtype, shape, and start and end of its bytes in the file."""
         total = self.path.stat().st_size
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -136,7 +138,7 @@ class TensorFile:
             shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
             sizes = (*shape, start, stop)
             if not all(type(size) is int and size >= 0 for size in sizes) or not start <= stop <= total - 8 - length:
-                raise ValueError(f"{name[:80]!r} lies outside of its bytes")
+                raise ValueError(f"{name[:80]!r} points outside the file")
             yield name, (entry["dtype"], shape, 8 + length + start, 8 + length + stop)
 
     def _safetensor(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Value:
@@ -145,7 +147,7 @@ class TensorFile:
         is_bfloat16 = name == "BF16"
         dtype = np.dtype("<u2" if is_bfloat16 else _SAFETENSORS[name])
         if math.prod(shape) * dtype.itemsize != stop - start:
-            raise NotPlain("its bytes are not as many as its shape says")
+            raise NotPlain("its size in bytes does not match its shape")
         if stop == start:
             return Value(np.empty(shape, np.float32), "bfloat16" if is_bfloat16 else dtype.name)
         array = np.memmap(self.path, dtype, "r", offset=start, shape=shape)
@@ -159,7 +161,7 @@ def _value(array: np.ndarray, dtype: str | None = None) -> Value:
 
 
 def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Every tensor of a value, by the names that lead to it."""
+    """Yield every tensor of a nested value with its dotted path of keys."""
     if isinstance(value, (Held, np.ndarray)):
         yield name, value
     elif depth < _DEEPEST and isinstance(value, (dict, list, tuple)):

@@ -1,4 +1,4 @@
-"""A folder of dumped tensors: their places in the model, forwards, ranks and order."""
+"""A folder of dumped tensors, with the module, forward, rank and order of each."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Entry:
     name: str
     path: Path
     key: str
-    """Its name in the file; "" if the file holds nothing else."""
+    """Name in the file; "" for a file with a single unnamed tensor."""
     rank: int
     number: int | None
-    """Its place in the order of dumping; None if that is not recorded."""
+    """Position in the dumping order; None if not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """The key that matches tensors of two dumps."""
+    """Key that matches the tensors of two dumps."""
 
     place: TensorPlace
     forward: int
@@ -49,21 +49,21 @@ class Spot:
 
 
 class DumpFolder:
-    """The tensors of one side. One file at a time is held in memory."""
+    """All dumped tensors of one side. Only one file at a time is held in memory."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = Path(folder)
         if not self.path.is_dir():
             raise NothingToCompare(f"{self.path}: is not a folder; give the folder that the tensors were dumped to")
         self.num_gradients = 0
-        """Gradients and parameters, which are not compared."""
+        """Number of gradients and parameters, which are not compared."""
         self.order = ""
-        """Where the order of the tensors is recorded; empty if it is not."""
+        """Source of the order of the tensors; empty if it is not recorded."""
         self._open: TensorFile | None = None
         self.spots: dict[Spot, list[Entry]] = self._spots()
         if not self.spots:
             raise NothingToCompare(
-                f"{self.path}: holds no tensor of a forward; give a folder of {', '.join(SUFFIXES)} files, with one or several "
+                f"{self.path}: has no tensor from a forward; give a folder of {', '.join(SUFFIXES)} files, with one or several "
                 "tensors each"
             )
 
@@ -72,10 +72,12 @@ class DumpFolder:
         return 1 + max(spot.forward for spot in self.spots)
 
     def read(self, entry: Entry) -> Value:
-        """Read the tensor of an entry. Raises ImportFailed, and Unmatched if a dumper wrote a number, a text or a dictionary."""
+        """Read the tensor of an entry. Raises ImportFailed, and Unmatched if the dumper wrote a number, a string or a
+        dictionary.
+        """
         file = self._file(entry.path)
         if entry.key not in file.names():
-            raise Unmatched("what was dumped is no tensor")
+            raise Unmatched("the dumped value is not a tensor")
         return file.read(entry.key)
 
     def _file(self, path: Path) -> TensorFile:
@@ -135,25 +137,25 @@ class DumpFolder:
                 yield forward, None, Entry(name=name, path=path, key=key, rank=rank, number=numbers.get(path.name))
 
     def _keys(self, path: Path) -> list[str]:
-        """Names in a file; a single tensor has none. msprobe's files hold one each, and need not be opened."""
+        """Return the names of tensors in a file. msprobe writes one tensor per file, so its files need not be opened."""
         if path.parent.name == "dump_tensor_data":
             return [""]
         return self._file(path).names()
 
     def _msprobe_order(self, paths: list[Path]) -> dict[str, int]:
-        """File name -> place in msprobe's dump.json, which lists modules in the order they ended."""
+        """Return file name -> position in msprobe's dump.json, which lists modules in the order in which they finished."""
         numbers: dict[str, int] = {}
         for path in paths:
             if path.name != "dump.json":
                 continue
             if path.stat().st_size > _MOST_JSON_BYTES:
-                raise ImportFailed(f"{path}: has more than {_MOST_JSON_BYTES >> 30} GiB, so it is not read")
+                raise ImportFailed(f"{path}: is larger than {_MOST_JSON_BYTES >> 30} GiB, so it is not read")
             try:
                 listed = json.loads(path.read_bytes())
                 for number, name in enumerate(_data_names(listed.get("data", {}))):
                     numbers.setdefault(name, number)
             except (OSError, ValueError, AttributeError, RecursionError) as error:
-                raise ImportFailed(f"{path}: is no whole dump.json of msprobe ({error})") from error
+                raise ImportFailed(f"{path}: is not a complete msprobe dump.json ({error})") from error
         if numbers:
             self.order = "dump.json"
         return numbers
@@ -166,26 +168,26 @@ class DumpFolder:
                     if entry.is_symlink():
                         if entry.is_dir() or path.suffix in SUFFIXES or entry.name == "dump.json":
                             raise ImportFailed(
-                                f"{path}: is a link, which may lead anywhere, so it is not followed; copy what it names"
+                                f"{path}: is a link and is not followed; replace it with a copy of its target"
                             )
                     elif entry.is_dir():
                         yield from self._paths(path)
                     elif path.suffix in SUFFIXES or entry.name == "dump.json":
                         if not entry.is_file():
-                            raise ImportFailed(f"{path}: is no plain file, so it is not read")
+                            raise ImportFailed(f"{path}: is not a regular file, so it is not read")
                         yield path
         except OSError as error:
             raise ImportFailed(f"{folder}: cannot be read ({error.strerror or error})") from error
 
 
 def _num_shared(folders: list[tuple[str, ...]]) -> int:
-    """The number of folders, from the top, that all files share."""
+    """Return the number of leading path components that all folders share."""
     first, last = min(folders, default=()), max(folders, default=())
     return next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
 
 def _tags(stem: str) -> dict[str, str]:
-    """The tags in a file name of SGLang's dumper, as step=0___rank=0___dump_index=3___name=x."""
+    """Parse the tags in a file name of SGLang's dumper, as step=0___rank=0___dump_index=3___name=x."""
     return dict(part.partition("=")[::2] for part in stem.split("___") if "=" in part) if "___" in stem else {}
 
 
@@ -197,7 +199,7 @@ def _rank(tags: dict[str, str], of_folder: int) -> int:
 
 
 def _is_whole(key: str, stem: str) -> bool:
-    """Whether a name in a file says where the tensor is without the file's own name."""
+    """Return True if a tensor's name in a file identifies it without the file's own name."""
     return has_layer(key) or not (key.isdecimal() or not key or has_layer(stem))
 
 
@@ -206,7 +208,7 @@ def _by_number(name: str) -> tuple[int, str]:
 
 
 def _of_one_name(entries: list[Entry]) -> list[Entry]:
-    """Entries of the first name, if two names stand for one place."""
+    """Return the entries of the first name, by rank, if two names map to the same place."""
     return sorted((entry for entry in entries if entry.name == entries[0].name), key=lambda entry: entry.rank)
 
 

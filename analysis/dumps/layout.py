@@ -1,4 +1,4 @@
-"""Bring one tensor of two dumps into one layout: join shards, order tokens, or say why that cannot be done.
+"""Bring one tensor of two dumps into the same layout: join shards and order tokens, or give the reason why not.
 
 Shapes: T tokens of a side, B rows of its batch, R ranks.
 """
@@ -18,32 +18,32 @@ class Unmatched(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DumpTokens:
-    """The tokens of a side's forward, from its input_ids."""
+    """Tokens of one side's forward, from its input_ids."""
 
     shape: tuple[int, ...]
-    """Of input_ids."""
+    """Shape of input_ids."""
     ids_T: np.ndarray
-    """Tokens without padding, row by row."""
+    """Token ids without padding, row by row."""
     kept_T: np.ndarray
-    """Their places in input_ids."""
+    """Positions of these tokens in the flattened input_ids."""
 
     @classmethod
     def of(cls, ids: np.ndarray, mask: np.ndarray | None) -> DumpTokens:
-        """From input_ids and an attention_mask of the same shape, which is 0 at padding."""
+        """Create from input_ids and an attention_mask of the same shape, which is 0 at padding."""
         flat = ids.reshape(-1)
         whole = np.arange(flat.size) if mask is None or mask.shape != ids.shape else np.flatnonzero(mask.reshape(-1))
         return cls(tuple(ids.shape), flat[whole], whole)
 
 
 def by_token(array: np.ndarray, tokens: DumpTokens) -> np.ndarray | None:
-    """[T, ...]: the tensor without padding, in the order of the tokens; None if it has no axis of tokens."""
+    """Return the tensor as [T, ...], without padding and in token order; None if it has no token axis."""
     num_rows, width = (1, tokens.shape[0]) if len(tokens.shape) == 1 else (tokens.shape[0], math.prod(tokens.shape[1:]))
     shape = array.shape
     rows = [
         axis for axis in ((0, 1), (1, 0)) if array.ndim > 1 and (shape[axis[0]], shape[axis[1]]) == (num_rows, width)
     ]
     if len(rows) == 2 and num_rows > 1:
-        raise Unmatched(f"it has {num_rows} rows of {width} tokens: nothing shows which axis is which")
+        raise Unmatched(f"it has {num_rows} rows of {width} tokens: the axes cannot be told apart")
     if rows:
         by_row = array if rows[0] == (0, 1) else array.swapaxes(0, 1)
         return by_row.reshape(num_rows * width, *shape[2:]).take(tokens.kept_T, 0)
@@ -57,7 +57,7 @@ def by_token(array: np.ndarray, tokens: DumpTokens) -> np.ndarray | None:
 def reconciled(
     a: np.ndarray, b: np.ndarray, of_a: DumpTokens | None, of_b: DumpTokens | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both tensors in one shape. Raises Unmatched."""
+    """Return both tensors in the same shape. Raises Unmatched."""
     if of_a is not None and of_b is not None:
         by_a, by_b = by_token(a, of_a), by_token(b, of_b)
         if by_a is not None and by_b is not None:
@@ -71,15 +71,15 @@ def reconciled(
         return _flat(a, b)
     if a.size == b.size:
         raise Unmatched(
-            f"shapes {_shape(a)} and {_shape(b)}: nothing shows the order of the tokens; dump input_ids on both sides"
+            f"shapes {_shape(a)} and {_shape(b)}: the order of the tokens is unknown; dump input_ids on both sides"
         )
     raise Unmatched(f"shapes {_shape(a)} and {_shape(b)} do not fit")
 
 
 def joined(shards: Sequence[np.ndarray], whole: tuple[int, ...]) -> np.ndarray:
-    """Join the parts that R ranks hold into a tensor of shape `whole`, or of another layout of its tokens. Raises Unmatched.
+    """Join the shards of R ranks into a tensor of shape `whole`, or of another layout of its tokens. Raises Unmatched.
 
-    If one rank's has the shape already, all ranks have to hold the same bits.
+    If each rank has the full shape already, all ranks must hold the same bits.
     """
     first = shards[0]
     if len(shards) == 1:
@@ -88,7 +88,7 @@ def joined(shards: Sequence[np.ndarray], whole: tuple[int, ...]) -> np.ndarray:
     if sorted(_without_ones(first.shape)) == sorted(target) or first.size == math.prod(whole):
         if not all(np.array_equal(first, shard, equal_nan=first.dtype.kind == "f") for shard in shards[1:]):
             raise Unmatched(
-                f"{len(shards)} ranks hold different tensors of the whole shape: sums that were not reduced, or other data; "
+                f"{len(shards)} ranks hold different tensors of the whole shape: partial sums that were not reduced, or different data; "
                 "give one rank's folder"
             )
         return first
@@ -100,12 +100,12 @@ def joined(shards: Sequence[np.ndarray], whole: tuple[int, ...]) -> np.ndarray:
     ]
     if len(axes) != 1:
         why = "fits no axis" if not axes else f"fits {len(axes)} axes"
-        raise Unmatched(f"{len(shards)} shards of {_shape(first)} to {tuple(whole)}: it {why}")
+        raise Unmatched(f"{len(shards)} shards of {_shape(first)} to {tuple(whole)}: joining them {why}")
     return np.concatenate(shards, axes[0])
 
 
 def _grown(shards: Sequence[np.ndarray], axis: int) -> tuple[int, ...] | None:
-    """The shape of shards joined on an axis; None if they do not fit each other."""
+    """Return the shape of shards joined along an axis; None if their other axes differ."""
     if len({(*shard.shape[:axis], *shard.shape[axis + 1 :]) for shard in shards}) != 1:
         return None
     shape = shards[0].shape
@@ -113,7 +113,7 @@ def _grown(shards: Sequence[np.ndarray], axis: int) -> tuple[int, ...] | None:
 
 
 def _fits(shape: tuple[int, ...], axis: int, whole: tuple[int, ...]) -> bool:
-    """Whether both shapes may be of one tensor, with axes in another order or tokens in one axis."""
+    """Return True if both shapes can belong to one tensor, with its axes reordered or its tokens flattened."""
     same_axes = sorted(_without_ones(shape)) == sorted(_without_ones(whole))
     is_width = (
         axis == len(shape) - 1 and bool(whole) and shape[-1] == whole[-1] and math.prod(shape) == math.prod(whole)
@@ -122,21 +122,22 @@ def _fits(shape: tuple[int, ...], axis: int, whole: tuple[int, ...]) -> bool:
 
 
 def part(fused: Sequence[np.ndarray], place: int, widths: Sequence[int]) -> list[np.ndarray]:
-    """Take one projection's columns out of a fused one, for each rank; `widths` are of the whole projections, in their order.
+    """Return one projection's columns of a fused one, per rank; `widths` are the full widths of its projections, in
+    order.
 
-    Each rank holds its share of all projections, side by side. Raises Unmatched.
+    Each rank holds its slice of every projection, side by side. Raises Unmatched.
     """
     num_ranks = len(fused)
     if any(width % num_ranks for width in widths) or any(shard.shape[-1] * num_ranks != sum(widths) for shard in fused):
         raise Unmatched(
-            f"{num_ranks} x {fused[0].shape[-1]} columns are not those of the parts ({' + '.join(map(str, widths))})"
+            f"{num_ranks} x {fused[0].shape[-1]} columns do not match the projections ({' + '.join(map(str, widths))})"
         )
     start = sum(widths[:place]) // num_ranks
     return [shard[..., start : start + widths[place] // num_ranks] for shard in fused]
 
 
 def _flat(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both with all axes behind the first flattened."""
+    """Flatten all axes after the first on both sides."""
     if len(a) != len(b) or a.size != b.size:
         raise Unmatched(f"shapes {_shape(a)} and {_shape(b)} do not fit")
     return a.reshape(len(a), -1), b.reshape(len(b), -1)

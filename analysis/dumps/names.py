@@ -1,4 +1,4 @@
-"""Names of dumped tensors, as transformers, vLLM, SGLang, Megatron and msprobe write them, as places in the model."""
+"""Maps tensor names as dumped by transformers, vLLM, SGLang, Megatron and msprobe to places in the model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROOTS = re.compile(
     r"gpt_neox)(?:\.|$))+",
     re.IGNORECASE,
 )
-"""Wrappers in front of a module's name."""
+"""Wrappers before a module's name."""
 _WRAPPED = re.compile(r"\._(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)(?=\.|$)")
 _MSPROBE = re.compile(r"^(?:Module|Cell)\.(.+?)\.forward\.(\d+)\.(input|output|kwargs|parameters)(?:\.(.+))?$")
 _SLOT = re.compile(r"^(.*?)(?:^|\.)(inputs?|outputs?|kwargs)(?:\.(.+))?$")
 _LAYERS = re.compile(r"(?:layers|h|blocks?|layer)$")
 _NUMBERED = re.compile(r"^(.*(?:[A-Za-z_]|\.\d+))\.([0-3])$")
-"""One of several outputs of a module, or a layer, which _LAYERS excludes."""
+"""One of several outputs of a module; layers look the same and are excluded with _LAYERS."""
 _LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block|layer)\.(\d{1,6})(?:\.(.*))?$")
 _PARTS = {
     "": {
@@ -37,14 +37,14 @@ _PARTS = {
         "router": "gate",
     },
 }  # fmt: skip
-"""Parent module -> another name of a part -> transformers' name."""
+"""Parent module -> other name of a submodule -> transformers' name."""
 _OUTSIDE = {
     "embedding.word_embeddings": "embed_tokens", "embedding": "embed_tokens", "wte": "embed_tokens", "embed_in": "embed_tokens",
     "tok_embeddings": "embed_tokens", "final_layernorm": "norm", "ln_f": "norm", "final_layer_norm": "norm",
     "output_layer": "lm_head", "logits_processor": "lm_head", "logits": "lm_head", "embed_out": "lm_head",
     "log_probs": "logprobs", "logprob": "logprobs", "token_ids": INPUT_IDS, "tokens": INPUT_IDS, "position_ids": POSITIONS,
 }  # fmt: skip
-"""Another name of a module outside of layers -> transformers' name."""
+"""Other name of a module outside the layers -> transformers' name."""
 _BEFORE = (INPUT_IDS, POSITIONS, MASK, "embed_tokens", "rotary_emb")
 _AFTER = ("norm", "lm_head", "logprobs")
 _IN_LAYER = (
@@ -53,16 +53,16 @@ _IN_LAYER = (
     "pre_feedforward_layernorm", "mlp.gate", "mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.act_fn", "mlp.product",
     "mlp.experts", "mlp.down_proj", "mlp", "post_feedforward_layernorm",
 )  # fmt: skip
-"""Modules of a block in the order of its forward."""
+"""Modules of a block in forward order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A place in the model."""
+    """An input or output of a module."""
 
     layer: int | None
     module: str
-    """Name without wrappers and layer; "" is the layer itself, or the model."""
+    """Module name without wrappers and layer; "" is the layer itself, or the model."""
     slot: str
     """input.N, output.N, or input.NAME."""
 
@@ -75,7 +75,7 @@ class TensorPlace:
         return module if self.slot == OUTPUT else f"{module}.{self.slot}"
 
     def order(self) -> tuple[int, int, int, bool, str, str]:
-        """Sort key in the order of a forward; unknown modules come last in their layer."""
+        """Return a sort key in forward order; unknown modules come last in their layer."""
         is_output = self.slot.startswith("output")
         if self.layer is not None:
             known = _IN_LAYER.index(self.module) if self.module in _IN_LAYER else len(_IN_LAYER) + (not self.module)
@@ -87,17 +87,17 @@ class TensorPlace:
 
 
 def is_gradient(name: str) -> bool:
-    """Whether a name is of a gradient or a parameter, which are no part of the forward."""
+    """Return True for names of gradients and parameters, which are not part of the forward."""
     return name.startswith(("grad__", "param__")) or ".backward." in name or ".parameters" in name
 
 
 def has_layer(name: str) -> bool:
-    """Whether a name has the number of a layer."""
+    """Return True if a name contains a layer number."""
     return _LAYER.match(name) is not None
 
 
 def place_of(name: str, layer: int | None = None) -> tuple[TensorPlace, int]:
-    """Return the place of a dumped name, and the index of its module's call; `layer` is the dumper's own tag, if there is one.
+    """Return the place for a dumped name and the index of the module's call; `layer` is the dumper's layer tag, if any.
 
     >>> str(place_of("Module.model.layers.2.self_attn.q_proj.Linear.forward.0.output.0")[0])
     'layers.2.self_attn.q_proj'
@@ -143,7 +143,7 @@ def _placed(name: str, slot: str, layer: int | None) -> TensorPlace:
 
 
 def _renamed(parts: list[str]) -> list[str]:
-    """The parts of a module's name inside of its layer, as transformers names them."""
+    """Return the components of a module's name within its layer, as transformers names them."""
     holder = ""
     renamed = []
     for part in parts:
@@ -154,6 +154,6 @@ def _renamed(parts: list[str]) -> list[str]:
 
 
 def _aliased(layer: int, module: str, slot: str) -> TensorPlace:
-    """The input of a projection is the output of the module before it."""
+    """Map the input of a projection to the output of the module before it."""
     given = {"self_attn.o_proj": "self_attn.attention", "mlp.down_proj": "mlp.product"}.get(module)
     return TensorPlace(layer, given, OUTPUT) if given and slot == "input.0" else TensorPlace(layer, module, slot)

@@ -1,4 +1,4 @@
-"""The dumped tensors that make up one tensor of the comparison, and reading them."""
+"""Finds and reads the dumped tensors that make up one tensor of the comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-"""Fused projection -> the projections that it computes side by side."""
+"""Fused projection -> the projections it computes side by side."""
 _INTERLEAVED = ("linear_qkv", "query_key_value")
 """Names of fused projections that store queries, keys and values group by group."""
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
@@ -23,19 +23,19 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSource:
-    """One tensor of one side."""
+    """Dumped tensors that make up one tensor of one side."""
 
     spots: tuple[Spot, ...]
-    """Several are added up."""
+    """Several tensors are summed."""
     part: int | None = None
-    """Index of the projection in a fused one."""
+    """Index of the projection within a fused one."""
     widths_of: tuple[Spot, ...] = ()
-    """The other side's projections, whose widths divide the fused one; empty if its parts are equally wide."""
+    """The other side's projections, whose widths split the fused one; empty if it is split in equal widths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One comparison: a place of the model in a forward of both sides."""
+    """One comparison: the same place in the same forward on both sides."""
 
     place: TensorPlace
     forward: int
@@ -45,7 +45,7 @@ class Pair:
 
 
 def pairs(a: DumpFolder, b: DumpFolder) -> list[Pair]:
-    """Match what both sides dumped, in the order of the forward."""
+    """Match the tensors that both sides dumped, in forward order."""
     found = [
         Pair(place=spot.place, forward=spot.forward, call=spot.call, a=of_a, b=of_b)
         for spot in dict.fromkeys([*_wanted(a, b), *_wanted(b, a)])
@@ -63,7 +63,7 @@ def pairs(a: DumpFolder, b: DumpFolder) -> list[Pair]:
 
 
 def _wanted(side: DumpFolder, other: DumpFolder) -> list[Spot]:
-    """The places of a side; a fused projection as its parts if the other side has those, or shards it otherwise."""
+    """Return the places of a side; a fused projection is split if the other side has it split or sharded differently."""
     wanted = []
     for spot, entries in side.spots.items():
         names = FUSED.get(spot.place.module, ()) if spot.place.slot == OUTPUT else ()
@@ -76,7 +76,7 @@ def _wanted(side: DumpFolder, other: DumpFolder) -> list[Spot]:
 
 
 def _source(spot: Spot, side: DumpFolder, other: DumpFolder) -> TensorSource | None:
-    """The tensor of a side at a place; None if there is none."""
+    """Return the tensor of a side at a place; None if it was not dumped."""
     if spot in side.spots and _is_same_product(spot, side, other):
         second = _second(spot)
         adds = second is not None and second in side.spots and second not in other.spots
@@ -96,7 +96,7 @@ def _source(spot: Spot, side: DumpFolder, other: DumpFolder) -> TensorSource | N
 
 
 def _is_same_product(spot: Spot, side: DumpFolder, other: DumpFolder) -> bool:
-    """Whether both sides' activation is the same: silu(gate) * up behind a fused projection, else silu(gate)."""
+    """Return True if `act_fn` means the same on both sides: silu(gate) * up after a fused projection, else silu(gate)."""
     return spot.place.module != "mlp.act_fn" or _is_fused(spot, side) == _is_fused(spot, other)
 
 
@@ -105,7 +105,7 @@ def _is_fused(spot: Spot, side: DumpFolder) -> bool:
 
 
 def _second(spot: Spot) -> Spot | None:
-    """The residual, which an engine adds to the branch's output in the next norm, and transformers before it."""
+    """Return the residual, which engines add to the branch's output in the next norm, and transformers before it."""
     place = spot.place
     if place.layer is not None and not place.module and place.slot == OUTPUT:
         return Spot(TensorPlace(place.layer, "", "output.1"), spot.forward, spot.call)
@@ -120,7 +120,7 @@ def _at(spot: Spot, module: str) -> Spot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """The parts of one tensor that the ranks of a side hold."""
+    """Shards of one tensor on the ranks of a side."""
 
     values: list[np.ndarray]
     name: str
@@ -129,7 +129,7 @@ class Shards:
     unit: float
     """Unit roundoff of the dtype; 0 for integers."""
     held_unit: float
-    """The same for the coarsest dtype that holds the values."""
+    """Unit roundoff of the coarsest dtype that represents the values exactly."""
 
 
 def shards(source: TensorSource, side: DumpFolder, other: DumpFolder) -> Shards:
@@ -146,7 +146,7 @@ def shards(source: TensorSource, side: DumpFolder, other: DumpFolder) -> Shards:
     if source.part is not None:
         if len(source.widths_of) == 3 and any(mark in entries[0][0].name for mark in _INTERLEAVED):
             raise Unmatched(
-                "its queries, keys and values are stored group by group, and no dump has the number of groups; dump them after the split"
+                "its queries, keys and values are stored group by group, and dumps do not record the number of groups; dump them after the split"
             )
         arrays = part(arrays, source.part, _widths(source, arrays, other))
     is_float = all(value.is_float for value in first)
@@ -164,7 +164,7 @@ def _widths(source: TensorSource, fused: Sequence[np.ndarray], other: DumpFolder
 
 
 def whole(a: list[np.ndarray], b: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Both sides with the shards of their ranks put together. Raises Unmatched."""
+    """Return both sides with the shards of their ranks joined. Raises Unmatched."""
     a, b = _one_of_equals(a), _one_of_equals(b)
     if len(a) > 1 and len(b) > 1:
         a, b = [np.concatenate(a, -1)], [np.concatenate(b, -1)]

@@ -7,15 +7,15 @@ from ..rows import Rows, shown, to_text
 from .compare import DumpComparison, TensorDifference, dumps_rows
 
 _MOST_ROWS = 24
-"""Of the table, on a terminal."""
+"""Table rows shown on a terminal."""
 _MOST_NAMES = 4
 _LEFT_OUT = ("layer", "name_a", "name_b", "max_abs")
 _SELDOM = ("forward", "num_different", "num_nonfinite_a", "num_nonfinite_b", "why")
-"""Columns that are left out if they are empty or 0 in all rows."""
+"""Columns left out if they are empty or 0 in all rows."""
 
 
 def dumps_text(found: DumpComparison, width: int | None = None, by: str = "operator", limit: int = _MOST_ROWS) -> str:
-    """Render where two dumps begin to differ: `limit` rows around the first difference."""
+    """Render where two dumps start to differ: `limit` rows around the first difference."""
     found = shown(found)
     forwards = f"{found.num_forwards_a}" if found.num_forwards_a == found.num_forwards_b else (
         f"{found.num_forwards_a} in a and {found.num_forwards_b} in b, the first of one against the first of the other"
@@ -27,7 +27,7 @@ def dumps_text(found: DumpComparison, width: int | None = None, by: str = "opera
         ("forwards", forwards),
         (
             "tokens",
-            "input_ids are the same" if found.tokens_checked else "not checked: input_ids are not in both dumps",
+            "input_ids are equal" if found.tokens_checked else "not checked: input_ids are not in both dumps",
         ),
     ]
     if found.num_gradients:
@@ -58,7 +58,7 @@ _ORDERS = {
 
 
 def sentence(found: DumpComparison) -> str:
-    """Write the answer in a sentence or two."""
+    """Return the answer in a sentence or two."""
     first = found.first
     if first is None and not found.tensors:
         return "No tensor could be compared."
@@ -85,7 +85,7 @@ def sentence(found: DumpComparison) -> str:
 
 
 def _integers(found: DumpComparison) -> str:
-    """Say which integers differ; they are not judged, since a choice may differ by rounding."""
+    """Return a sentence on the integers that differ; they are not judged, since rounding can change a choice."""
     differ = [row for row in found.tensors if row.num_different]
     return (
         f" {len(differ):,} tensors of integers differ, first {differ[0].place}; they are not judged." if differ else ""
@@ -105,7 +105,7 @@ def _empty(rows: Rows) -> list[str]:
 
 
 def _around(rows: Rows, found: DumpComparison, limit: int) -> Rows:
-    """Up to `limit` rows around the first difference, else the first ones."""
+    """Return up to `limit` rows around the first difference, else the first rows."""
     if found.first is None or len(rows) <= limit:
         return Rows(rows.columns, rows.rows[:limit])
     key = (found.first.forward, found.first.place)

@@ -1,1 +1,1 @@
-"""Merging the files of many writers into few, in the order of their steps."""
+"""Merges the files of many writers into fewer ones, ordered by step."""

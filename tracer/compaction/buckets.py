@@ -1,4 +1,4 @@
-"""Sorting the rows of a table by step: rows are partitioned into buckets of steps on disk, and each is sorted in memory."""
+"""Sorts the rows of a table by step: partitions them into buckets of steps on disk, then sorts each bucket in memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Response tokens, over all passes, that are sorted in memory at once; a larger step is sorted alone."""
+"""Response tokens, over all passes, sorted in memory at once; a larger step is sorted alone."""
 SWEEP_BUCKETS = 128
-"""Buckets that are filled while the files are read once."""
+"""Buckets filled in one pass over the files."""
 STEP_TOKENS = 32 << 10
-"""Smaller steps share a row group until it has this many response tokens, or more for a long run."""
+"""Minimum response tokens per row group; smaller steps share one. Larger for long runs."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Most tokens of such a row group, and the number of row groups per file to aim for: finding one step among thousands of row groups
-takes longer than reading a larger one."""
+"""Upper limit of STEP_TOKENS for long runs, and the target number of row groups per file: finding one step among
+thousands of row groups takes longer than reading a larger one.
+"""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
@@ -39,11 +40,11 @@ class Part:
     entry: TableFile
     row_group: int
     steps: np.ndarray
-    """The distinct steps of its rows, ascending."""
+    """Distinct steps of its rows, ascending."""
     tokens: np.ndarray
-    """Response tokens of each of these steps, estimated as the row group's mean per row times the rows."""
+    """Estimated response tokens per step: its number of rows times the row group's mean tokens per row."""
     num_bytes: int
-    """Size of the row group in the file."""
+    """Size of the row group in the file, bytes."""
 
     def within(self, first: int, stop: int) -> Part:
         """Return the part restricted to steps in [first, stop)."""
@@ -52,7 +53,7 @@ class Part:
 
 
 def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
-    """Yield the row groups of files, in the order of the files. Raises DamagedTrace."""
+    """Yield the row groups of files, in file order. Raises DamagedTrace."""
     for entry in entries:
         file = _opened(store, entry)
         for number in range(file.num_row_groups):
@@ -111,7 +112,7 @@ def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:
 
 
 def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
-    """Return the response tokens per row group of small steps, in merged files of about `file_bytes`."""
+    """Return the minimum response tokens per row group, for merged files of about `file_bytes`."""
     tokens = float(sum(part.tokens.sum() for part in parts))
     of_file = tokens * min(1.0, file_bytes / max(sum(part.num_bytes for part in parts), 1))
     return int(min(max(of_file / _ROW_GROUPS, STEP_TOKENS), _MAX_STEP_TOKENS))
@@ -120,10 +121,11 @@ def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
 def sorted_groups(
     store: Store, table: Table, parts: Sequence[Part], small: int, room: Path, advance: Callable[[int], None]
 ) -> Iterator[pa.Table]:
-    """Yield the rows of all parts by step, and within a range of steps by pass; sorting is stable.
+    """Yield the rows of all parts ordered by step, and by pass within a bucket of steps; sorting is stable.
 
-    Each table is one row group. It ends with a step, unless that step alone has more than ROW_GROUP_TOKENS; steps of less than `small`
-    tokens share one. `room` is a folder for the buckets, which are removed. `advance` is called with the rows read. Raises DamagedTrace.
+    Each table is one row group. It ends with a step, unless that step alone has more than ROW_GROUP_TOKENS; steps with
+    less than `small` tokens share one. `room` is a folder for the bucket files, which are removed afterwards. `advance`
+    is called with the number of rows read. Raises DamagedTrace.
     """
     for bounds in sweeps(parts):
         names = [room / f"{number}.arrow" for number in range(len(bounds) - 1)]
@@ -159,7 +161,7 @@ def _fill(
             steps = np.asarray(rows["step"])
             for batch in rows.combine_chunks().to_batches():
                 completed = table.completed(batch)
-                assert completed is not None  # columns were compared when the trace was opened
+                assert completed is not None  # columns were checked when the trace was opened
                 at = np.searchsorted(edges, np.asarray(completed["step"]), side="right") - 1
                 for bucket in np.unique(at[(at >= 0) & (at < len(names))]).tolist():
                     buckets[bucket].write_batch(completed.filter(pa.array(at == bucket)))
@@ -167,7 +169,7 @@ def _fill(
 
 
 def _in_order(rows: pa.Table) -> pa.Table:
-    """Rows by pass, where they have one, and step; sorting is stable."""
+    """Sort rows by pass, if there is one, and step; sorting is stable."""
     keys = [("pass", "ascending")] if "pass" in rows.column_names else []
     return rows.take(pc.sort_indices(rows, [*keys, ("step", "ascending")]))
 

@@ -1,4 +1,4 @@
-"""Copying a trace to another folder or to object storage, merging its files on the way."""
+"""Copies a trace to another folder or to object storage, merging its files on the way."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _COPY_BYTES = 16 << 20
 def merge_to(
     trace: str, output: str, file_bytes: int, *, force: bool, progress: Progress, ray: str | None = None
 ) -> list[MergedTable]:
-    """Write a trace with merged files to `output`, a folder or a URL; the trace itself stays as it is.
+    """Write a trace with merged files to `output`, a folder or a URL; the source trace is not changed.
 
-    Raises DamagedTrace if a part of the trace is missing, and TraceExists if it is being recorded or `output` already exists;
-    `force` replaces a folder that holds a trace. At a URL only an interrupted upload of the same run is replaced; the cache
-    folder of such a recording is removed once everything has arrived.
+    Raises DamagedTrace if a part of the trace is missing, and TraceExists if it is being recorded or `output` already
+    exists; `force` replaces a folder that contains a trace. At a URL only an interrupted upload of the same run is
+    replaced; the cache folder of such a recording is removed once everything is uploaded.
     """
     store = Store(trace)
     if store.is_local:
@@ -38,7 +38,7 @@ def merge_to(
     snapshot = whole_snapshot(store)
     if snapshot.journals:
         raise TraceExists(
-            f"{trace}: holds rows that are not sealed; compact it where it was recorded, and copy it then"
+            f"{trace}: has rows that are not sealed; compact it where it was recorded first, then copy it"
         )
     if "://" not in output:
         return _write(snapshot, Path(output), file_bytes, force, progress, None if ray is None else Actors(address=ray))
@@ -49,7 +49,7 @@ def merge_to(
         merged = _write(snapshot, upload.folder, file_bytes, force, progress, actors)
         upload.send(progress)
         if replaces_part:
-            for folder in (WRITERS,) if actors else (*TABLES, WRITERS):  # actors have removed other rows
+            for folder in (WRITERS,) if actors else (*TABLES, WRITERS):  # the actors remove other rows themselves
                 upload.keep_only(folder, Store(upload.folder).files(folder))
         upload.send_index(elsewhere=None if actors is None else Store(output))
         forget(trace, output)

@@ -1,4 +1,6 @@
-"""Writing the merged files of a trace: to a folder beside them first, then into place once all are complete."""
+"""Merges the files of a trace: writes the merged files to a separate folder, then moves them into place once all are
+complete.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,10 @@ from .buckets import Part, read_parts, sorted_groups, step_tokens, sweeps
 from .shared_chunks import share_chunks
 
 FILE_BYTES = 512_000_000
-"""Approximate size of a merged file by default, bytes."""
+"""Default target size of a merged file, bytes."""
 _SMALL = 0.25
-"""A merged file below this share of the target size is merged again; shared chunks make files smaller than the target."""
+"""Merged files below this share of the target size are merged again; shared chunks make files smaller than the target.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +55,21 @@ class MergedTable:
     bytes_before: int
     bytes_after: int
     files_left: int
-    """Files left as they were: of open steps, of replays, and files that are already large."""
+    """Number of files not merged: files of open steps, of replays, and files that are already large."""
 
 
 def merge(trace: str, file_bytes: int, progress: Progress, ray: str | None = None) -> list[MergedTable]:
-    """Merge the files of a local trace in place, after finishing what a killed process began.
+    """Merge the files of a local trace in place, after completing an interrupted merge.
 
-    `ray` is the address of a cluster whose actors write the files, each for some of the steps.
+    `ray` is the address of a cluster whose actors write the files, each for a range of steps.
 
-    A trace that is being recorded is merged up to the last step that all of its writers have closed. Raises DamagedTrace for
-    a trace of which a part is missing, InvalidOption for one that is not local, TraceExists and StorageError.
+    A trace that is being recorded is merged up to the last step that all of its writers have closed. Raises
+    DamagedTrace for a trace with missing parts, InvalidOption for one that is not local, TraceExists and StorageError.
     """
     store = Store(trace)
     if not store.is_local:
         raise InvalidOption(
-            f"{trace}: is not a local folder, and is not changed; name one with an output", option="output"
+            f"{trace}: is not a local folder and cannot be merged in place; give an output", option="output"
         )
     folder = Path(store.root)
     store.manifest()
@@ -88,36 +91,36 @@ def merge(trace: str, file_bytes: int, progress: Progress, ray: str | None = Non
 
 
 def whole_snapshot(store: Store) -> Snapshot:
-    """Take a snapshot of a trace that is to be merged. Raises DamagedTrace if a part of it cannot be read."""
+    """Take a snapshot of a trace to merge. Raises DamagedTrace if a part of it cannot be read."""
     snapshot = take_snapshot(store)
     if not snapshot.manifest.is_checked:
-        raise DamagedTrace(f"{store.url}: was recorded by an earlier release, without checksums; it is not merged")
+        raise DamagedTrace(f"{store.url}: was recorded by an earlier release, without checksums, and cannot be merged")
     if snapshot.damaged:
         more = f" (and {len(snapshot.damaged) - 1} more)" if len(snapshot.damaged) > 1 else ""
         raise DamagedTrace(
-            f"{store.url}: is damaged or incomplete, and merging would lose for good what is missing: {snapshot.damaged[0]}{more}; "
-            "tim-trace verify names all of it"
+            f"{store.url}: is damaged or incomplete, and merging would make the loss permanent: {snapshot.damaged[0]}{more}; "
+            "tim-trace verify lists everything"
         )
     return snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """The cluster that writes the merged files instead of this process."""
+    """Ray cluster that writes the merged files instead of this process."""
 
     address: str
     """Address of the cluster."""
     upload: Upload | None = None
-    """How the files are sent; None if all nodes see the target folder."""
+    """Upload target of the files; None if all nodes share the target folder."""
 
 
 def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress,
     actors: Actors | None = None,
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the rows of the chosen files to merged files in a folder; return these by their path in the trace.
+    """Write the rows of the chosen files to merged files in a folder; return path in the trace -> merged file.
 
-    With `Actors.upload` the files are sent instead, and the folder stays empty.
+    With `Actors.upload` the files are uploaded instead, and the folder stays empty.
     """
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
@@ -160,24 +163,24 @@ def _write_table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Rows of some steps of a table, merged by one actor."""
+    """Rows of a range of steps of a table, merged by one actor."""
 
     table: str
     parts: tuple[tuple[str, int, np.ndarray, np.ndarray, int], ...]
-    """Path of a file, and the fields of a Part for each of its row groups."""
+    """Path of the file and the remaining fields of each Part."""
     small: int
-    """Steps with fewer tokens share a row group."""
+    """Minimum tokens per row group; smaller steps share one."""
     first: int
     """Number of the first file to write."""
     num_bytes: float
-    """Approximate size of the rows in the source files."""
+    """Approximate size of the rows in the source files, bytes."""
 
 
 def _on_cluster(
     store: Store, parts: dict[str, list[Part]], writer: str, building: Path, file_bytes: int, actors: Actors,
     advance: Callable[[int], None],
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """Have actors write the merged files, and return these. Files of actors that died are removed."""
+    """Write the merged files in actors, and return them. Files of actors that died are removed."""
     units = [unit for table, of_table in parts.items() for unit in _units(table, of_table, file_bytes)]
     trace = os.path.abspath(store.root) if store.is_local else store.url
     url = None if actors.upload is None else actors.upload.url
@@ -202,7 +205,7 @@ def _on_cluster(
 
 
 def _units(table: str, parts: Sequence[Part], file_bytes: int) -> Iterator[_Unit]:
-    """Yield units of consecutive buckets of steps, each about one file in size."""
+    """Yield units of consecutive buckets of steps, each about one merged file in size."""
     edges = np.array([*dict.fromkeys(edge for bounds in sweeps(parts) for edge in bounds)])
     bytes_E = np.zeros(len(edges) - 1)
     for part in parts:
@@ -224,10 +227,10 @@ def _units(table: str, parts: Sequence[Part], file_bytes: int) -> Iterator[_Unit
 
 
 class _UnitMerger:
-    """Merges units in an actor; takes one snapshot of the trace."""
+    """Merges units in an actor, from one snapshot of the trace."""
 
     def __init__(self, trace: str, writer: str, target: Path | str, file_bytes: int):
-        """`target` is the folder that files are written to, or the URL that they are sent to."""
+        """`target` is the folder to write files to, or the URL to upload them to."""
         self._trace, self._writer, self._target, self._file_bytes = trace, writer, target, file_bytes
         self._files: dict[str, TableFile] | None = None
         self._store = Store(trace)
@@ -255,11 +258,11 @@ class _UnitMerger:
             return written
 
     def close(self) -> None:
-        """Nothing is left to do: every file is in place."""
+        """Do nothing: every file is already in place."""
 
 
 class _Waiting:
-    """An iterator of row groups that stops when a file is full."""
+    """Iterator of row groups that pauses when a file is full."""
 
     def __init__(self, groups: Iterator[pa.Table]):
         self._groups = groups
@@ -275,7 +278,7 @@ class _Waiting:
 
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
-    """Return the files of a table that are to be merged; empty if merging would only rewrite one file."""
+    """Return the files of a table to merge; empty if merging would only rewrite one file."""
     kept = replays(snapshot)
     closed = _closed_step(snapshot)
     accounted = snapshot.accounted
@@ -290,7 +293,7 @@ def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableF
 
 
 def replays(snapshot: Snapshot) -> set[str]:
-    """Return the writers of replays: their files are kept apart, so that a replay can be removed with them."""
+    """Return the writers of replays. Their files are not merged, so that a replay can be removed with them."""
     return {
         state.writer
         for state in snapshot.writers
@@ -299,7 +302,7 @@ def replays(snapshot: Snapshot) -> set[str]:
 
 
 def _closed_step(snapshot: Snapshot) -> int | None:
-    """Return the step before which every live writer has finished, judged by their rows; None if no writer is alive."""
+    """Return the step before which every live writer has finished, according to their rows; None if no writer is alive."""
     if not snapshot.is_live:
         return None
     latest: dict[str, int] = {}
@@ -313,7 +316,7 @@ def _closed_step(snapshot: Snapshot) -> int | None:
 
 
 def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:
-    """Return the path and content of the writer state for the merged files."""
+    """Return path and content of the writer state for the merged files."""
     writer = next(iter(files)).partition("/")[2].rpartition("-")[0]
     state = WriterState(
         writer=writer, run_id=snapshot.manifest.run_id, **this_process(), state=CLOSED, opened_at=now(), closed_at=now(),
@@ -323,9 +326,9 @@ def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[s
 
 
 def finish(folder: Path) -> None:
-    """Remove files that were merged, and take them out of their writers' accounts.
+    """Remove files that were merged, and drop them from their writers' states.
 
-    A live writer owns its account, so its files stay marked as replaced until it has ended.
+    A live writer owns its state, so its files stay marked as replaced until it has ended.
     """
     store = Store(folder)
     states = store.writers()[0]

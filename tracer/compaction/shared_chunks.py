@@ -1,7 +1,7 @@
-"""Parquet files that store equal column chunks once, such as the logprobs of `current` where they equal `train`.
+"""Stores equal column chunks of a Parquet file once, e.g. the logprobs of `current` if they equal `train`.
 
-A footer gives the byte offset of each column chunk, and the format does not require offsets to differ: two row groups with the
-same bytes in a column point to one copy. Every Parquet reader reads such a file.
+A footer has the byte offset of each column chunk, and the format does not require offsets to differ: two row groups
+with the same bytes in a column can point to one copy. Every Parquet reader supports such a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _CHUNK_OFFSET, _META_DATA = 2, 3
 _SIZE, _DATA_OFFSET, _DICTIONARY_OFFSET = 7, 9, 11
 _KEY, _VALUE = 1, 2
 _OTHER_PLACES = ((4, 6), (10, 14))
-"""Fields of a column chunk and of its metadata with further offsets: page indexes and filters, which tim-trace does not write."""
+"""Fields of a column chunk and of its metadata with other offsets: page indexes and filters, which tim-trace does not
+write.
+"""
 
 # Thrift's compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
@@ -35,11 +37,11 @@ _INTEGERS = (4, 5, 6)
 _LONG_LIST, _MAX_DELTA = 15, 15
 
 Struct = dict[int, tuple[int, Any]]
-"""Field number -> type and value; a list is the element type and the elements."""
+"""Field number -> type and value; the value of a list is its element type and elements."""
 
 
 def share_chunks(path: Path, sealed: SealedFile, block_bytes: int) -> SealedFile:
-    """Rewrite a file so that equal chunks are stored once, and return its new account; unchanged if none are equal."""
+    """Rewrite a file so that equal chunks are stored once, and return its new record; unchanged if no chunks are equal."""
     with open(path, "rb") as source:
         footer, end = _footer(source)
         chunks = sorted(_chunks(footer), key=lambda chunk: _place(chunk)[0])
@@ -88,7 +90,7 @@ def _moved(source: BinaryIO, chunks: list[Struct], end: int) -> dict[int, int] |
     for chunk in chunks:
         start, size = _place(chunk)
         if start != expected or _has_other_places(chunk):
-            return None  # not just column chunks, one after the other
+            return None  # the file has more than consecutive column chunks
         expected += size
         source.seek(start)
         key = size, whole_hash(source.read(size))
@@ -127,7 +129,7 @@ def _set_places(footer: Struct, moved: dict[int, int]) -> None:
             for field in (_DATA_OFFSET, _DICTIONARY_OFFSET):
                 if field in meta:
                     meta[field] = meta[field][0], meta[field][1] + moved[start] - start
-            if chunk[_CHUNK_OFFSET][1]:  # 0 if the chunk's metadata is only in the footer, as the format asks
+            if chunk[_CHUNK_OFFSET][1]:  # 0 if the chunk's metadata is only in the footer, as the format recommends
                 chunk[_CHUNK_OFFSET] = chunk[_CHUNK_OFFSET][0], chunk[_CHUNK_OFFSET][1] + moved[start] - start
             firsts.append(moved[start])
         if _GROUP_OFFSET in group:
@@ -141,7 +143,7 @@ def _set_value(footer: Struct, name: bytes, value: bytes) -> None:
 
 
 def read_struct(content: bytes) -> Struct:
-    """Read the structure at the beginning of `content`. Raises ValueError."""
+    """Parse the struct at the start of `content`. Raises ValueError."""
     try:
         return _Reader(content).struct()
     except IndexError as error:
@@ -149,7 +151,7 @@ def read_struct(content: bytes) -> Struct:
 
 
 def write_struct(fields: Struct) -> bytes:
-    """Encode a structure."""
+    """Encode a struct."""
     target = bytearray()
     _put_struct(target, fields)
     return bytes(target)
@@ -169,7 +171,7 @@ class _Reader:
         return found
 
     def _value(self, kind: int) -> Any:
-        if kind in (_TRUE, _FALSE, _BYTE):  # in a list, a bool is a byte
+        if kind in (_TRUE, _FALSE, _BYTE):  # inside a list, a bool is a byte
             return self._byte()
         if kind in _INTEGERS:
             return _unfolded(self._varint())
@@ -183,7 +185,7 @@ class _Reader:
             return header & 15, [self._value(header & 15) for _ in range(size)]
         if kind == _STRUCT:
             return self.struct()
-        raise ValueError(f"it holds a value of type {kind}")
+        raise ValueError(f"it has a value of unknown type {kind}")
 
     def _byte(self) -> int:
         self._at += 1
@@ -250,7 +252,7 @@ def _put_varint(target: bytearray, value: int) -> None:
 
 
 def _folded(value: int) -> int:
-    """Zigzag: 0, -1, 1, -2, ... are 0, 1, 2, 3, ..."""
+    """Zigzag: map 0, -1, 1, -2, ... to 0, 1, 2, 3, ..."""
     return value << 1 if value >= 0 else -value * 2 - 1
 
 

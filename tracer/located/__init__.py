@@ -1,1 +1,1 @@
-"""Results of `locate` in a trace, `locate/`: what they hold, writing and reading them."""
+"""Results of `locate` stored in a trace under `locate/`: their contents, writing and reading."""

@@ -1,7 +1,7 @@
-"""The files of locate/: write a result beside the recording, and read kept ones.
+"""Files of locate/: writes a result into a trace, and reads stored ones.
 
-A result is a header, `<id>.json`, and two tables that the header names with their hashes. The header is written last and
-replaces the one before by rename, so that a reader sees one result or the other.
+A result is a header, `<id>.json`, and two tables that the header lists with their hashes. The header is written last
+and replaces an earlier one by rename, so that a reader sees either the old result or the new one.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ..whole_file import unnamed_file, write_part
 from .results import FORMAT, A, B, Located, LocateQuestion, OperatorError, Patch, ResultHeader, limits, parse_header
 
 UNFINISHED = "-unfinished"
-"""Part of the names of files that an interrupted `locate` left."""
-_AGAIN = "run locate again, or remove it"
+"""Part of the names of files left by an interrupted `locate`."""
+_AGAIN = "run locate again, or delete the file"
 _HEADER = re.compile(r"[0-9a-f]{16}\.json")
 _OPTIONS: dict[str, Any] = {"compression": "zstd"}
 _MOST_ROWS = 1 << 20
-"""A table with more rows is refused unread."""
+"""A table with more rows is rejected without reading it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptResult:
-    """A result of `locate` in a trace."""
+    """A `locate` result stored in a trace."""
 
     header: ResultHeader
     found: Located
@@ -52,7 +52,7 @@ class KeptResult:
 
 
 def header_path(result: str) -> str:
-    """Path of a result's header in the trace."""
+    """Return the path of a result's header in the trace."""
     return f"{LOCATE}/{result}.json"
 
 
@@ -60,9 +60,9 @@ def header_path(result: str) -> str:
 
 
 def write_result(store: Store, result: str, question: LocateQuestion, found: Located) -> str:
-    """Keep a result in a local trace under the id of its question, replacing an earlier one; return its header's path.
+    """Store a result in a local trace under the id of its question, replacing an earlier one; return its header's path.
 
-    Raises OSError, and StorageError where a link would lead elsewhere.
+    Raises OSError, and StorageError if a link points outside the trace.
     """
     folder = Path(store.root)
     before = _named_before(store, result)
@@ -82,7 +82,7 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
 
 
 def _named_before(store: Store, result: str) -> set[str]:
-    """Tables of the result to replace; another process may be writing newer ones of the same question."""
+    """Return the tables of the result to replace; another process may be writing newer tables for the same question."""
     try:
         return set(read_header(store, result).files)
     except (TimTraceError, OSError):
@@ -90,7 +90,7 @@ def _named_before(store: Store, result: str) -> set[str]:
 
 
 def _write_table(folder: Path, result: str, spec: Table, rows: Sequence[dict[str, Any]]) -> tuple[str, SealedFile]:
-    """Write a table, named after the hash of its footer; return its path and account."""
+    """Write a table, named after the hash of its footer; return its path and file record."""
     part = pa.Table.from_pylist(rows, spec.schema)
     with unnamed_file(folder, LOCATE) as temporary:
         written = write_checked(temporary, _identity(result, spec), spec.schema, [part], **_OPTIONS)
@@ -117,17 +117,17 @@ def _operator_rows(found: Located) -> list[dict[str, Any]]:
 
 
 def result_ids(store: Store) -> list[str]:
-    """Ids of the results in a trace."""
+    """Return the ids of the results in a trace."""
     return [name.removesuffix(".json") for name in store.files(LOCATE) if _HEADER.fullmatch(name)]
 
 
 def unfinished_names(store: Store, question: str) -> list[str]:
-    """Return the paths in a trace that an interrupted `locate` left of a question."""
+    """Return the paths in a trace that an interrupted `locate` left for a question."""
     return [f"{LOCATE}/{name}" for name in store.files(LOCATE) if name.startswith(f"{question}{UNFINISHED}")]
 
 
 def unfinished_questions(store: Store) -> list[str]:
-    """Return the ids of questions that an interrupted `locate` left parts of."""
+    """Return the ids of questions with parts left by an interrupted `locate`."""
     return sorted({name.partition(UNFINISHED)[0] for name in store.files(LOCATE) if UNFINISHED in name})
 
 
@@ -136,22 +136,22 @@ def read_header(store: Store, result: str) -> ResultHeader:
     where = store.shown(header_path(result))
     header = parse_header(store.read_json(header_path(result)), where)
     if header.id != result:
-        raise DamagedTrace(f"{where}: is of result {header.id} under another name; {_AGAIN}")
+        raise DamagedTrace(f"{where}: belongs to result {header.id}; {_AGAIN}")
     if header.run_id != store.manifest().run_id:
-        raise DamagedTrace(f"{where}: is of run {header.run_id}, not of this one; remove it")
+        raise DamagedTrace(f"{where}: belongs to run {header.run_id}, not to this one; delete it")
     names = {part: name for name in header.files for part in (OPERATORS.name, PATCHES.name) if f"-{part}-" in name}
     if len(names) != 2 or any(not name.startswith(f"{LOCATE}/{result}-") for name in names.values()):
-        raise DamagedTrace(f"{where}: does not name its two tables; {_AGAIN}")
+        raise DamagedTrace(f"{where}: does not list its two tables; {_AGAIN}")
     return header
 
 
 def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
-    """Read every result of a trace, the newest last; return them with one sentence per result that cannot be read."""
+    """Read every result of a trace, newest last; also return one sentence per result that cannot be read."""
     found, damaged = [], []
     for result in result_ids(store):
         try:
             found.append(read_result(store, result))
-        except FileNotFoundError:  # removed since it was listed
+        except FileNotFoundError:  # deleted since it was listed
             continue
         except (TimTraceError, OSError) as error:
             damaged.append(str(error))
@@ -159,11 +159,13 @@ def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
 
 
 def read_result(store: Store, result: str) -> KeptResult:
-    """Read a result. Raises DamagedTrace if it is not as it was written, NewerTrace, and FileNotFoundError if there is none."""
+    """Read a result. Raises DamagedTrace if its content has changed, NewerTrace, and FileNotFoundError if it does not
+    exist.
+    """
     header = read_header(store, result)
     try:
         return _read_tables(store, header)
-    except FileNotFoundError:  # a newer result took its place
+    except FileNotFoundError:  # replaced by a newer result
         header = read_header(store, result)
     try:
         return _read_tables(store, header)
@@ -173,7 +175,7 @@ def read_result(store: Store, result: str) -> KeptResult:
 
 
 def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
-    """Compare all of one of a result's tables with its hash. Raises DamagedTrace, also for one that is missing."""
+    """Check one of a result's tables against its full hash. Raises DamagedTrace, also if it is missing."""
     try:
         read_table(store, header, relative)
         is_whole = whole_hash(store.read_bytes(relative)) == header.files[relative].hash
@@ -186,10 +188,10 @@ def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
 def _footer(store: Store, relative: str, record: SealedFile) -> ParquetFooter:
     where = store.shown(relative)
     if (size := store.file_size(relative)) != record.num_bytes:
-        raise DamagedTrace(f"{where}: has {size:,} bytes where locate wrote {record.num_bytes:,}; {_AGAIN}")
+        raise DamagedTrace(f"{where}: has {size:,} bytes, but locate wrote {record.num_bytes:,}; {_AGAIN}")
     footer = read_footer(store, relative, size)
     if footer.num_rows > _MOST_ROWS:
-        raise DamagedTrace(f"{where}: claims {footer.num_rows:,} rows, which no result of locate has; {_AGAIN}")
+        raise DamagedTrace(f"{where}: has {footer.num_rows:,} rows, more than a locate result can have; {_AGAIN}")
     if (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
         raise DamagedTrace(f"{where}: its footer is not what locate wrote; {_AGAIN}")
     return footer
@@ -222,11 +224,11 @@ def _spec(header: ResultHeader, relative: str) -> Table:
 
 
 def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[str, Any]]:
-    """Read one of a result's tables, and compare its bytes with their checksums. Raises DamagedTrace and FileNotFoundError."""
+    """Read one of a result's tables, and verify its checksums. Raises DamagedTrace and FileNotFoundError."""
     where, spec = store.shown(relative), _spec(header, relative)
     footer = _footer(store, relative, header.files[relative])
     if not footer.schema.remove_metadata().equals(spec.schema):
-        raise DamagedTrace(f"{where}: has other columns than a table of {spec.name}; {_AGAIN}")
+        raise DamagedTrace(f"{where}: does not have the columns of a table of {spec.name}; {_AGAIN}")
     try:
         file = footer.verified(store, relative)
         rows: list[dict[str, Any]] = pq.read_table(pa.PythonFile(FileCursor(file), mode="r")).to_pylist()
@@ -250,4 +252,4 @@ def _check_rows(rows: Iterable[dict[str, Any]], spec: Table, num_sequences: int,
             or any(len(values) != num_sequences for values in lists)
             or (spec is PATCHES and None in row["squares_left"])
         ):
-            raise DamagedTrace(f"{where}: holds rows that no result of locate has; {_AGAIN}")
+            raise DamagedTrace(f"{where}: has rows that locate does not write; {_AGAIN}")

@@ -1,4 +1,4 @@
-"""Results of `locate`: what it was asked, what it found, and the header of a result that is kept in a trace."""
+"""Results of `locate`: the question, the findings, and the header of a result stored in a trace."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ...schemas.documents import read_document, to_document
 from ...schemas.errors import DamagedTrace, NewerTrace
 
 A, B = "a", "b"
-"""The two executions: the one asked about, and the one it is compared with."""
+"""The two executions: the one in question, and the one it is compared with."""
 ROUTES = "routes"
-"""The patch that gives an execution the other's choices of experts."""
+"""Name of the patch that gives one execution the other's expert choices."""
 BEYOND = 1.0
-"""Rounding cannot explain an introduced error of more bounds than this."""
+"""Rounding cannot explain an introduced error larger than this, in units of its bound."""
 FORMAT = 1
-"""Version of the header and the tables beside it."""
-_WHAT = "a result of locate"
+"""Format version of the header and its tables."""
+_WHAT = "a locate result"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateQuestion:
-    """What `locate` was asked. The same question has the same id, and its newest result is kept."""
+    """The arguments of `locate`. The same question has the same id, and only its newest result is stored."""
 
     step: int
     arm: str | None
@@ -40,33 +40,33 @@ class LocateQuestion:
 
 
 def limits(layers: str | None, operators: str | None) -> str:
-    """What a question is limited to: `layers 2:8`, `operators q_proj,rotary`, or both; empty for everything."""
+    """Return the limits of a question: `layers 2:8`, `operators q_proj,rotary`, or both; empty for everything."""
     return " and ".join(f"{name} {text}" for name, text in (("layers", layers), ("operators", operators)) if text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorError:
-    """The error that one operator of one execution introduces, over all chosen sequences, against float64 on the same inputs."""
+    """Error introduced by one operator of one execution, over all chosen sequences, against float64 on the same inputs."""
 
     side: str
     """`a` or `b`."""
     order: int
-    """Its place in the forward."""
+    """Position in the forward."""
     operator: str
-    """Name of the module; `layers.7.residual` and the like for what lies between modules."""
+    """Name of the module; `layers.7.residual` and the like for computations between modules."""
     kind: str
     layer: int | None
-    """From 0; None outside of layers."""
+    """Layer index from 0; None outside the layers."""
     dtype: str
     """torch's name of the output's dtype."""
     num_values: int
     introduced: float
-    """Root mean square of its own error, relative to that of the exact result."""
+    """Root mean square of its own error, relative to the RMS of the exact result."""
     ratio: float
-    """Its largest own error, in units of the rounding bound; above 1 it computes something else."""
+    """Its largest own error divided by the rounding bound; above 1 rounding does not explain it."""
     seq_id: str
     token: int
-    """Where that error is: the sequence, and the token of prompt and response, from 0."""
+    """Location of that error: `seq_id`, and the token's index in prompt and response, from 0."""
     inherited: float | None
     """Root mean square difference of the two executions' inputs, relative to a's; None if they share no input."""
     difference: float | None
@@ -85,7 +85,7 @@ class LocatedSequence:
 
     seq_id: str
     group: str
-    """Sequences of one prompt share it."""
+    """Id shared by the sequences of one prompt."""
     num_tokens: int
     sum_square: float
     """Sum of d^2, nats^2."""
@@ -93,7 +93,7 @@ class LocatedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightDifference:
-    """A tensor of an execution that differs from the recorded one in its dtype."""
+    """A tensor of an execution that differs from the recorded one, compared in the execution's dtype."""
 
     side: str
     tensor: str
@@ -101,33 +101,36 @@ class WeightDifference:
     largest: float
     """Largest absolute difference."""
     version: int | None
-    """The policy version whose recorded tensor it equals; None if it equals none."""
+    """Policy version whose recorded tensor it equals; None if it equals none."""
     share: float = 1.0
-    """Fraction of its numbers that differ."""
+    """Fraction of its elements that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How often the two executions choose other experts: a step in the model, which no sum of small errors explains."""
+    """How often the two executions choose different experts: a discontinuity, which no sum of small errors explains."""
 
     operator: str
     layer: int | None
     num_tokens: int
     num_flipped: int
-    """Tokens with another set of experts."""
+    """Number of tokens with a different set of experts."""
     margin: float | None = None
-    """Over these tokens, the largest distance from a tie: the lowest score of an expert that a chose less the highest of one that it
-    did not choose. None without flips, and where the choice does not follow from the scores alone."""
+    """Largest distance from a tie over these tokens: the lowest score of an expert that a chose minus the highest of
+    one it did not choose. None without flips, and if the choice does not follow from the scores alone.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """The mismatch left when operators of one execution are computed by the other's code, on their own inputs."""
+    """Mismatch left when operators of one execution are computed by the other's code, on their own inputs."""
 
     patch: str
-    """What was patched: a kind of operator, `layers 0 to 7`, `all operators`, or `routes` for the choices of experts that differ."""
+    """Patched operators: a kind of operator, `layers 0 to 7`, `all operators`, or `routes` for differing expert
+    choices.
+    """
     taker: str
-    """The side whose operators were replaced."""
+    """Side whose operators were replaced."""
     num_operators: int
     squares_left: tuple[float, ...]
     """Sum of d^2 with the operators replaced, per sequence of the result."""
@@ -142,21 +145,22 @@ class Divergence:
     kind: str
     layer: int | None
     why: str
-    """`weights`: it has other weights; `beyond`: its own error exceeds its bound; `code`: its code computes something else in
-    float64."""
+    """`weights`: it has other weights; `beyond`: its own error exceeds its bound; `code`: its code computes something
+    different in float64.
+    """
     ratio: float | None
     version: int | None
-    """With `weights`: the policy version they are from."""
+    """For `weights`: the policy version whose weights it has."""
     seq_id: str | None
     token: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedFacts:
-    """What was found apart from operators and patches, as the header of a kept result has it."""
+    """Findings other than operators and patches, as stored in the header of a result."""
 
     policy_version: int
-    """Of the recorded weights."""
+    """Policy version of the recorded weights."""
     device: str
     """`cpu` or `cuda`."""
     a: str
@@ -166,71 +170,72 @@ class LocatedFacts:
     """How the sequences were chosen."""
     sequences: tuple[LocatedSequence, ...]
     num_tokens: int
-    """Response tokens that were compared."""
+    """Number of compared response tokens."""
     mean_abs_d: float
-    """Of d = logprob(b) - logprob(a), nats."""
+    """Mean |d| of d = logprob(b) - logprob(a), nats."""
     max_abs_d: float
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
-    """In the order of the forward; empty without a mixture of experts."""
+    """In forward order; empty without a mixture of experts."""
     unseen: tuple[str, ...]
     """Kinds of operators that only one execution has."""
     engines: tuple[str, ...]
-    """The sides that vLLM ran: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""
+    """Sides run by vLLM: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""
     first: Divergence | None
     """None if rounding explains everything."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """What could not be judged or done -> the reason; the rest is judged without it."""
+    """What could not be judged or done -> the reason; everything else is judged without it."""
 
     def facts(self) -> dict[str, Any]:
-        """These fields by name."""
+        """Return these fields by name."""
         return {each.name: getattr(self, each.name) for each in fields(LocatedFacts)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located(LocatedFacts):
-    """Where two executions diverge over some sequences of a step."""
+    """Where two executions diverge on some sequences of a step."""
 
     run: str
     step: int
     operators: tuple[OperatorError, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
-    """(side, operator) -> sequence -> sum over tokens of d times what the operator's own error adds to d, nats^2. Over all
-    operators of both sides they add up to the sum of d^2, as far as the model is linear in the errors."""
+    """(side, operator) -> sequence -> sum over tokens of d times the contribution of the operator's own error to d,
+    nats^2. Over all operators of both sides they add up to the sum of d^2, if the model is linear in the errors.
+    """
     patches: tuple[Patch, ...]
     only: str = ""
-    """What the question was limited to: `layers 2:8`, `operators q_proj,rotary`, or both; empty for everything."""
+    """Limits of the question: `layers 2:8`, `operators q_proj,rotary`, or both; empty for everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultHeader(LocatedFacts):
-    """locate/<id>.json: one kept result without its rows."""
+    """Contents of locate/<id>.json: one stored result without its rows."""
 
     format: int
     id: str
-    """Of its question; names its files."""
+    """Id of its question; part of its file names."""
     run_id: str
     question: LocateQuestion
     made_at: str
     """ISO 8601 in UTC."""
     made_by: str
-    """Version of tim-trace."""
+    """tim-trace version."""
     versions: dict[str, str]
     """Libraries that can change a logprob -> version."""
     files: dict[str, SealedFile]
-    """Path in the trace -> account of the table written there: one of operators, one of patches."""
+    """Path in the trace -> record of the table stored there: one for operators, one for patches."""
 
     def to_json(self) -> str:
         return to_document(asdict(self))
 
 
 def parse_header(content: bytes, where: str) -> ResultHeader:
-    """Read locate/<id>.json; unknown fields are ignored. Raises DamagedTrace and NewerTrace."""
+    """Parse locate/<id>.json; unknown fields are ignored. Raises DamagedTrace and NewerTrace."""
     values = read_document(content, where, _WHAT, needs_checksum=True)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
-        raise NewerTrace(f"{where}: format {made} of a later release; this one reads up to {FORMAT}")
+        raise NewerTrace(f"{where}: has format {made}, from a later release; this release reads up to {FORMAT}")
     try:
-        # JSON has no NaN and no infinities: they are strings there.
+        # JSON has no NaN or infinities; they are stored as strings.
         return msgspec.convert(values, ResultHeader, strict=False)
     except (msgspec.ValidationError, RecursionError) as error:
         raise DamagedTrace(f"{where}: not {_WHAT} ({str(error).splitlines()[0]}); run locate again") from error

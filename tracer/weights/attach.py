@@ -1,4 +1,4 @@
-"""Attaching the weights of a Hugging Face folder to a policy version of a trace without weights."""
+"""Attaches the weights of a Hugging Face folder to a policy version of a trace without weights."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from .reader import WeightReader
 _DECIDING = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-"""Config entries that must agree for two configs to be of the same model."""
+"""Config entries that must be equal in two configs of the same model."""
 _TOLD = 8
-"""Number of versions or tensors that an error names."""
+"""Maximum number of versions or tensors listed in an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """The attached weights."""
+    """Summary of the attached weights."""
 
     version: int
     folder: str
     num_tensors: int
     num_bytes: int
     has_tokenizer: bool
-    """Whether the folder's tokenizer was taken too; the trace's own is kept."""
+    """True if the folder's tokenizer was stored too; a tokenizer already in the trace is not replaced."""
 
 
 def attach(
@@ -53,17 +53,18 @@ def attach(
     tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Attached:
-    """Keep the weights of a Hugging Face folder as those of a policy version, so that a trace of a dump can be replayed.
+    """Keep the weights of a Hugging Face folder as those of a policy version, so that a trace of a dump can be
+    replayed.
 
-    `folder` holds config.json and safetensors, as `save_pretrained` writes them, of a model class of transformers' own; no
-    code in it is run. The model's config, and the tokenizer of the folder or of `tokenizer`, are kept with them. They are
-    written as a recorder writes them, and the trace holds all of it or none, however this process ends.
+    `folder` holds config.json and safetensors, as written by `save_pretrained`, for one of transformers' own model
+    classes; no code in it is run. The model's config and the tokenizer of the folder, or of `tokenizer`, are stored
+    with the weights. The format is the recorder's, and an interruption leaves either all of it or nothing in the trace.
 
-    Weights that were attached before are replaced with `force`; recorded ones are not, since later versions are changes of
-    them.
+    `force` replaces weights attached earlier. Recorded weights cannot be replaced, since later versions are stored as
+    changes to them.
 
-    Raises InvalidOption for a version that no row of the trace is of, weights that are there, and a model of another
-    vocabulary or size than the trace's; WeightsMissing for a folder without weights that can be read; NotInstalled without
+    Raises InvalidOption for a version that no row of the trace has, existing weights, and a model whose vocabulary or
+    size does not match the trace; WeightsMissing for a folder without readable weights; NotInstalled without
     transformers; TraceNotFound, TraceExists for a trace that is being recorded, StorageError.
     """
     Store(trace).manifest()
@@ -112,7 +113,7 @@ def attach_model(
 
 
 def is_attached(trace: str | os.PathLike[str], version: int, folder: str | os.PathLike[str]) -> bool:
-    """Whether a trace has weights of a version that came from this folder."""
+    """Return True if a trace has weights of a version attached from this folder."""
     store = Store(trace)
     states = {state.writer: state for state in store.writers()[0]}
     parts = WeightReader(store, tuple(states.values())).parts.get(version, ())
@@ -131,11 +132,11 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     path = Path(os.path.expanduser(folder))
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
-        adapter = "; it is that of an adapter, which is merged first" if (path / "adapter_config.json").exists() else ""
-        raise WeightsMissing(f"{path}: holds no {lacking}; name a folder that save_pretrained wrote{adapter}")
+        adapter = "; it has an adapter, which must be merged first" if (path / "adapter_config.json").exists() else ""
+        raise WeightsMissing(f"{path}: has no {lacking}; give a folder written by save_pretrained{adapter}")
     if (path / "adapter_config.json").exists():
         raise WeightsMissing(
-            f"{path}: holds an adapter; merge it (merge_and_unload) and save the model in a folder of its own"
+            f"{path}: contains an adapter; merge it (merge_and_unload) and save the model to another folder"
         )
     try:
         import torch
@@ -146,13 +147,13 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever transformers raises for an invalid config
+    except Exception as error:  # transformers may raise anything for an invalid config
         raise WeightsMissing(f"{path / 'config.json'}: cannot be read ({first_line(error)})") from error
     name = str((config.architectures or ["none"])[0])
     kind: Any = getattr(transformers, name, None)
     if not _is_language_model(kind):
         raise WeightsMissing(
-            f"{path / 'config.json'}: names the architecture {name}, which is no language model of the installed transformers"
+            f"{path / 'config.json'}: names the architecture {name}, which is not a language model in the installed transformers"
         )
     try:
         model, told = kind.from_pretrained(
@@ -176,7 +177,7 @@ def _is_language_model(kind: object) -> bool:
 
 
 def _put_own_dtypes(model: Any, path: Path) -> None:
-    """Restore the file's bits of tensors that the model holds in another dtype."""
+    """Restore the file's own bits for tensors that the model loaded in another dtype."""
     from safetensors import safe_open
 
     tensors = model.state_dict(keep_vars=True)
@@ -196,9 +197,9 @@ def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever transformers raises for an invalid tokenizer
+    except Exception as error:  # transformers may raise anything for an invalid tokenizer
         raise InvalidOption(
-            f"{place}: holds no tokenizer that can be loaded ({first_line(error)})", option="tokenizer"
+            f"{place}: no tokenizer can be loaded from it ({first_line(error)})", option="tokenizer"
         ) from error
 
 
@@ -213,7 +214,7 @@ def _identity(model: Any, there: str) -> dict[str, Any]:
 
 
 def _check_version(snapshot: Snapshot, version: int) -> None:
-    """Raise InvalidOption for a version that no row has; any is accepted if no row has a version."""
+    """Raise InvalidOption for a version that no row has; if no row has a version, any is accepted."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
         raise InvalidOption(f"got {version!r}; a policy version is a number of optimizer updates, from 0 on")
     there: set[int] = set()
@@ -227,19 +228,19 @@ def _check_version(snapshot: Snapshot, version: int) -> None:
 
 
 def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
-    """Raise InvalidOption for a model that cannot be the trace's, by its sizes or vocabulary."""
+    """Raise InvalidOption if the model's sizes or vocabulary do not match the trace."""
     where, config = snapshot.store.url, model.config.to_dict()
     for known in snapshot.writers:
         if known.model.get("adapters"):
             raise InvalidOption(
-                f"{where}: was recorded with adapters, and a folder of one model does not hold their weights"
+                f"{where}: was recorded with adapters, whose weights a folder of one model does not contain"
             )
         recorded = known.model.get("config")
         if isinstance(recorded, dict):
             other = [name for name in _DECIDING if _size(recorded, name) != _size(config, name)]
             if other:
                 told = ", ".join(f"{name} {_size(config, name)}, not {_size(recorded, name)}" for name in other)
-                raise InvalidOption(f"{there}: is not the model of {where}: {told}")
+                raise InvalidOption(f"{there}: does not match the model of {where}: {told}")
     most = max((_largest(rows) for rows in _columns(snapshot, SEQUENCES, ["prompt_ids", "response_ids"])), default=-1)
     vocab_size = int(_size(config, "vocab_size") or 0)
     if most >= vocab_size:
@@ -260,7 +261,7 @@ def _largest(rows: pa.Table) -> int:
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield columns of a table file by file, without missing ones."""
+    """Yield columns of a table file by file, skipping columns a file does not have."""
     for entry in snapshot.files[table]:
         wanted = [name for name in names if name not in entry.lacking]
         yield pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=wanted)
@@ -269,26 +270,26 @@ def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[p
 
 
 def _to_replace(store: Store, version: int, force: bool) -> list[str]:
-    """Return the writers whose weights of a version are replaced. Raises InvalidOption if they may not be."""
+    """Return the writers whose weights of a version will be replaced. Raises InvalidOption if they must not be."""
     states = {state.writer: state for state in store.writers()[0]}
     reader = WeightReader(store, tuple(states.values()))
     writers = [record.writer for record in reader.parts.get(version, ())]
     recorded = [name for name in writers if name not in states or states[name].attached_from is None]
     if recorded:
         raise InvalidOption(
-            f"{store.url}: has weights of version {version} that were recorded, and these are not replaced; import or copy the "
+            f"{store.url}: has weights of version {version} that were recorded and cannot be replaced; import or copy the "
             "run without its weights to attach others"
         )
     if writers and not force:
         raise InvalidOption(
-            f"{store.url}: has weights of version {version} already, of {states[writers[0]].attached_from}; replace them "
+            f"{store.url}: already has weights of version {version}, attached from {states[writers[0]].attached_from}; replace them "
             f"with {option('force')}"
         )
     return writers
 
 
 def _remove(store: Store, folder: Path, name: str) -> None:
-    """Remove the weights that a writer attached. Its state is marked first, so that they no longer count."""
+    """Remove the weights that a writer attached. Its state is marked first, so that readers ignore them from then on."""
     path = f"{WRITERS}/{name}.json"
     write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):

@@ -1,8 +1,8 @@
-"""Sparse changes of a row of bits: the changed elements and their differences.
+"""Sparse encoding of weight updates: the changed elements of a chunk and their differences.
 
-An update at a small learning rate changes few of a half-precision model's weights, most of them to the next number. Each change
-is stored as its distance to the previous changed element and the difference of its bits as unsigned integers, modulo their
-range. Differences of several updates can be added in any order, and undone.
+An update at a small learning rate changes few of a half-precision model's weights, and most of those by one unit in the
+last place. Each change is stored as the distance from the previous changed element and the difference of the bits as
+unsigned integers, modulo their range. Differences of several updates can be added in any order, and undone.
 
 Shapes: K changed elements of a chunk of C, G bytes of distances.
 """
@@ -22,7 +22,7 @@ Changes = tuple[np.ndarray, np.ndarray]
 """[K] ascending positions in a chunk, and [K] differences of their bits."""
 
 _LONGEST = 255
-"""Byte of a distance that continues with the next byte."""
+"""Byte value meaning that the distance continues in the next byte."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
@@ -50,7 +50,7 @@ def added(several: Sequence[Changes]) -> Changes:
 
 
 def write_changes(path: Path, changes: Changes) -> int:
-    """Write the changes of a chunk, and return their bytes on disk."""
+    """Write the changes of a chunk, and return their size on disk in bytes."""
     places_K, differences_K = changes
     distances_K = np.diff(places_K, prepend=-1)
     num_longest_K = distances_K // _LONGEST
@@ -70,11 +70,11 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
     folded_K = decoded(encoded[end:], kind, size)
     ends_K = np.flatnonzero(distances_G != _LONGEST)
     if not len(ends_K) or len(ends_K) != len(folded_K) or ends_K[-1] != len(distances_G) - 1:
-        raise ValueError("its places and differences do not fit each other")
+        raise ValueError("its positions and differences do not match")
     places_K = np.cumsum(distances_G, dtype=np.int64)[ends_K]
     places_K -= 1
     if places_K[0] < 0 or places_K[-1] >= size:
-        raise ValueError(f"it changes elements outside of {size:,}")
+        raise ValueError(f"it changes elements beyond its {size:,}")
     return places_K, _unfolded(folded_K)
 
 

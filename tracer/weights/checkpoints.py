@@ -1,4 +1,4 @@
-"""Hugging Face folders: reading checkpoints that a run saved, and writing a recorded version as one."""
+"""Reads checkpoints saved by a run as Hugging Face folders, and writes a recorded version as one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
 class CheckpointReader:
-    """Reads versions that are Hugging Face folders in one folder: `checkpoint-100`, `step_200`, ...
+    """Reads versions saved as Hugging Face folders in one folder: `checkpoint-100`, `step_200`, ...
 
     The number at the end of a folder's name is the policy version: its number of optimizer updates.
     """
@@ -39,17 +39,18 @@ class CheckpointReader:
 
     @property
     def versions(self) -> list[int]:
-        """The available versions, in order."""
+        """Available versions, in order."""
         return sorted(self.folders)
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Load every tensor of a version; a run leaves one attempt at it. Raises WeightsMissing.
+        """Load every tensor of a version. Raises WeightsMissing.
 
-        Tensors are always memory-mapped, so unread ones take no memory.
+        A run saves each version once, so `attempt` is ignored. Tensors are always memory-mapped, so unread ones take no
+        memory.
         """
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
-            raise WeightsMissing(f"{self.folder}: has no checkpoint of version {version}; there: {there}")
+            raise WeightsMissing(f"{self.folder}: has no checkpoint of version {version}; available: {there}")
         return read_folder(self.folders[version])
 
 
@@ -60,7 +61,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise WeightsMissing(f"{folder}: holds no *.safetensors; name a folder that save_pretrained wrote")
+        raise WeightsMissing(f"{folder}: has no *.safetensors; give a folder written by save_pretrained")
     for path in paths:
         try:
             with safe_open(path, "np"):  # validates the header against the file
@@ -76,14 +77,16 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         for name, entry in header.items():
             dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
-                raise WeightsMissing(f"{path}: {name} is {entry['dtype']}, which cannot be read here")
+                raise WeightsMissing(f"{path}: {name} is {entry['dtype']}, which is not supported")
             first, last = (start + offset for offset in entry["data_offsets"])
             tensors[name] = Tensor(dtype, np.asarray(mapped[first:last]).view(bits_type(dtype)).reshape(entry["shape"]))
     return tensors
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a recorded model with `architectures`, which vLLM needs and a model that was never loaded lacks."""
+    """Return the config of a recorded model with `architectures`, which vLLM needs; a model not loaded from a
+    checkpoint has none.
+    """
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}
@@ -99,14 +102,14 @@ def write_folder(
 ) -> None:
     """Write weights, a model's config and a tokenizer's files as a folder that `from_pretrained` loads.
 
-    With the prefix `adapter_` peft loads it as an adapter. Raises InvalidOption if the folder is in use, StorageError if it
-    cannot be written.
+    With the prefix `adapter_` peft loads it as an adapter. Raises InvalidOption if the folder is in use, StorageError
+    if it cannot be written.
     """
     from safetensors import TensorSpec, serialize_file
 
     documents = {f"{prefix}config.json": json.dumps(dict(config), indent=2).encode() + b"\n", **tokenizer}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidOption(f"{folder}: exists and is not an empty folder; name one that does not exist yet")
+        raise InvalidOption(f"{folder}: exists and is not an empty folder; give a new one")
     shared: dict[int, str] = {}
     arrays: dict[str, np.ndarray] = {}
     specs = {}
@@ -126,4 +129,4 @@ def write_folder(
         for document, content in documents.items():
             (folder / document).write_bytes(content)
     except OSError as error:
-        raise StorageError(f"{folder}: cannot be written ({error}); name a folder that can") from error
+        raise StorageError(f"{folder}: cannot be written ({error}); give a writable folder") from error

@@ -1,10 +1,10 @@
 """Rows of bits in Zarr v3 arrays, compressed chunk by chunk.
 
 Metadata and chunks follow the Zarr v3 specification (core 3.0, codecs `bytes` and `blosc`), so any Zarr library reads
-them. They are written without one: a library takes 10 ms and threads per array, which would slow a small model's training
-at every step, and the threads are gone at interpreter exit.
+them. They are written without one: a library takes 10 ms and threads per array, which would slow every step of a small
+model's training, and its threads are gone at interpreter exit.
 
-Shapes: R rows (versions) of a segment, E elements of a row, those of all tensors of a dtype, C elements a chunk.
+Shapes: R rows (versions) of a segment, E elements of a row (all tensors of a dtype), C elements of a chunk.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _T = TypeVar("_T")
 DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Bytes an element -> the unsigned integers that hold its bits."""
+"""Bytes per element -> the unsigned integer type that holds its bits."""
 Bits = dict[str, np.ndarray]
 """dtype -> [E] bits."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def bits_type(dtype: str) -> Any:
-    """Return the unsigned integer type of a dtype's size."""
+    """Return the unsigned integer type with a dtype's size."""
     return BITS[ITEM_BYTES[dtype]]
 
 
@@ -84,7 +84,9 @@ def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
 def write_row(
     folder: Path, dtype: str, row: int, bits_E: np.ndarray, encoders: Sequence[Worker]
 ) -> tuple[list[int], int]:
-    """Write one row on the encoders' threads; return the nonzero chunks, and their bytes on disk."""
+    """Write one row on the encoders' threads; return the indices of the nonzero chunks, and their size on disk in
+    bytes.
+    """
     size = chunk_elements(dtype, len(bits_E))
 
     def write(index: int) -> int:
@@ -95,14 +97,14 @@ def write_row(
 
 
 def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the chunks that have bytes on disk, and all of their bytes."""
+    """Return the indices of chunks with a nonzero size, and the sum of all sizes."""
     return [index for index, size in enumerate(num_bytes) if size], sum(num_bytes)
 
 
 def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
     """Return the result of `work` for every chunk, computed on the encoders' threads."""
     if num_chunks <= 1:
-        return [work(0)]  # waking another thread would cost a small model's training more than the work itself
+        return [work(0)]  # waking another thread would slow a small model's training more than the work itself
     found: dict[int, _T] = {}
 
     def keep(index: int) -> None:
@@ -118,7 +120,7 @@ def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Wo
 
 
 def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
-    """Write a chunk, padded with zero bits to its full size, and return its bytes on disk."""
+    """Write a chunk, padded with zero bits to its full size; return its size on disk in bytes."""
     if len(part_C) < size:
         part_C = np.concatenate([part_C, np.zeros(size - len(part_C), part_C.dtype)])
     encoded = _CODEC.encode(np.ascontiguousarray(part_C))
@@ -136,12 +138,12 @@ def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None
 
 def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | None = None) -> np.ndarray:
     """Decode a blosc buffer of at most `most` numbers, in `out` if given. Raises ValueError."""
-    # blosc allocates what the buffer's header says.
+    # blosc allocates the size given in the buffer's header
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
         raise ValueError(f"it does not hold up to {most:,} numbers of {kind.itemsize} bytes")
-    if int.from_bytes(encoded[12:16], "little") != len(encoded):  # blosc reads as far as its header says
-        raise ValueError(f"it has {len(encoded):,} bytes, and is not whole")
+    if int.from_bytes(encoded[12:16], "little") != len(encoded):  # blosc reads up to the size given in its header
+        raise ValueError(f"it has {len(encoded):,} bytes, which is incomplete")
     try:
         return np.frombuffer(_CODEC.decode(encoded, out), kind)
     except RuntimeError as error:

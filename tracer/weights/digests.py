@@ -1,4 +1,4 @@
-"""64-bit digests of tensors, computed on their device.
+"""64-bit digests of tensors, computed on the tensor's device.
 
 Shapes: N 32-bit lanes of a tensor, C lanes of a chunk.
 """
@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 20
 _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Bytes of an element -> integer dtype that both torch and NumPy have."""
+"""Bytes per element -> an integer dtype that both torch and NumPy have."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
 """An int, or on an accelerator an int64 tensor, which `resolved` reads."""
@@ -25,9 +25,10 @@ _coefficients: dict[Any, Any] = {}
 def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
     """Return the digest of a tensor, first rounded to a floating `dtype` and moved to a device if given.
 
-    On a CPU it is XXH3-64 of the bytes. Elsewhere it is the sum of the bytes as 32-bit lanes, each times an odd number that
-    depends on its position, modulo 2^64: only the sum leaves the device. Digests of different kinds of devices do not compare.
-    A tensor is cast and moved in pieces. `through` is a dtype that it is rounded to first.
+    On a CPU it is the XXH3-64 of the bytes. Elsewhere it is the sum of the bytes as 32-bit lanes, each multiplied by an
+    odd number that depends on its position, modulo 2^64, so only the sum leaves the device. Digests of different device
+    types are not comparable. A tensor is cast and moved in pieces. `through` is an intermediate dtype that it is
+    rounded to first.
     """
     tensor = tensor.detach()
     if device is None or tensor.device.type == device.type:
@@ -42,7 +43,7 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any =
 
 
 def resolved(digests: Sequence[Digest]) -> list[int]:
-    """Return digests as integers from 0 to 2^64 - 1, with one copy from an accelerator for all."""
+    """Return digests as integers from 0 to 2^64 - 1, with a single copy from the accelerator."""
     import torch
 
     places = [index for index, value in enumerate(digests) if not isinstance(value, int)]
@@ -55,7 +56,7 @@ def resolved(digests: Sequence[Digest]) -> list[int]:
 
 
 def _of_few(tensor: Any, dtype: Any) -> int:
-    """Return what `_of_bytes` returns, in fewer calls, for a small tensor."""
+    """Return the result of `_of_bytes` for a small tensor, in fewer calls."""
     import torch
 
     cast = tensor.to(dtype).contiguous()
@@ -63,7 +64,7 @@ def _of_few(tensor: Any, dtype: Any) -> int:
 
 
 def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
-    """Digest a tensor cast in pieces that fit the processor's cache."""
+    """Digest a tensor, cast in pieces that fit into the CPU cache."""
     import torch
 
     found = xxhash.xxh3_64()
@@ -73,7 +74,7 @@ def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
 
 
 def _sum(tensor: Any, dtype: Any, device: Any, through: Any = None) -> Any:
-    """Return the sum over lanes, with int64 wraparound."""
+    """Return the weighted sum of lanes, with int64 wraparound."""
     import torch
 
     if device not in _coefficients:
@@ -108,7 +109,7 @@ def _runs(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _pieces(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield the same in pieces of exactly `most` elements, except the last; nothing for an empty tensor."""
+    """Yield a tensor's elements in pieces of exactly `most`, except the last; nothing for an empty tensor."""
     import torch
 
     held: list[Any] = []

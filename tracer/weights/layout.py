@@ -1,4 +1,4 @@
-"""A model's tensors, those that share memory, and the part of each that this process holds."""
+"""Layout of a model's tensors: shared memory, and the shard of each that this process holds."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ...schemas.errors import InvalidRecord
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Modules that FSDP1 and activation checkpointing put into a tensor's path, and a state_dict leaves out."""
+"""Wrapper modules of FSDP1 and activation checkpointing in a tensor's path, which a state_dict leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatPart:
-    """This process's part of a parameter flattened by FSDP1: a run of its elements in row-major order."""
+    """This process's shard of a parameter flattened by FSDP1: a run of its elements in row-major order."""
 
     values: Any
     """1-D tensor."""
     start: int
-    """First element of the run."""
+    """Index of the run's first element."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     requires_grad: bool
     is_replicated: bool
-    """Whether every process holds all of it."""
+    """True if every process holds the whole parameter."""
 
     @property
     def dtype(self) -> Any:
         return self.values.dtype
 
     def numel(self) -> int:
-        """Return the elements of the whole parameter, as DTensor does."""
+        """Return the number of elements of the whole parameter, as DTensor does."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
@@ -46,8 +46,8 @@ class FlatPart:
 def model_tensors(model: Any) -> dict[str, Any]:
     """Return the tensors in a model's state_dict as this process holds them: whole tensors, DTensors and FlatParts.
 
-    state_dict() itself is never called: its hooks gather under FSDP1 and reshard under FSDP2, and a single process that runs
-    them leaves the others waiting at the next collective.
+    state_dict() itself is never called: its hooks gather under FSDP1 and reshard under FSDP2, and a single process that
+    runs them would leave the others waiting at the next collective.
     """
     sharded = _sharded(model)
     tensors: dict[str, Any] = {}
@@ -62,7 +62,7 @@ def model_tensors(model: Any) -> dict[str, Any]:
 
 
 def model_parameters(model: Any) -> list[Any]:
-    """Return a model's parameters, each once, as this process holds them; see `model_tensors`."""
+    """Return a model's parameters as this process holds them, without duplicates; see `model_tensors`."""
     import torch
 
     kinds = (torch.nn.Parameter, FlatPart)
@@ -70,12 +70,12 @@ def model_parameters(model: Any) -> list[Any]:
 
 
 def num_elements(parameter: Any) -> int:
-    """Return the elements of the whole parameter; DeepSpeed ZeRO-3 replaces it by an empty tensor."""
+    """Return the number of elements of the whole parameter; DeepSpeed ZeRO-3 leaves an empty tensor in its place."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
-    """Return module -> name -> this process's shard, for all parameters under FSDP1 or FSDP2, gathered ones included."""
+    """Return module -> name -> this process's shard, for all parameters under FSDP1 or FSDP2, including gathered ones."""
     found: dict[Any, dict[str, Any]] = {}
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):
@@ -83,7 +83,7 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for shard in (shard for group in groups if group is not None for shard in group.fsdp_params):
                 info = shard._module_info
-                # Before the first forward a module may hold another shard than FSDP2 knows.
+                # Before the first forward a module may hold a different shard than FSDP2 has registered.
                 current = info.module._parameters.get(info.param_name)
                 tensor = current if is_sharded(current) else shard.sharded_param
                 for owner, name in zip(
@@ -100,12 +100,12 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
 
 
 def flat_parameter(module: Any) -> Any:
-    """Return FSDP1's flat parameter of a module; None for a module that it does not manage."""
+    """Return FSDP1's flat parameter of a module; None if FSDP1 does not manage the module."""
     return getattr(vars(module).get("_handle"), "flat_param", None)
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    """Yield the parts of the parameters in FSDP1's flat parameter."""
+    """Yield the shards of the parameters in FSDP1's flat parameter."""
     # Before the first forward the flat parameter is the shard; later it may be the gathered parameter.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)
@@ -121,9 +121,9 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Lay a model's tensors out in one array per dtype, tied ones once.
+    """Lay a model's tensors out in one array per dtype, tied tensors once.
 
-    Raises InvalidRecord for a dtype that cannot be kept.
+    Raises InvalidRecord for an unsupported dtype.
     """
     places: dict[str, int] = {}
     stored: list[StoredTensor] = []
@@ -138,7 +138,7 @@ def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
         known[identity] = name
         dtype = str(local.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES:
-            raise InvalidRecord(f"weights: tensor {name!r} is {dtype}; kept can be {', '.join(ITEM_BYTES)}")
+            raise InvalidRecord(f"weights: tensor {name!r} is {dtype}; supported dtypes are {', '.join(ITEM_BYTES)}")
         entry = StoredTensor(
             name=name, dtype=dtype, shape=tuple(local.shape), start=places.get(dtype, 0), **_place_in_whole(tensor)
         )
@@ -148,17 +148,17 @@ def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is spread over processes (a DTensor, a FlatPart)."""
+    """Return True if a tensor is distributed over processes (a DTensor, a FlatPart)."""
     return isinstance(tensor, FlatPart) or type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh")
 
 
 def replicated(tensor: Any) -> Any:
-    """Return a DTensor's value if every process has the whole of it; else None, since reading it is a collective."""
+    """Return a DTensor's value if every process has the whole of it; else None, since reading it would be a collective."""
     return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
 
 
 def local_part(tensor: Any) -> Any:
-    """Return the part of a tensor that this process holds."""
+    """Return the shard of a tensor that this process holds."""
     if isinstance(tensor, FlatPart):
         return tensor.values
     tensor = tensor.detach()

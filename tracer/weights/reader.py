@@ -1,4 +1,4 @@
-"""Reading the weights of a recorded version, bit for bit, or an error that names what is missing.
+"""Reads the weights of a recorded version bit for bit; errors say what is missing.
 
 Shapes: E elements of all tensors of one dtype in one segment.
 """
@@ -26,7 +26,7 @@ from .changes import apply_changes, decode_changes
 from .chunks import DOCUMENT, bits_type, changes_key, chunk_elements, chunk_key, decode_chunk
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
-"""How a trace gets weights, for errors."""
+"""How a trace gets weights, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Tensor:
     """A tensor's bits and dtype."""
 
     dtype: str
-    """torch's name."""
+    """torch's name of the dtype."""
     bits: np.ndarray
     """Unsigned integers in the tensor's shape."""
 
 
 class LazyTensor(Tensor):
-    """A tensor whose bits are read on each access."""
+    """Tensor whose bits are read on each access."""
 
     __slots__ = ("_read",)
 
@@ -57,12 +57,12 @@ class LazyTensor(Tensor):
 class WeightReader:
     """Reads the versions of a trace's weights.
 
-    The last version is kept in memory, so that going to the next one applies one delta; but not the first one that is read,
-    nor one that takes more than half of the machine's memory.
+    The last version read is kept in memory, so that reading the next one applies a single delta. Exceptions are the
+    first version, which may be the only one, and versions larger than half of the machine's memory.
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    """Largest version that is kept in memory, bytes."""
+    """Maximum size of a version kept in memory, bytes."""
 
     def __init__(
         self,
@@ -72,23 +72,23 @@ class WeightReader:
         needs_checksums: bool = False,
         checkpoints: str | None = None,
     ):
-        """`writers` account for the versions, and give their attempts at training.
+        """`writers` are the writer states, which list their files and training attempts.
 
-        `checkpoints` is the folder of checkpoints that the trace names, for errors.
+        `checkpoints` is the checkpoint folder recorded in the trace, for error messages.
         """
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []
-        """Damaged or missing parts, a sentence each."""
+        """Sentences on damaged or missing parts."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """Version and attempt with a damaged or missing part -> sentence."""
+        """(version, attempt) with a damaged or missing part -> sentence."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """Chunks by segment, dtype and number: all of the last version, or only the last chunk."""
+        """Chunks by segment, dtype and index: all of the last version, or only the last chunk."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
-        """Segment -> elements of each dtype."""
+        """Segment -> number of elements per dtype."""
         self._paths: dict[tuple[str, int], list[WeightVersion]] = {}
         self._chunk_sets: dict[tuple[str, int], dict[str, frozenset[int]]] = {}
         known = {state.writer: state for state in writers if not state.is_removed}
@@ -115,12 +115,12 @@ class WeightReader:
             self._note_lost(name, str(unreadable(where, error)), known.get(segment.writer))
             return
         if name != f"{record.segment}.{record.version}.json":
-            self.damaged.append(f"{where}: was written as {record.segment}.{record.version}.json; remove it")
+            self.damaged.append(f"{where}: belongs to {record.segment}.{record.version}.json; remove it")
             return
         writer = known.get(segment.writer)
         if needs_checksums and writer is None:
             state = self.store.shown(f"{WRITERS}/{segment.writer}.json")
-            told = f"{state}: is missing or damaged, so that {where} does not count; restore it from a copy"
+            told = f"{state}: is missing or damaged, so {where} is ignored; restore it from a copy"
             self._note_lost(name, told, None)
             return
         self._by_attempt.setdefault(record.version, {}).setdefault(_attempt(writer), []).append(record)
@@ -138,15 +138,15 @@ class WeightReader:
 
     @property
     def versions(self) -> list[int]:
-        """The available versions, in order."""
+        """Available versions, in order."""
         return sorted(self._by_attempt)
 
     def attempts(self, version: int) -> list[int]:
-        """Return the attempts at training that kept a version; 0 stands for none."""
+        """Return the training attempts that stored a version; 0 if the attempt is unknown."""
         return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
-        """Return the records of a version in an attempt at training, or in the newest one that has it."""
+        """Return the records of a version from the given training attempt, or from the newest one that has the version."""
         return self._by_attempt[version][self._chosen(version, attempt)]
 
     def _chosen(self, version: int, attempt: int | None) -> int:
@@ -168,10 +168,10 @@ class WeightReader:
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
         """Load every tensor of a version by name, tied ones under each name.
 
-        A run that resumed has some versions once for each `attempt`; the newest is given without one. With `is_lazy` a tensor is
-        read, and compared with its hash, when its bits are asked for: it is to be used up before another version is loaded. Raises
-        WeightsMissing for a version, or a writer's part of it, that is not there, and DamagedTrace when the bits are not those that
-        were recorded.
+        A resumed run has some versions once per `attempt`; the default is the newest. With `is_lazy`, a tensor is read
+        and checked against its hash when its bits are accessed, which must happen before another version is loaded.
+        Raises WeightsMissing if the version, or a writer's part of it, is missing, and DamagedTrace if the bits are not
+        the recorded ones.
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
@@ -190,12 +190,12 @@ class WeightReader:
             if isinstance(error, TimTraceError):
                 raise
             raise DamagedTrace(
-                f"{self.store.shown(WEIGHTS)}: version {version}: its parts do not fit each other ({first_line(error)}); restore "
+                f"{self.store.shown(WEIGHTS)}: version {version}: its parts do not match ({first_line(error)}); restore "
                 "the folder from a copy"
             ) from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
-        """Return the errors of each writer's part of a version."""
+        """Return the errors in each writer's part of a version."""
         found = []
         for record in self._parts(version, attempt):
             try:
@@ -210,7 +210,7 @@ class WeightReader:
         return found
 
     def _read_row(self, record: WeightVersion) -> None:
-        """Decode one version's own chunks; earlier ones may be lost."""
+        """Decode one version's own chunks, independent of earlier versions, which may be lost."""
         for dtype, indexes in self._chunks_of(record).items():
             for index in indexes:
                 self._apply(record, dtype, index, self._empty(record, dtype, index))
@@ -220,14 +220,12 @@ class WeightReader:
         places: dict[str, dict[tuple[int, ...], tuple[WeightVersion, StoredTensor]]] = {}
         tied: dict[str, str] = {}
         segments = {record.segment for record in parts}
-        self._held = {
-            key: held for key, held in self._held.items() if key[0] in segments
-        }  # other segments are no longer needed
+        self._held = {key: held for key, held in self._held.items() if key[0] in segments}
         for record in parts:
             layout = self.layout(record)
             tied |= layout.tied
             for tensor in layout.tensors:
-                # Processes that replicate each other hold the same part.
+                # Replicas in other processes hold the same shard.
                 if tensor.whole_shape is None or tensor.numel:
                     places.setdefault(tensor.name, {}).setdefault(tensor.offsets or (), (record, tensor))
         found: dict[str, Tensor] = {}
@@ -240,13 +238,13 @@ class WeightReader:
         return found | {name: found[kept] for name, kept in tied.items()}
 
     def _assembled(self, parts: list[tuple[WeightVersion, StoredTensor]]) -> np.ndarray:
-        """Assemble a tensor's bits from the writers' parts."""
+        """Assemble a tensor's bits from the writers' shards."""
         first = parts[0][1]
         if first.whole_shape is None:
             return self._read(*parts[0]).reshape(first.shape)
         whole = np.zeros(first.whole_shape, bits_type(first.dtype))
         for record, tensor in parts:
-            # A part may be a run of elements.
+            # An FSDP1 shard is a run of elements.
             target = whole if len(tensor.offsets or ()) == whole.ndim else whole.reshape(-1)
             offsets = zip(tensor.offsets or (), tensor.shape, strict=True)
             place = tuple(slice(start, start + length) for start, length in offsets)
@@ -254,7 +252,7 @@ class WeightReader:
         return whole
 
     def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
-        """Read [N] bits of one tensor of a writer, and verify their hash."""
+        """Return [N] bits of one tensor of a writer, checked against their hash."""
         size = self._chunk_size(record, tensor.dtype)
         found_N = np.zeros(tensor.numel, bits_type(tensor.dtype))
         end = tensor.start + tensor.numel
@@ -266,7 +264,7 @@ class WeightReader:
             return found_N
         self._held.clear()
         for step in self._path(record)[:-1]:
-            self._read(step, tensor)  # raises for the first row whose bits are wrong
+            self._read(step, tensor)  # raises for the first row with wrong bits
         raise DamagedTrace(
             f"{self._shown(record)}: version {record.version}: {tensor.name} is not what was recorded "
             "(its hash differs); restore the folder from a copy"
@@ -281,7 +279,7 @@ class WeightReader:
             chunk_C = self._empty(record, dtype, index)
             for step in path:
                 self._apply(step, dtype, index, chunk_C)
-        # The version that is read first may be the only one.
+        # The first version is not kept: it may be the only one.
         rows = self._rows_read.setdefault(record.writer, set())
         rows.add((record.segment, record.row))
         if (
@@ -328,7 +326,7 @@ class WeightReader:
         return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
-        """Return the keyframe and rows that a version is rebuilt from, in order. Raises WeightsMissing."""
+        """Return the keyframe and rows needed to rebuild a version, in order. Raises WeightsMissing."""
         key = record.segment, record.row
         if key in self._paths:
             return self._paths[key]
@@ -339,11 +337,11 @@ class WeightReader:
             if parent not in by_row:
                 raise WeightsMissing(
                     f"{self.store.url}: version {record.version} cannot be rebuilt: row {parent} of "
-                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions that are not rebuilt from it can"
+                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions that do not depend on it can"
                 )
             if parent >= path[-1].row:
                 raise DamagedTrace(
-                    f"{self._shown(record)}: version {path[-1].version} is said to change row {parent}, "
+                    f"{self._shown(record)}: version {path[-1].version} is recorded as a change to row {parent}, "
                     "which does not come before it; restore the folder from a copy"
                 )
             path.append(by_row[parent])
@@ -352,21 +350,23 @@ class WeightReader:
         return self._paths[key]
 
     def _chunks_of(self, record: WeightVersion) -> dict[str, frozenset[int]]:
-        """Return dtype -> chunks stored for one version. Raises DamagedTrace for chunks outside of the tensors."""
+        """Return dtype -> indices of the chunks stored for one version. Raises DamagedTrace for chunks outside of the
+        tensors.
+        """
         key = record.segment, record.row
         if key not in self._chunk_sets:
             counts = self._elements(record)
             for dtype, chunks in record.chunks.items():
                 if dtype not in counts:
                     raise DamagedTrace(
-                        f"{self._shown(record)}: version {record.version} has chunks of {dtype}, and no array"
+                        f"{self._shown(record)}: version {record.version} has chunks of {dtype}, but no array"
                     )
                 size = chunk_elements(dtype, counts[dtype])
                 if len(set(chunks)) != len(chunks) or not all(
                     0 <= index * size < max(counts[dtype], 1) for index in chunks
                 ):
                     raise DamagedTrace(
-                        f"{self._shown(record)}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
+                        f"{self._shown(record)}: version {record.version} has duplicate chunks of {dtype}, or chunks beyond its tensors"
                     )
             self._chunk_sets[key] = {dtype: frozenset(chunks) for dtype, chunks in record.chunks.items()}
         return self._chunk_sets[key]
@@ -391,7 +391,7 @@ class WeightReader:
             what = "keyframe" if record.is_keyframe else "delta"
             raise DamagedTrace(
                 f"{self.store.shown(relative)}: the {what} of version {record.version} is missing or damaged ({error}); no version "
-                f"of {record.segment} that is made from it can be rebuilt"
+                f"of {record.segment} that depends on it can be rebuilt"
             ) from error
         if not in_place:
             np.bitwise_xor(target, part_C[: len(target)], out=target)
@@ -401,15 +401,15 @@ class WeightReader:
             held = ", ".join(sorted(record.segment for record in parts))
             raise WeightsMissing(
                 f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {of:,} elements; "
-                f"a writer's part is missing (there: {held})"
+                f"a writer's part is missing (found: {held})"
             )
 
     @property
     def told_checkpoints(self) -> str:
-        """A sentence on the folder that the trace names for its weights, and how to read it."""
+        """Sentence on the checkpoint folder recorded in the trace, and how to read it."""
         return (
-            f"they lie in checkpoints outside of it, by its own word in {self.checkpoints!r}, which is not read unless you name "
-            f"the folder: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for verbs without that option"
+            f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}, which is not read unless you name "
+            f"the folder: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for commands without that option"
         )
 
     def _range(self) -> str:
@@ -417,17 +417,17 @@ class WeightReader:
         if not versions and self.checkpoints is not None:
             return self.told_checkpoints
         if not versions:
-            return f"it has none: {SUPPLIES}, or name checkpoints with {option('weights_from', 'DIR')}"
-        return f"it has {len(versions):,} of them, {versions[0]} to {versions[-1]}"
+            return f"it has no weights: {SUPPLIES}, or name checkpoints with {option('weights_from', 'DIR')}"
+        return f"it has {len(versions):,} versions, {versions[0]} to {versions[-1]}"
 
 
 def _attempt(writer: WriterState | None) -> int:
-    """Return a writer's attempt at training; 0 stands for none."""
+    """Return a writer's training attempt; 0 if unknown."""
     return 0 if writer is None or writer.attempt is None else writer.attempt
 
 
 def _segment_of(name: str) -> Segment | None:
-    """Return the segment of a version's file name, `<segment>.<version>.json`; None for other names."""
+    """Return the segment in a version's file name, `<segment>.<version>.json`; None for other names."""
     stem, _, version = name.removesuffix(".json").rpartition(".")
     return Segment.parse(stem) if name.endswith(".json") and version.isdecimal() else None
 
@@ -435,10 +435,10 @@ def _segment_of(name: str) -> Segment | None:
 def _layout(content: bytes, expected: str | None) -> WeightLayout:
     """Parse the layout in a segment's zarr.json. Raises ValueError, KeyError or TypeError for unexpected content."""
     if expected not in (None, whole_hash(content)):
-        raise ValueError("its content is not what was written")
+        raise ValueError("its content has changed since it was written")
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
     if len({tensor.name for tensor in found.tensors}) != len(found.tensors):
-        raise ValueError("it names a tensor twice")
+        raise ValueError("it lists a tensor twice")
     _check_room(found)
     return found
 
@@ -448,7 +448,7 @@ def _check_room(layout: WeightLayout) -> None:
     for tensor in layout.tensors:
         sizes = (*tensor.shape, *(tensor.whole_shape or ()), *(tensor.offsets or ()), tensor.start)
         if any(size < 0 for size in sizes) or tensor.dtype not in ITEM_BYTES:
-            raise ValueError(f"{tensor.name} cannot be {tensor.dtype} of shape {tensor.shape}")
+            raise ValueError(f"{tensor.name} has an invalid layout: {tensor.dtype} of shape {tensor.shape}")
     num_bytes = [math.prod(t.whole_shape or t.shape) * ITEM_BYTES[t.dtype] for t in layout.tensors]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = max(2 * max(num_bytes, default=0), sum(num_bytes) // 16)  # tensors are read one by one

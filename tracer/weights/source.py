@@ -1,4 +1,4 @@
-"""Finding a trace's weights: in the trace, or in checkpoints that its run saved."""
+"""Finds a trace's weights: in the trace, or in checkpoints saved by its run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from .checkpoints import CheckpointReader
 from .reader import WeightReader
 
 FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
-"""Environment variable with the value of --weights-from, for every verb."""
+"""Environment variable that sets --weights-from for every command."""
 
 
 def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:
     """Return a reader of a trace's policy versions: `.versions`, `.load(version)`.
 
-    Checkpoints outside of the trace are read only from a folder that the user names: `weights_from` or TIM_TRACE_WEIGHTS_FROM.
-    The folder that the trace itself names is reported but not read, since the trace may come from a stranger.
+    Checkpoints outside the trace are read only from a folder given by the user: `weights_from` or
+    TIM_TRACE_WEIGHTS_FROM. The folder recorded in the trace itself is reported but not read, since the trace may come
+    from an untrusted source.
     """
     manifest = store.manifest()
     writers, damaged = store.writers()

@@ -1,4 +1,4 @@
-"""Writing the weights of each policy version during training.
+"""Writes the weights of each policy version during training.
 
 Shapes: E elements of all tensors of one dtype.
 """
@@ -37,23 +37,28 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change; more while the deltas together are smaller than the keyframe."""
+"""Versions per segment if many elements change; more while all deltas together are smaller than the keyframe."""
 MOST_A_KEYFRAME = 256
-"""Most versions per segment."""
+"""Maximum number of versions per segment."""
 
 FEW = 1 / 8
-"""Largest share of changed elements for which sparse changes are stored."""
+"""Maximum share of changed elements for storing sparse changes."""
 STRIDE = 4
-"""Row r of a segment is stored as changes to row r - STRIDE ** n, the largest power that divides r, so paths stay short."""
+"""Row r of a segment stores changes relative to row r - STRIDE ** n, the largest power that divides r, so paths stay
+short.
+"""
 MOST_ON_THE_WAY = 0.36
-"""Largest sum of changed shares on the path from a keyframe to a version: applying them takes as long as reading the keyframe."""
+"""Maximum sum of changed shares on the path from a keyframe to a version: applying that many takes as long as reading
+the keyframe.
+"""
 
 PINNED_BYTES = 512 << 20
-"""Largest version copied to pinned memory, so that the caller need not wait. Pinned memory is unavailable to all other processes, and
-torch rounds it up to a power of two."""
+"""Largest version copied to pinned memory, bytes; up to this size the caller need not wait. Pinned memory is
+unavailable to other processes, and torch rounds its size up to a power of two.
+"""
 
 ENCODERS = 2
-"""Threads that compress."""
+"""Number of compression threads."""
 
 
 ChunkChanges = dict[str, list[Changes]]
@@ -66,14 +71,14 @@ class _Plan:
 
     base_row: int | None = None
     changes: ChunkChanges | None = None
-    """Changes to the base row; None for the bits XOR those of the previous row."""
+    """Changes relative to the base row; None to store the bits XOR those of the previous row."""
 
 
 class WeightWriter:
     """Copies weights to the host and writes them on its own thread.
 
-    It holds two copies of the weights in host memory: the version being written and the previous one. A caller with the
-    next version waits until the last one is written, and the wait is counted.
+    It holds two copies of the weights in host memory: the version being written and the previous one. Submitting the
+    next version waits until the last one is written; the wait time is recorded.
     """
 
     def __init__(
@@ -86,18 +91,20 @@ class WeightWriter:
         most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
     ):
-        """`account` is called with each document that was written, by its path in the trace."""
+        """`account` is called with each document written, by its path in the trace."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
         self._stored = self._of_deltas = 0
-        """Bytes of the segment's keyframe, and of its deltas."""
+        """Sizes of the segment's keyframe and of its deltas, bytes."""
         self._is_few = True
-        """Whether all rows of the segment after the keyframe are sparse."""
+        """True if all rows of the segment after the keyframe are sparse."""
         self._recent: list[list[ChunkChanges]] = []
-        """Changes of the last rows by level: single rows, sums of STRIDE rows, and so on, each since the last of the next level."""
+        """Changes of recent rows per level (single rows, sums of STRIDE rows, ...), each since the last sum of the next
+        level.
+        """
         self._on_the_way: list[int] = []
-        """[rows] changed elements on the path from the keyframe to each row of the segment."""
+        """[rows] number of changed elements on the path from the keyframe to each row of the segment."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -111,12 +118,12 @@ class WeightWriter:
 
     @property
     def error(self) -> BaseException | None:
-        """Why writing stopped, or None."""
+        """The exception that stopped writing, or None."""
         return self._worker.error
 
     @property
     def signs(self) -> list[Any]:
-        """Changes as long as its threads make progress: a version of a large model may take minutes."""
+        """Value that changes while its threads make progress, as a version of a large model may take minutes."""
         return [worker.signs for worker in (self._worker, *self._encoders)]
 
     @property
@@ -125,10 +132,10 @@ class WeightWriter:
         return sum(worker.cpu_s for worker in (self._worker, *self._encoders))
 
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Keep a version, once: names of a state_dict -> tensors, on any device, whole or sharded (DTensor).
+        """Store a version once, from state_dict name -> tensor, on any device, whole or sharded (DTensor).
 
-        Returns when the tensors may change again; for CUDA tensors the current stream waits for the copy, and of up to
-        PINNED_BYTES not the caller. Raises InvalidRecord for a dtype that cannot be kept.
+        Returns when the caller may modify the tensors again. For CUDA tensors the current stream waits for the copy;
+        the caller waits only for versions above PINNED_BYTES. Raises InvalidRecord for an unsupported dtype.
         """
         if version == self._version:
             return
@@ -150,16 +157,16 @@ class WeightWriter:
         return self._layout
 
     def drain(self) -> None:
-        """Wait until every version so far is written."""
+        """Wait until all submitted versions are written."""
         self._worker.drain(signs=lambda: self.signs)
 
     def close(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is written, and end the threads."""
         for worker in (self._worker, *self._encoders):
             worker.close(signs=signs)
 
     def abandon(self) -> None:
-        """Stop waiting for its threads."""
+        """Stop waiting for the threads."""
         for worker in (self._worker, *self._encoders):
             worker.abandon()
 
@@ -209,7 +216,7 @@ class WeightWriter:
         self._stored, self._of_deltas = (self._stored, self._of_deltas + num_bytes) if follows else (num_bytes, 0)
 
     def _plan(self, row: int, delta: Bits, bits: Bits, *, is_few: bool) -> _Plan | None:
-        """Return how a version becomes this row of the segment; None if it needs a new segment."""
+        """Return how to add a version as this row of the segment; None if it needs a new segment."""
         if not self._is_few or (not is_few and row == 1):
             self._is_few, self._recent = False, []
             has_room = row < self.rows or (self._of_deltas < self._stored and row < self.most_rows)
@@ -245,7 +252,7 @@ class WeightWriter:
         return map_chunks(lambda index: added([one[index] for one in several]), len(several[0]), self._encoders)
 
     def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
-        """Write a row's changes, and return the chunks that have some, and their bytes on disk."""
+        """Write a row's changes; return the indices of the chunks with changes, and their size on disk in bytes."""
 
         def write(index: int) -> int:
             changes = of_chunks[index]
@@ -269,7 +276,7 @@ class WeightWriter:
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy every tensor's bits to the host, into spare buffers if any; also return a function that waits for the copy."""
+    """Copy every tensor's bits to the host, reusing spare buffers; also return a function that waits for the copy."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
