@@ -1,4 +1,4 @@
-"""Turning recording on in a process that `tim-trace record` started. Kept light: imported whenever Python starts."""
+"""Turns recording on in processes started by `tim-trace record`. Imports little, since it runs whenever Python starts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""Module -> the file here, and its function, that hook it once it is imported."""
+"""Module -> (file in this package, its function) that hooks the module after its import."""
 
 
 def activate() -> Session | None:
-    """Hook trainers, `verl`, `ray` and `vllm` for when they are imported; None outside of `tim-trace record`."""
+    """Hook trainers, `verl`, `ray` and `vllm` for when they are imported; return None outside of `tim-trace record`."""
     order = Order.from_environment()
     if order is None:
         return None

@@ -1,4 +1,4 @@
-"""The result of one call of an engine, read lazily."""
+"""Result of one engine call, read lazily."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..dense import Logits, TopK
 from .vllm_logprobs import Requested, distribution, gathered, sampled_logprobs
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-"""Sampling parameters of vLLM that are columns of sequences."""
+"""vLLM's sampling parameters that are columns of sequences."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCall:
-    """The completions of one call, grouped by prompt.
+    """Completions of one call, grouped by prompt.
 
     Shapes: B completions, N response tokens of some completions together.
     """
 
     outputs: Sequence[Any]
-    """vLLM's RequestOutputs, in the order of the prompts."""
+    """vLLM's RequestOutputs, in prompt order."""
     requested: Sequence[Requested]
-    """What the caller asked for each prompt."""
+    """The caller's request for each prompt."""
     given: list[Any] | None
-    """[B] each completion's logprobs as the engine returned them; None if the caller got the same."""
+    """[B] each completion's logprobs as returned by the engine; None if the caller got the same."""
     capture: Capture
 
     @property
@@ -38,33 +38,33 @@ class EngineCall:
 
     @property
     def prompt_of(self) -> list[int]:
-        """[B] the prompt of each completion."""
+        """[B] index of each completion's prompt."""
         return [index for index, output in enumerate(self.outputs) for _ in output.outputs]
 
     @property
     def lengths(self) -> list[int]:
-        """[B] response tokens."""
+        """[B] number of response tokens."""
         return [len(completion.token_ids) for completion in self.completions]
 
     @property
     def finish_reasons(self) -> list[str | None]:
-        """[B]"""
+        """[B] vLLM's finish reasons."""
         return [completion.finish_reason for completion in self.completions]
 
     @property
     def engine_logprobs(self) -> list[Any]:
-        """[B] logprobs in vLLM's own containers; None for a completion that has none."""
+        """[B] logprobs in vLLM's own containers; None for a completion without logprobs."""
         return [completion.logprobs for completion in self.completions] if self.given is None else self.given
 
     def logprobs(self) -> list[list[float] | None]:
-        """[B] the taken tokens' logprobs; None for a completion that has none."""
+        """Return [B] the sampled tokens' logprobs; None for a completion without logprobs."""
         return [
             None if given is None else sampled_logprobs(given, completion.token_ids)
             for completion, given in zip(self.completions, self.engine_logprobs, strict=True)
         ]
 
     def captured(self) -> list[int]:
-        """Return the completions whose distributions were requested and returned."""
+        """Return the indices of completions whose distributions were requested and returned."""
         asked = [self.requested[prompt].captured for prompt in self.prompt_of]
         return [row for row, keep in enumerate(asked) if keep and self.engine_logprobs[row]]
 
@@ -75,7 +75,9 @@ class EngineCall:
         return gathered(parts)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions as sequences of a step, and their logprobs as rollouts; `names` are the prompts'."""
+        """Record the completions as sequences of a step, and their logprobs as rollouts; `names` has one name per
+        prompt.
+        """
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

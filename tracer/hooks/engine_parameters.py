@@ -1,4 +1,4 @@
-"""Finding the tensors that a vLLM model was given: under their own names, or as rows of a fused parameter."""
+"""Finds the tensors given to a vLLM model in it: under their own names, or as rows of a fused parameter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
     """Yield each given name that can be mapped to the model's parameters, and the tensor that the model holds.
 
-    `shapes` holds the shape of every given tensor. A fused parameter (qkv, gate and up) is cut into its parts, in the model's
-    order, and a padded vocabulary after its last row. Tensors that are sharded, packed for a kernel, or stacked as experts
-    are left out.
+    `shapes` is the shape of every given tensor. A fused parameter (qkv, gate and up) is split in the model's order, and
+    the padding of a vocabulary is cut off. Tensors that are sharded, packed for a kernel, or stacked as experts are
+    left out.
     """
     parameters = dict(model.named_parameters())
     parts_of: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
@@ -40,7 +40,7 @@ def _engine_name(model: Any, name: str) -> str:
     """Return the model's own name of a tensor, using its mapping for transformers checkpoints."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
-    # A fusing mapper returns the fused name, but parts are looked up one by one.
+    # A fusing mapper returns the fused name, but fused tensors are looked up one by one.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
 
 

@@ -1,4 +1,4 @@
-"""Accounting for the engine's weights: digests of what the trainer holds, the engine was given, and the engine holds."""
+"""Compares the engine's weights with the trainer's, by digests of what the trainer holds, sends, and the engine holds."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .vllm_contract import model_runner
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
-"""dtypes that a tensor may have been rounded to on the way."""
+"""dtypes that a tensor may have been rounded to during the transfer."""
 
 _NUM_ROWS = 64
 _MAX_VALUES = 256
-"""Number of values of eight bits."""
+"""Number of values an 8-bit dtype has."""
 _MIN_TIMES_MORE = 2
-"""A row of the trainer's has at least this many times more distinct values."""
+"""Minimum ratio of distinct values in a trainer row to those in the engine's row."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine of the two sides' rows, in standard deviations of that of random rows."""
+"""Minimum cosine of the two sides' rows, in standard deviations of the cosine of random rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
@@ -42,9 +42,10 @@ _NO_OWN = (
 class EngineWeights:
     """Compares the weights of one process's engine and trainer, tensor by tensor.
 
-    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read the first
-    time and after 1, 2, 4, 8, ... versions, whenever it was given something else than the trainer holds, and at every version
-    once it differed from what it was given. An error ends the account and nothing else.
+    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read the
+    first time and after 1, 2, 4, 8, ... versions, whenever the engine was sent something other than the trainer's
+    weights, and at every version once it differed from what was sent. An error ends this comparison only, not the
+    recording.
     """
 
     def __init__(self, session: Any):
@@ -58,7 +59,7 @@ class EngineWeights:
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything but the engine: another training begins."""
+        """Reset everything except the engine, at the start of another training."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -83,7 +84,7 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """Take digests of what an engine of this process is given, from now on."""
+        """Take digests of all weights sent to an engine of this process from now on."""
         if not self.is_on:
             return
         with self._guard():
@@ -135,7 +136,7 @@ class EngineWeights:
         self._own[name] = digest(tensor, self._dtype, self._device)
 
     def hold(self, trainer: Any) -> None:
-        """Take the trainer's digests, once per policy version, before the engine is given anything of it."""
+        """Take the trainer's digests, once per policy version, before its weights are sent to the engine."""
         version = int(trainer.state.global_step)
         if not self.is_on or self._version == version:
             return
@@ -155,7 +156,7 @@ class EngineWeights:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
     def tell(self, step: int) -> None:
-        """Record this policy version, once, as the engine begins to sample with it for a step."""
+        """Record this policy version once, when the engine first samples with it for a step."""
         if not self.is_on or self._version is None or self._told == self._version:
             return
         with self._guard():
@@ -193,14 +194,14 @@ class EngineWeights:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Return digests of what the engine holds if they are due; else nothing."""
+        """Return digests of the engine's own copy if they are due, else an empty dict."""
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}
         return read_digests({name: digest(tensor, self._dtype) for name, tensor in held_tensors(model, self._shapes)})
 
     def _is_due(self, own: dict[str, int]) -> bool:
-        """Whether the engine's own copy is read at this version."""
+        """Return True if the engine's own copy has to be read at this version."""
         is_power = self._num_told & (self._num_told - 1) <= 0
         self._num_told += 1
         return is_power or self._level == HELD or any(self._last.get(name) != value for name, value in own.items())
@@ -209,7 +210,9 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return tensor -> the dtype that explains the difference to the trainer's, or the number of distinct values per row."""
+        """Return tensor -> the dtype that explains the difference from the trainer's, or the number of distinct values
+        per row.
+        """
         import torch
 
         engine = None if self._model is None else self._model()
@@ -235,9 +238,9 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the most distinct values in a row of `coarse` if its rows are those of `own`, coarsely rounded; else None.
+    """Return the maximum number of distinct values per row if `coarse` is `own`, coarsely rounded; else None.
 
-    Shapes: R rows that are looked at, C columns.
+    Shapes: R sampled rows, C columns.
     """
     if own.numel() < 2:
         return None

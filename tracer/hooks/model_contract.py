@@ -1,4 +1,4 @@
-"""The properties of a transformers model that decide its numbers, and its tokenizer's identity."""
+"""Properties of a transformers model that determine its numerics, and its tokenizer's identity."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def numerics(model: Any) -> dict[str, Any]:
 
 
 def fsdp_casts(model: Any) -> dict[str, str]:
-    """Return the dtypes to which FSDP's mixed precision casts in a forward: `parameters_dtype`, `buffers_dtype`, `outputs_dtype`.
+    """Return the dtypes to which FSDP's mixed precision casts in a forward: `parameters_dtype`, `buffers_dtype`,
+    `outputs_dtype`.
 
-    Only those that are cast; empty for a model without FSDP. Autocast comes on top.
+    Only casts that happen are included; empty for a model without FSDP. Autocast applies on top.
     """
     if hasattr(type(model), "_get_fsdp_state"):
         policy = model._get_fsdp_state()._mp_policy
@@ -57,7 +58,7 @@ def dtypes(model: Any) -> dict[str, int]:
 
 
 def as_json(value: Any) -> Any:
-    """Convert a value for JSON: sets to sorted lists, enum members to their values, anything else unknown to text."""
+    """Convert a value for JSON: sets to sorted lists, enum members to their values, other unknown types to strings."""
     if isinstance(value, Enum):
         return as_json(value.value)
     if isinstance(value, Mapping):
@@ -70,7 +71,7 @@ def as_json(value: Any) -> Any:
 
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
-    """Return the identity of the run's tokenizer; the hash is of its whole definition."""
+    """Return the identity of the run's tokenizer; the hash covers its whole definition."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {

@@ -1,4 +1,4 @@
-"""Whether a trainer's weights are kept, and which tensors this process keeps."""
+"""Decides if a trainer's weights are recorded, and which tensors this process records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REMEDY = "replaying needs them; record with --weights delta, or name the run's 
 
 
 class KeptWeights:
-    """The weights of one trained model: whether they are kept, and which version was kept last."""
+    """Records the weights of one trained model, each version once."""
 
     def __init__(self, session: Session):
         self._session = session
@@ -19,7 +19,7 @@ class KeptWeights:
         self._version: int | None = None
 
     def keep(self, version: int, model: Any, *, is_first: bool) -> None:
-        """Keep a version, once. The first process (`is_first`) also keeps the tensors that every process holds whole."""
+        """Record a version once. The first process (`is_first`) also records tensors that every process holds whole."""
         if self._version == version:
             return
         self._version = version
@@ -30,7 +30,7 @@ class KeptWeights:
 
 
 def keeps_weights(session: Session, model: Any) -> bool:
-    """Decide whether this run's weights are kept, and say so when they are not."""
+    """Return True if this run's weights are recorded; otherwise note the reason."""
     order = session.order
     if order.weights == "none":
         return False
@@ -49,7 +49,7 @@ def keeps_weights(session: Session, model: Any) -> bool:
 
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
-    """Return the tensors that this process keeps: its shards, and in the first process also whole tensors."""
+    """Return the tensors this process records: its shards, and in the first process also whole tensors."""
     return {name: tensor for name, tensor in model_tensors(model).items() if is_first or _is_part(tensor)}
 
 
@@ -62,5 +62,5 @@ def _problem(model: Any) -> str | None:
         return f"DeepSpeed ZeRO-3 shards cannot be read from here; {_REMEDY}"
     flats = [flat for module in model.modules() if (flat := flat_parameter(module)) is not None]
     if any(any(flat._param_extensions) or not all(flat._contiguities) for flat in flats):
-        return f"FSDP1 flattened parameters that are sharded in another way too; use FSDP2, or: {_REMEDY}"
+        return f"FSDP1 flattened parameters that are also sharded in another way; use FSDP2, or: {_REMEDY}"
     return None

@@ -1,4 +1,4 @@
-"""The samples of packed rows, encoded as bytes that travel in the trainer's batch to the process that gets the row.
+"""Samples of packed rows, encoded as bytes that travel in the trainer's batch to the process that gets the row.
 
 Shapes: R rows, one per process, L bytes of the longest.
 """
@@ -24,7 +24,7 @@ class PackedSample:
     """Version of the weights that sampled it; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
-    """Function -> reward, and `reward` -> their sum as the trainer has it; empty without any."""
+    """Reward function -> reward, and `reward` -> the trainer's sum of them; empty without rewards."""
     ids: np.ndarray
     """[tokens] int32: prompt and response."""
     mask: np.ndarray
@@ -38,13 +38,13 @@ class PackedSample:
 
     @property
     def counted(self) -> np.ndarray:
-        """Indices of the tokens that have a term in the loss; token 0 has none, since nothing predicts it."""
+        """Indices of the tokens with a term in the loss; token 0 has none, since nothing predicts it."""
         return np.flatnonzero(self.mask[1:]) + 1
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The samples of one packed row, in the order of their terms in the loss.
+    """Samples of one packed row, in the order of their terms in the loss.
 
     Shapes: S samples, T tokens of the longest response, M terms of the loss.
     """
@@ -53,7 +53,7 @@ class PackedRow:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[S] response tokens."""
+        """[S] number of response tokens."""
         return np.array([len(sample.ids) - sample.first for sample in self.samples], np.int64)
 
     @cached_property
@@ -81,7 +81,7 @@ def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
 
 
 def of_bytes(row: Any) -> PackedRow:
-    """Decode the samples of one row of such a tensor."""
+    """Decode the samples of one row encoded by `to_bytes`."""
     data = row.cpu().numpy().tobytes()
     head, _, arrays = data.partition(b"\n")
     samples, place = [], 0

@@ -1,4 +1,4 @@
-"""Wrapping other libraries' functions, reading the arguments of their calls, and putting the originals back."""
+"""Wraps functions of other libraries, reads the arguments of their calls, and restores the originals."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MISSING = object()
 
 
 class Patches:
-    """Functions that were wrapped; `restore` puts every original back, last one first."""
+    """Wrapped functions; `restore` undoes all wrapping, last one first."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
-        """Make `owner.name(...)` call `wrapper(original, ...)`; return False if there is no such function."""
+        """Make `owner.name(...)` call `wrapper(original, ...)`; return False if the function does not exist."""
         original = getattr(owner, name, None)
         if not callable(original):
             return False
@@ -37,12 +37,12 @@ class Patches:
         return True
 
     def wrap_all(self, owner: Any, wrappers: Mapping[str, Callable[..., Any]]) -> list[str]:
-        """Wrap several functions of an owner; return the names of the missing ones."""
+        """Wrap several functions of an owner; return the names of missing ones."""
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     @property
     def wrapped(self) -> list[tuple[Any, str]]:
-        """Owner and name of every function that is wrapped."""
+        """Owner and name of every wrapped function."""
         return [(owner, name) for owner, name, _ in self._originals]
 
     def restore(self) -> None:
@@ -55,9 +55,9 @@ class Patches:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a call's arguments by name, without self, **kwargs included.
+    """Return a call's arguments by name, without self; **kwargs are merged in.
 
-    Raises TypeError when the call does not fit the function.
+    Raises TypeError if the arguments do not match the function.
     """
     bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
     bound.pop("self", None)

@@ -1,4 +1,4 @@
-"""Passing the order to record on to Ray's workers, wherever they run."""
+"""Passes the recording order on to Ray's workers on all nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable in which `ray job submit` gives the entrypoint its runtime environment."""
+"""Environment variable in which `ray job submit` passes the runtime environment to the entrypoint."""
 
 
 def install(session: Session, module: Any) -> Patches:
@@ -21,7 +21,7 @@ def install(session: Session, module: Any) -> Patches:
     patches = Patches()
 
     def not_taken_along(error: Exception) -> None:
-        session.note(f"Ray's workers record only where they inherit this environment: {type(error).__name__}: {error}")
+        session.note(f"Ray's workers record only if they inherit this environment: {type(error).__name__}: {error}")
 
     def init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given, job = kwargs, os.environ.get(_JOB)
@@ -32,22 +32,23 @@ def install(session: Session, module: Any) -> Patches:
         except (TypeError, ValueError) as error:
             if kwargs == given and os.environ.get(_JOB) == job:
                 raise
-            # The added variables may be the cause: without them the program gets Ray's answer to its own arguments.
+            # The added variables may be the cause: retry without them, so that the program gets Ray's answer to its own
+            # arguments.
             not_taken_along(error)
             if job is not None:
                 os.environ[_JOB] = job
             return original(*args, **given)
 
     if not patches.wrap(module, "init", init):
-        session.tell("Ray's workers are recorded only where they inherit this environment (ray.init was not found)")
+        session.tell("Ray's workers are recorded only if they inherit this environment (ray.init was not found)")
     return patches
 
 
 def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
-    """Arguments of `ray.init` with the order to record for all workers.
+    """Return the arguments of `ray.init` with the recording order added for all workers.
 
-    Ray refuses a variable that is set both by the submitted job's runtime environment and by the program's. If the job sets
-    PYTHONPATH, the order is therefore added to the job's environment, which Ray reads from this process's.
+    Ray rejects a variable set both by the submitted job's runtime environment and by the program's. If the job sets
+    PYTHONPATH, the order is therefore added to the job's environment, which Ray reads from this process's environment.
     """
     job = json.loads(os.environ.get(_JOB) or "{}")
     of_program = kwargs.get("runtime_env")
@@ -60,9 +61,9 @@ def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
 
 
 def with_order(runtime_env: Any, order: str) -> Any:
-    """Return a job's runtime environment with the order to record added.
+    """Return a job's runtime environment with the recording order added.
 
-    The job's own PYTHONPATH follows ours. Without one, workers get this process's.
+    The job's own PYTHONPATH follows ours. If it has none, workers get this process's.
     """
     given = {} if runtime_env is None else copy.copy(runtime_env)
     variables = dict(_variables(given))

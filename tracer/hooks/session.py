@@ -1,4 +1,4 @@
-"""One process under `tim-trace record`: its recorder, opened when there is something to record."""
+"""One process under `tim-trace record`; its recorder is opened when there is something to record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
-"""Environment variable by which `tim-trace record` tells its children what to record, and where."""
+"""Environment variable through which `tim-trace record` passes the order to its child processes."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
 """First folder on PYTHONPATH of every recorded process."""
@@ -32,40 +32,41 @@ BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What `tim-trace record` asks of the processes that it starts."""
+    """Recording options that `tim-trace record` passes to the processes it starts."""
 
     run: str
-    """The trace's folder, absolute."""
+    """Absolute path of the trace's folder."""
     session: str = ""
-    """Identifies the recording that this process belongs to."""
+    """Identifies the recording this process belongs to."""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
     """`delta`, `none`, or `auto`: delta for a model of at most `weights_below` bytes."""
     weights_below: int = 500_000_000
     routing: bool = False
-    """Whether a mixture of experts' router choices are kept."""
+    """True if a mixture of experts' router choices are recorded."""
     engine_weights: str = "given"
-    """Digests kept beside the trainer's: of the weights that the engine is `given`, also of those `held` at every version, or
-    `none`."""
+    """Digests recorded in addition to the trainer's: of the weights `given` to the engine, also of those it `held` at
+    every version, or `none`.
+    """
     max_wait: float = MAX_WAIT_S
-    """Longest wait for a file system that does not answer, seconds; then recording stops."""
+    """Maximum wait for a file system that does not respond, seconds; then recording stops."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_environment(cls) -> Order | None:
-        """The order that this process was started with, or None."""
+        """Return the order this process was started with; None outside of a recording."""
         text = os.environ.get(ENVIRONMENT)
         return cls(**json.loads(text)) if text else None
 
 
 class Session:
-    """This process's part in a recording.
+    """Recording state of one process.
 
-    Errors never reach the recorded program: an error in `record` ends that part, an error in `guard` the recording of this
-    process. No collective is called in either, since other processes may have stopped recording.
+    Errors never reach the recorded program: an error in `record` ends that part of the recording, an error in `guard`
+    ends this process's recording. Neither calls a collective, since other processes may have stopped recording.
     """
 
     def __init__(self, order: Order):
@@ -74,7 +75,7 @@ class Session:
         self.hooks: dict[str, str] = {}
         self.generation: Any = None
         self.is_sampled_for_trainer = False
-        """Whether samples of this process's engines are recorded by their trainer."""
+        """True if samples of this process's engines are recorded by their trainer."""
         self.num_engine_steps = 0
         """Number of steps of engines without a trainer."""
         self._engine_weights: Any = None
@@ -86,12 +87,14 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """Why the trace cannot be written (not opened, or its file system stalled); nothing is tried again."""
+        """The error that makes the trace unwritable (it could not be opened, or its file system stalled); there is no
+        retry.
+        """
         self.spent_s = self.cpu_s = 0.0
 
     @property
     def is_recording(self) -> bool:
-        """Whether recording goes on."""
+        """True while this process records."""
         is_open = self._recorder is None or self._pid != os.getpid() or self._recorder.writer.is_open
         return is_open and self._over is None
 
@@ -118,7 +121,7 @@ class Session:
 
     @property
     def engine_weights(self) -> Any:
-        """The account of the engine's weights in this process."""
+        """Comparison of the engine's weights with the trainer's in this process."""
         if self._engine_weights is None:
             from .engine_weights import EngineWeights
 
@@ -126,15 +129,15 @@ class Session:
         return self._engine_weights
 
     def next_engine_step(self) -> int:
-        """Number the next call, or wave of requests, of an engine without a trainer."""
+        """Return the step number for the next call, or wave of requests, of an engine without a trainer."""
         self.num_engine_steps += 1
         return self.num_engine_steps
 
     def begin_training(self) -> None:
-        """Begin another attempt at training.
+        """Begin another training attempt.
 
-        A process that trains a second time (a sweep, a notebook, a resumed run) seals what it recorded before, and continues
-        under another writer.
+        A process that trains again (a sweep, a notebook, a resumed run) seals its earlier records and continues with a
+        new writer.
         """
         with self.guard("the start of a training"):
             self.engine_weights.restart()
@@ -148,7 +151,7 @@ class Session:
                 self._num_trainings += 1
 
     def seal(self) -> None:
-        """Seal everything recorded so far for other processes to read; later records get another writer."""
+        """Seal all records so far, so that other processes can read them; later records use a new writer."""
         with self.guard("what was recorded so far"):
             self._seal()
 
@@ -166,15 +169,15 @@ class Session:
         return run_within(Patience(self.order.run, self.order.max_wait), call, **options)
 
     def _account(self) -> None:
-        """Note the time spent in hooks in the writer's state."""
+        """Store the time spent in hooks in the writer's state."""
         self._recorder.writer.state.spent_s, self._recorder.writer.state.cpu_s = self.spent_s, self.cpu_s
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """Keep an error of recording from the program; `what` names what is lost by it.
+        """Keep recording errors from the program; `what` names what is lost if one occurs.
 
-        An error ends this process's recording, or is passed to `otherwise`. The time spent inside is counted as the cost of
-        recording.
+        An error ends this process's recording, or is passed to `otherwise`. The time spent inside counts as recording
+        overhead.
         """
         begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:
@@ -196,7 +199,7 @@ class Session:
             return None
         with self.guard(part):
             writer = self.recorder.writer
-            writer.raise_invalid()  # of earlier rows
+            writer.raise_invalid()  # raises errors in earlier rows
             try:
                 found: _T | None = writer.part(part, function, *args, **kwargs)
             except InvalidRecord as error:
@@ -206,7 +209,7 @@ class Session:
         return None
 
     def stop(self, what: str, error: Exception) -> None:
-        """End this process's recording and say why."""
+        """End this process's recording and report the reason."""
         if isinstance(error, StorageStalled):
             self._over = error
         if self._over is not None:
@@ -222,7 +225,7 @@ class Session:
             self.tell(f"RECORDING STOPPED in process {os.getpid()}, training goes on: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
-        """Report once that something is not recorded, and why, and keep the sentence in the trace."""
+        """Report once that something is not recorded, with the reason, and keep the sentence in the trace."""
         if sentence not in self._told:
             self.tell(sentence)
             with self.guard("notes"):
@@ -235,7 +238,7 @@ class Session:
             print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Seal what this process recorded."""
+        """Seal this process's records."""
         if self._recorder is not None and self._pid == os.getpid():
             self._account()
             with self.guard("the end"):
@@ -245,7 +248,7 @@ class Session:
         if not self._exit_registered:
             atexit.register(self.close)
             self._exit_registered = True
-        # A multiprocessing child leaves by os._exit, which skips atexit but not these finalizers.
+        # A multiprocessing child exits with os._exit, which skips atexit but not these finalizers.
         if "multiprocessing.util" in sys.modules:
             from multiprocessing import util
 

@@ -1,6 +1,6 @@
-"""Which trainers are recorded: all that have the functions of TRL's GRPO, RLOO and AsyncGRPO trainers, whatever their class.
+"""Decides which trainers are recorded: any class with the functions of TRL's GRPO, RLOO and AsyncGRPO trainers.
 
-Users derive from TRL's classes, and unsloth and ms-swift generate and copy them.
+Users subclass TRL's classes, and unsloth and ms-swift generate and copy them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def name_of(trainer_class: type) -> str:
 
 
 def trl_version() -> str | None:
-    """Return the version of TRL that this process has imported; None without TRL."""
+    """Return the version of TRL imported in this process; None without TRL."""
     return getattr(sys.modules.get("trl"), "__version__", None)
 
 
 def is_asynchronous(trainer_class: type) -> bool:
-    """Whether a class trains on samples from a queue that is filled concurrently."""
+    """Return True if a class trains on samples from a queue that is filled concurrently."""
     return all(callable(getattr(trainer_class, name, None)) for name in NEEDED_ASYNC)
 
 
 def unrecorded(trainer_class: type) -> str | None:
-    """Return why trainers of a class are not recorded; None if they are."""
+    """Return the reason why trainers of a class are not recorded; None if they are."""
     if is_asynchronous(trainer_class):
         return None
     lacking = [name for name in NEEDED if not callable(getattr(trainer_class, name, None))]
@@ -40,7 +40,7 @@ def unrecorded(trainer_class: type) -> str | None:
 
 
 def unknown_output(trainer_class: type, output: Any) -> str | None:
-    """Return why a trainer's output cannot be recorded; None if it can."""
+    """Return the reason why a trainer's output cannot be recorded; None if it can."""
     if isinstance(output, dict):
         lacking = [name for name in OUTPUT if name not in output]
         found = f"a dict without {', '.join(lacking)}" if lacking else None
@@ -55,14 +55,16 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
     if version is not None and untested("trl", version):
         release = f" (trl {version} is not a tested version; tested: {tested_releases('trl')})"
     return (
-        f"a trainer of module {trainer_class.__module__} was seen and is not recorded: {trainer_class.__qualname__}, because "
-        f"{reason}{release}; trainers are recorded by the functions of TRL's GRPOTrainer, a loop of your own by "
+        f"a trainer of module {trainer_class.__module__} is not recorded: {trainer_class.__qualname__}, because "
+        f"{reason}{release}; only trainers with the functions of TRL's GRPOTrainer are recorded; for your own loop use "
         "tim_trace.Recorder"
     )
 
 
 def lacks(trainer_class: type, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence on an untested release of TRL and on what is missing of a recorded class; None if there is nothing to report."""
+    """Return a sentence on an untested TRL release and missing functions of a recorded class; None if there is nothing
+    to report.
+    """
     version = trl_version()
     return None if version is None else version_sentence("trl", version, missing)
 

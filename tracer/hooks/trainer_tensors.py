@@ -1,4 +1,4 @@
-"""A TRL trainer's tensors as its engine should receive them: under the names of the transfer, adapters merged."""
+"""A TRL trainer's tensors as its engine should receive them: with the names used in the transfer, adapters merged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """Return the trained model without accelerate's wrappers, except FSDP1, which holds its root's parameters.
+    """Return the trained model without accelerate's wrappers, except FSDP1's, which holds the root's parameters.
 
-    Accelerate unwraps each model once, since it searches for packages.
+    The result is cached, since accelerate searches for packages on each unwrapping.
     """
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
@@ -29,7 +29,7 @@ def trained_model(trainer: Any) -> Any:
 
 
 def is_whole(model: Any) -> bool:
-    """Whether this process holds every tensor of a model whole."""
+    """Return True if this process holds every tensor of a model whole."""
     return not any(
         is_sharded(parameter) or getattr(parameter, "ds_id", None) is not None for parameter in model_parameters(model)
     )
@@ -46,14 +46,15 @@ def transfer_name(name: str, adapter_prefix: str | None) -> str | None:
 
 
 def is_quantised(parameter: Any) -> bool:
-    """Whether a parameter holds packed numbers, which an engine receives unpacked."""
+    """Return True if a parameter holds packed values, which an engine receives unpacked."""
     return not parameter.is_floating_point() or type(parameter).__module__.startswith("bitsandbytes.")
 
 
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, tensor, and the tensor without its adapter (None if no adapter changes it); quantised ones are left out.
+    """Yield name, tensor, and the tensor without its adapter (None if no adapter changes it), except for quantised
+    tensors.
 
-    PEFT itself merges an adapter, in a temporary copy of the layer.
+    PEFT merges the adapter itself, in a temporary copy of the layer.
     """
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
@@ -69,7 +70,7 @@ def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _adapted(model: Any) -> dict[str, Any]:
-    """Return name -> layer, for layers whose adapter is not merged right now."""
+    """Return name -> layer for layers whose adapter is currently not merged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {

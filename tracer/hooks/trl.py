@@ -1,4 +1,4 @@
-"""Recording TRL's GRPO, RLOO and AsyncGRPO trainers, and trainers that derive from them or have their functions."""
+"""Records TRL's GRPO, RLOO and AsyncGRPO trainers, and trainers that subclass them or have the same functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class TrainerClasses:
-    """Hooks trainer classes when their first trainer is constructed."""
+    """Hooks a trainer class when its first trainer is constructed."""
 
     def __init__(self, session: Session, patches: Patches):
         self._session = session
@@ -32,7 +32,7 @@ class TrainerClasses:
         self._async_hooks = AsyncTrainerHooks(session)
         self._seen: weakref.WeakSet[type] = weakref.WeakSet()
         self._hears = False
-        """Whether transfers of weights are hooked."""
+        """True once weight transfers are hooked."""
 
     def init(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with self._session.guard("a trainer (its functions could not be hooked)"):
@@ -60,7 +60,7 @@ class TrainerClasses:
             self._session.note(sentence)
 
     def _generating(self) -> Mapping[str, Callable[..., Any]]:
-        """Return function -> hook, for a trainer that samples between its losses."""
+        """Return function -> hook for a trainer that samples between its losses."""
         hooks = self._hooks
         return {
             "train": hooks.train,
@@ -74,7 +74,7 @@ class TrainerClasses:
         }
 
     def _asynchronous(self) -> Mapping[str, Callable[..., Any]]:
-        """Return function -> hook, for a trainer whose samples come from a queue."""
+        """Return function -> hook for a trainer whose samples come from a queue."""
         hooks = self._async_hooks
         return {
             "train": hooks.train,
@@ -104,7 +104,9 @@ class TrainerClasses:
 
 
 def _hook_engines(session: Session, patches: Patches) -> None:
-    """Hook TRL's classes around vLLM: tensors gathered from a sharded trainer or sent to a server, and a server's logprobs."""
+    """Hook TRL's classes around vLLM: tensors gathered from a sharded trainer or sent to a server, and a server's
+    logprobs.
+    """
 
     def gather(original: Callable[..., Any], generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))
@@ -119,7 +121,7 @@ def _hook_engines(session: Session, patches: Patches) -> None:
     def generate(original: Callable[..., Any], generation: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(generation, "mode", None) != "server" or getattr(generation, "logprobs", 0) is not None:
             return original(generation, *args, **kwargs)
-        # RLOO requests no logprobs from its server. They are requested here, and removed from the result.
+        # RLOO requests no logprobs from its server. Request them here, and remove them from the result.
         generation.logprobs = 0
         try:
             prompt_ids, response_ids, logprobs, *more = original(generation, *args, **kwargs)

@@ -1,4 +1,5 @@
-"""Recording TRL's AsyncGRPO trainers: samples come from a queue, a packed row holds several, and old logprobs are the engine's.
+"""Records TRL's AsyncGRPO trainers: samples come from a queue, rows pack several samples, and old logprobs are the
+engine's.
 
 Shapes: S samples of a packed row, N its tokens, T tokens of the longest response, M terms of the loss.
 """
@@ -28,18 +29,18 @@ from .trl_state import TrainerState
 from .trl_trainer import TrainerHooks
 
 _REWARDS = "rewards/"
-"""Prefix of rewards among a sample's metrics."""
+"""Prefix of the rewards among a sample's metrics."""
 
 
 class SampleQueue:
-    """Wraps a trainer's queue of samples, remembering the version that sampled each."""
+    """Wraps a trainer's sample queue and remembers the version that sampled each sample."""
 
     def __init__(self, session: Session, queue: Any):
         self._session = session
         self._queue = queue
         self._versions: dict[int, int] = {}
         self.num_packed = 0
-        """Samples packed so far."""
+        """Number of samples packed so far."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -47,7 +48,7 @@ class SampleQueue:
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
         with self._session.guard("which weights sampled"):
-            # The trainer passes on the token array only.
+            # The trainer passes on only the token array, so it is the key.
             key = id(sample.input_ids)
             self._versions[key] = int(sample.model_version)
             weakref.finalize(sample.input_ids, self._versions.pop, key, None).atexit = False
@@ -59,7 +60,7 @@ class SampleQueue:
 
 
 class OutputTap:
-    """Collects a model's outputs unchanged."""
+    """Collects a model's outputs without changing them."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -82,7 +83,7 @@ class AsyncTrainerHooks(TrainerHooks):
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """Trainer -> version of the engine's weights -> optimizer updates in them."""
+        """Trainer -> version of the engine's weights -> number of optimizer updates in them."""
 
     def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True
@@ -132,8 +133,8 @@ class AsyncTrainerHooks(TrainerHooks):
         return found
 
     def sync_weights(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note the number of updates in the engine's new weights."""
-        # An adapter that is sent as a file has no tensors to read.
+        """Store the number of updates in the engine's new weights."""
+        # An adapter sent as a file has no tensors to read.
         is_heard = not getattr(trainer, "_lora_sync", False)
         if is_heard:
             self.session.engine_weights.hold(trainer)
@@ -241,7 +242,9 @@ class AsyncTrainerHooks(TrainerHooks):
         entropy: Any = None,
         version: int | None = None,
     ) -> None:
-        """Record a pass's values of each term of the loss. `version` is that of the trainer's weights; None for the engine's."""
+        """Record a pass's value for each term of the loss. `version` is that of the trainer's weights; None for the
+        engine's.
+        """
         count = len(row.samples)
         forward = None
         if version is not None:

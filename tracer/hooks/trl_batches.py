@@ -1,4 +1,4 @@
-"""Reading a TRL trainer's batches: the pass of a scoring, the rows of a loss, rewards and finish reasons.
+"""Reads a TRL trainer's batches: the pass of a scoring, the rows of a loss, rewards and finish reasons.
 
 Shapes: B rows of one process's generation batch, T padded response width, F reward functions.
 """
@@ -19,11 +19,11 @@ from .trl_state import Generation, Loss, Recorded, Scoring
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
 """Positional arguments of a scoring call after the model."""
 ROW_KEY = "tim_trace_row"
-"""Key in the trainer's batches that shows which rows a shuffled micro-batch holds, or the samples of each packed row."""
+"""Key in the trainer's batches for the row indices of a shuffled micro-batch, or the samples of each packed row."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Name the pass of each scoring of a generation: by identity with what the trainer keeps, or by order for RLOO."""
+    """Return the pass of each scoring of a generation: by identity with the trainer's output, or by order for RLOO."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -52,7 +52,7 @@ def scoring_of(trainer: Any, call: dict[str, Any], result: Any) -> Scoring:
 
 
 def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
-    """Find the recorded rows of a loss; None if they were not recorded."""
+    """Return the recorded rows of a loss; None if they were not recorded."""
     keys = inputs.get(ROW_KEY) if isinstance(inputs, dict) else None
     if keys is None or not len(keys):
         return None
@@ -67,7 +67,7 @@ def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
 
 
 def row_keys(index: int, rows: int) -> Any:
-    """Return [B, 2] on the host: number of the recorded batch, and row."""
+    """Return [B, 2] on the host: index of the recorded batch, and row."""
     import torch
 
     return torch.from_numpy(np.column_stack([np.full(rows, index), np.arange(rows)]))
@@ -87,7 +87,7 @@ def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, 
 
 
 def engine_call_of(generation: Generation) -> EngineCall | None:
-    """Return the engine's call if one returned exactly the rows of this batch."""
+    """Return the engine's call if one call returned exactly the rows of this batch."""
     if len(generation.engine_calls) != 1 or generation.response_lengths is None:
         return None
     call = generation.engine_calls[0]
@@ -95,7 +95,9 @@ def engine_call_of(generation: Generation) -> EngineCall | None:
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    """Return the sampled tokens' logprobs from `_generate`, or from a server's call that returned exactly this batch; else None."""
+    """Return the sampled tokens' logprobs from `_generate`, or from a server call that returned exactly this batch;
+    else None.
+    """
     if generation.response_lengths is None:
         return None
     if len(generation.server_logprobs) != 1:
@@ -107,7 +109,7 @@ def server_logprobs(generation: Generation) -> list[list[float]] | None:
 
 
 def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation) -> list[str | None]:
-    """Return the engine's reasons; without any, `stop` for a response with an end token and `length` for others."""
+    """Return the engine's reasons; without an engine call, `stop` after an end token and `length` otherwise."""
     if call is not None:
         return call.finish_reasons
     ends = end_tokens(trainer)
@@ -115,16 +117,16 @@ def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation
 
 
 def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | None]:
-    """Return why each response ended, by its last token; None if that or the end tokens are unknown."""
+    """Return why each response ended, from its last token; None if the token or the end tokens are unknown."""
     known = (None if token is None or not ends else token in ends for token in last_tokens)
     return [None if is_end is None else "stop" if is_end else "length" for is_end in known]
 
 
 def right_padded(width: int, lengths: np.ndarray) -> np.ndarray:
-    """[B, width] mask of right-padded rows."""
+    """Return the [B, width] mask of right-padded rows."""
     return np.arange(width)[None, :] < lengths[:, None]
 
 
 def left_padded(width: int, lengths: np.ndarray) -> np.ndarray:
-    """[B, width] mask of left-padded rows."""
+    """Return the [B, width] mask of left-padded rows."""
     return np.arange(width)[None, :] >= width - lengths[:, None]

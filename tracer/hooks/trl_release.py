@@ -1,6 +1,7 @@
-"""The names in TRL that recording uses, by release, and what is not recorded if they are missing.
+"""Names in TRL that recording uses, by release, and what is not recorded if they are missing.
 
-Code that reads a trainer looks names up here: a renamed attribute then costs only its own values, and a note reports it.
+Code that reads a trainer looks names up here, so that a renamed attribute costs only its own values and is reported in
+a note.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions without which no sequence is recorded."""
 
 NEEDED_ASYNC = ("_sync_weight", "_streaming_iter")
-"""Functions that identify a trainer with a queue of samples, such as AsyncGRPOTrainer."""
+"""Functions that identify a trainer with a sample queue, such as AsyncGRPOTrainer."""
 
 OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
-"""Recorded keys of what `_generate_and_score_completions` returns."""
+"""Required keys in the result of `_generate_and_score_completions`."""
 
 ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client", "trl.extras.vllm_client")
-"""Modules of TRL's classes around vLLM: the last one before 0.28."""
+"""Modules of TRL's classes around vLLM; the last one is for releases before 0.28."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A value that is read from a trainer."""
+    """A value read from a trainer."""
 
     gives: str
-    """What is not recorded if a trainer has none of the paths."""
+    """What is not recorded if none of the paths exists."""
     paths: tuple[str, ...]
-    """Dotted, from the trainer; the newest release's first."""
+    """Dotted paths from the trainer; the newest release's first."""
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return the paths of a tokenizer's token: from 1.3 on, before, and with an image processor."""
+    """Return the paths of a tokenizer's token: from 1.3 on, before 1.3, and with an image processor."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
@@ -55,14 +56,14 @@ TEMPERATURE = Attribute("the temperature of the trainer's passes", ("temperature
 NUM_GENERATIONS = Attribute("which responses share a prompt", ("num_generations", "args.num_generations"))
 REWARD_WEIGHTS = Attribute("rewards", ("reward_weights",))
 REWARD_NAMES = Attribute("rewards", ("reward_func_names",))
-SERVER_URL = Attribute(  # from 0.28 on, before, and of AsyncGRPOTrainer
+SERVER_URL = Attribute(  # from 0.28 on, before 0.28, and for AsyncGRPOTrainer
     "the server's configuration",
     ("vllm_generation.vllm_client.base_url", "vllm_client.base_url", "vllm_client.server_url"),
 )
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
 """Attributes of every trainer."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Attributes of a trainer that generates; samples from a queue carry their rewards."""
+"""Attributes of a trainer that generates; samples from a queue carry their own rewards."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
@@ -77,7 +78,7 @@ def find(trainer: Any, attribute: Attribute) -> Any:
 
 
 def lost(trainer: Any, attributes: Iterable[Attribute]) -> Iterable[str]:
-    """Yield a sentence for each attribute that is missing, so that its values are not recorded."""
+    """Yield a sentence for each missing attribute, whose values are therefore not recorded."""
     for attribute in attributes:
         if find(trainer, attribute) is None:
             yield f"not recorded: {attribute.gives} ({type(trainer).__qualname__} has no {', no '.join(attribute.paths)})"
@@ -96,16 +97,16 @@ def engine_classes(name: str) -> list[type]:
 
 
 def fused_lm_head() -> str | None:
-    """Return the function that gives TRL's model its fused head (from 1.15): replaying calls the same."""
+    """Return the function with which TRL (from 1.15) adds a fused head to its model; a replay calls the same function."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None
 
 
 def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[float]] | None:
-    """Find the sampled tokens' logprobs in the result of `_generate`: B lists of floats, as long as the responses.
+    """Return the sampled tokens' logprobs from the result of `_generate`: B lists of floats, as long as the responses.
 
-    Needed before 0.28, where the trainer's output lacks them.
+    Needed before 0.28, where the trainer's output does not include them.
     """
     for values in generated[2:]:
         rows: list[Any] = values if isinstance(values, list) and len(values) == len(lengths) else [None]

@@ -1,4 +1,4 @@
-"""The state of a TRL trainer between hooks: current generation, passes so far, current loss.
+"""State of a TRL trainer between hooks: current generation, passes so far, current loss.
 
 Shapes: B rows of one process's generation batch, P padded prompt width, T padded response width.
 """
@@ -28,7 +28,7 @@ class Scoring:
     """One call of the trainer's scoring function."""
 
     logprobs: Any
-    """[rows, T] tensor"""
+    """[rows, T] tensor."""
     entropy: Any
     """[rows, T] tensor, or None."""
     is_reference: bool
@@ -40,10 +40,10 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRows:
-    """The rows of a scoring call that yields the `train` pass."""
+    """Rows of a scoring call that yields the `train` pass."""
 
     captured: np.ndarray
-    """[rows] bool: whether distributions are kept."""
+    """[rows] bool: True if the row's distributions are recorded."""
     prompt_lengths: np.ndarray
     response_lengths: np.ndarray
 
@@ -58,15 +58,15 @@ class Generation:
     seq_ids: list[str]
     group_ids: list[str]
     captured: np.ndarray
-    """[B] bool: whether distributions are kept."""
+    """[B] bool: True if the row's distributions are recorded."""
     prompt_lengths: np.ndarray | None = None
     response_lengths: np.ndarray | None = None
     last_tokens: list[int | None] = field(default_factory=list)
-    """[B] the response's last token; None for an empty one."""
+    """[B] last token of each response; None for an empty response."""
     returned: Any = ()
     """Result of `_generate`."""
     rewards_per_func: Any = None
-    """[all processes' rows, F] tensor"""
+    """[all processes' rows, F] tensor."""
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
-    """A recorded generation batch that the loss will go through."""
+    """A recorded generation batch for the loss to use."""
 
     batch: Batch
     policy_version: int
@@ -84,13 +84,13 @@ class Recorded:
     prompt_width: int
     response_width: int
     train_scored: np.ndarray
-    """[B] bool: whether the row has a `train` pass already."""
+    """[B] bool: True if the row already has a `train` pass."""
     captured: np.ndarray
     masks_attention: bool
-    """Whether rows may be masked out of attention, and so have no score."""
+    """True if rows may be masked out of attention, which then have no score."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
-        """Return the forwards of these rows, `rows_a_forward` at a time."""
+        """Return the forwards of these rows, `rows_a_forward` rows each."""
         place = np.arange(len(rows))
         forward = place // rows_a_forward
         sizes = np.bincount(forward, minlength=1)
@@ -115,10 +115,10 @@ class Loss:
 
 
 _KEPT_BATCHES = 4
-"""Number of generation batches that a loss may still use."""
+"""Number of generation batches kept for later losses."""
 
 _EVALUATED = -1
-"""Number of the evaluation batch, kept beside training's."""
+"""Index of the evaluation batch, kept in addition to training batches."""
 
 
 class TrainerState:
@@ -131,7 +131,7 @@ class TrainerState:
         self._num_batches = 0
         self._generations: dict[str, tuple[int, int]] = {}
         self.num_forwards: dict[tuple[str, str], int] = {}
-        """Split and pass -> its forwards so far."""
+        """Split and pass -> its number of forwards so far."""
         self.described = False
         self.weights = KeptWeights(session)
         self.told_step: int | None = None
@@ -141,13 +141,15 @@ class TrainerState:
         self._settings: Any = None
 
     def name_of_generation(self, split: str, step: int) -> str:
-        """Name a generation batch by its step; later ones of the same step are numbered, as in 7.2."""
+        """Return the name of a generation batch: its step; later ones of the same step are numbered, as in 7.2."""
         before, count = self._generations.get(split, (-1, 0))
         self._generations[split] = (step, count + 1 if step == before else 1)
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Number a recorded batch for a loss to find it, and forget the oldest; of evaluation only the newest is kept."""
+        """Return the index under which a loss finds a recorded batch, and drop the oldest; only the newest evaluation
+        batch is kept.
+        """
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED

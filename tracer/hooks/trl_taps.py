@@ -1,4 +1,4 @@
-"""Reading hidden states, for distributions, and router choices from a TRL trainer's model during its own scoring.
+"""Reads hidden states (for distributions) and router choices from a TRL trainer's model during its own scoring.
 
 Shapes: B rows, T padded width, H hidden width, W padded width of prompt and response.
 """
@@ -27,7 +27,7 @@ _WHAT = "router choices are not recorded"
 class HeadTap:
     """Reads the model's last hidden states during one scoring call and projects the captured rows.
 
-    Its forward hook only reads; the trainer's numbers do not change.
+    The forward hook only reads, so the trainer's results do not change.
     """
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
@@ -44,9 +44,9 @@ class HeadTap:
 
     @staticmethod
     def problem(trainer: Any, model: Any) -> str | None:
-        """Return why this model's head cannot be read in this process; None if it can."""
+        """Return the reason why this model's head cannot be read in this process; None if it can."""
         weight = _language_model(trainer, model).get_output_embeddings().weight
-        # What FSDP gathers for a forward looks whole, but is freed after it.
+        # A parameter that FSDP gathered for a forward looks whole, but is freed after it.
         is_whole = not any(map(is_sharded, model_parameters(model)))
         if not is_whole or weight.ndim != 2 or getattr(weight, "ds_id", None) is not None:
             return "trainer distributions are not captured: the model's head is sharded over processes (FSDP, ZeRO-3)"
@@ -124,7 +124,7 @@ def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: di
 
 
 def tell_of_routing(session: Session, trainer: Any) -> None:
-    """Note why a mixture of experts' router choices are not recorded, if they are not."""
+    """Note the reason why a mixture of experts' router choices are not recorded, if they are not."""
     model = trained_model(trainer)
     known = routers(model)
     if not is_mixture(model):
@@ -136,6 +136,6 @@ def tell_of_routing(session: Session, trainer: Any) -> None:
         session.note(f"{_WHAT}: {type(model).__name__} has no router module that chooses before its experts run")
     elif not session.order.routing:
         slots = sum(router.num_slots or 0 for router in known)
-        cost = f", about {6 * slots:,} bytes a token," if slots else ""
+        cost = f", about {6 * slots:,} bytes per token," if slots else ""
         session.note(f"{_WHAT}: `replay --routing recorded` and routing agreement need them; record with --routing{cost}"
                      " to keep them")  # fmt: skip

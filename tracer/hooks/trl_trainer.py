@@ -54,11 +54,11 @@ from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainR
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
 OPTIMIZER_STEPS = 5
-"""Interval of the optimizer's statistics, steps; the first step has them too."""
+"""Interval of the optimizer's statistics, steps; they are also recorded at the first step."""
 
 
 def _sends_weights(trainer: Any) -> bool:
-    """Whether this process sends its weights to a vLLM server."""
+    """Return True if this process sends its weights to a vLLM server."""
     is_server = getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_mode", None) == "server"
     return bool(is_server and trainer.is_world_process_zero())
 
@@ -109,7 +109,8 @@ class TrainerHooks:
         if generation is not None and generation.split == TRAIN_SPLIT:
             if _sends_weights(trainer):
                 self.session.engine_weights.tell(generation.step)
-            # Merging an adapter in place for the engine and unmerging it rounds the base weights, which then score.
+            # Merging an adapter in place for the engine and unmerging it rounds the base weights, and scoring uses the
+            # rounded ones.
             self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=True)
         if generation is not None:
             with self.session.guard("the lengths of prompts and responses"):
@@ -201,7 +202,7 @@ class TrainerHooks:
         rate, norm = call.get("learning_rate"), call.get("grad_norm")
         if is_sharded(norm) and (norm := replicated(norm)) is None:
             self.session.note(
-                "grad_norm is recorded only for steps that the trainer logs: for others each process knows only its own part (FSDP2)"
+                "grad_norm is recorded only for steps that the trainer logs: for others each process has only its own shard (FSDP2)"
             )
         return {"learning_rate": trainer._get_learning_rate() if rate is None else rate, "grad_norm": norm}
 
@@ -214,7 +215,9 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record metrics that this step lacks; `only_new` compares names only, since a value may be on a device."""
+        """Record metrics not yet recorded for this step; `only_new` compares names only, since a value may be on a
+        device.
+        """
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -235,9 +238,9 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        """Keep the weights of this policy version when they first sample or score.
+        """Record the weights of this policy version when they first sample or score.
 
-        `adapted` restricts this to models with or without adapters.
+        `adapted` restricts this to models with (True) or without (False) adapters.
         """
         if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
@@ -295,7 +298,7 @@ class TrainerHooks:
             recorder.add_contract(ROLLOUT, server_contract(trainer, self._server_info(trainer)))
 
     def _server_info(self, trainer: Any) -> Any:
-        """Return the configuration of a trainer's server; note it if that fails, and return None."""
+        """Return the configuration of a trainer's server; if that fails, note it and return None."""
         try:
             return server_info(trainer)
         except (OSError, ValueError, KeyError) as error:
@@ -329,7 +332,7 @@ class TrainerHooks:
         )
 
     def _tap(self, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> HeadTap | None:
-        """Return a tap if this call yields the `train` pass of rows whose distributions are kept."""
+        """Return a tap if this call yields the `train` pass of rows whose distributions are recorded."""
         if rows is None or not rows.captured.any():
             return None
         problem = HeadTap.problem(trainer, call["model"])
@@ -394,7 +397,7 @@ class TrainerHooks:
         if logprobs is None:
             if getattr(trainer, "use_vllm", False):
                 self.session.note(
-                    f"rollout logprobs of {name_of(type(trainer))} are not recorded: it keeps none, and no call of vLLM returned exactly "
+                    f"rollout logprobs of {name_of(type(trainer))} are not recorded: it keeps none, and no vLLM call returned exactly "
                     "the rows of one process (several turns, tensor parallelism, or a server without logprobs)"
                 )
             return
@@ -432,7 +435,7 @@ class TrainerHooks:
             read = partial(scoring_contract, trainer, source="loss", grad=True)
             contract = self.session.record(Part.CONTRACTS, state.contract, CURRENT, read)
             version = int(trainer.state.global_step)
-            # Without a separate forward, the trainer's logprobs are the first that the loss used.
+            # Without a separate forward, the trainer's logprobs are the first ones that the loss used.
             has_train = loss.recorded.train_scored[loss.rows].any()
             made = [TRAIN] if loss.recorded.batch.split == EVAL_SPLIT else [CURRENT, TRAIN]
             for pass_name in made[:-1] if has_train else made:

@@ -1,4 +1,4 @@
-"""Recording verl's PPO trainers, v1 and older, on the driver: sequences, rewards, advantages, passes and metrics.
+"""Records verl's PPO trainers, v1 and older, on the driver: sequences, rewards, advantages, passes and metrics.
 
 Engines and workers are separate processes, recorded by vllm_async.py and verl_worker.py.
 """
@@ -53,7 +53,7 @@ POINTS = {
 _LOGGED = "logged metrics"
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""A program of verl 0.8 that has its own trainer."""
+"""Program of verl 0.8 with its own trainer."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
@@ -63,7 +63,7 @@ _NOT_HOOKED = (
 _LEGACY = "set trainer.use_legacy_worker_impl=disable, or use verl 0.8 or newer"
 _OWN_WORKERS = f"derive them from {_WORKERS}.ActorRolloutRefWorker"
 _DUMPS_ALONE = (
-    "verl {}: only metrics are recorded, since this release's trainer has no function for an actor update; for texts and rewards set "
+    "verl {}: only metrics are recorded, since this release's trainer has no function for an actor update; for texts and rewards, set "
     "trainer.rollout_data_dir=DIR, and after the run: tim-trace import verl DIR -o RUN; verl 0.7 and newer are recorded"
 )
 
@@ -71,7 +71,7 @@ _NO_DISTRIBUTIONS = "verl's passes are recorded as logprobs of the sampled token
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook the trainer of a module of verl."""
+    """Hook the trainer in a module of verl."""
     import verl
 
     session.hooks["verl"] = verl.__version__
@@ -112,7 +112,9 @@ def install_older(session: Session, module: Any) -> Patches:
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a trainer started with `python -m` under its module's name, so that it is hooked in the process where Ray runs it."""
+    """Import a trainer started with `python -m` under its module's name, so that it is hooked in the process where Ray
+    runs it.
+    """
     patches = Patches()
 
     def run_ppo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -141,12 +143,12 @@ class TrainerHooks:
         self.session = session
         self._is_fitting = False
         self._flushes = False
-        """Whether Ray may kill this process silently when the training ends."""
+        """True if Ray may kill this process without warning when the training ends."""
         self._is_last = False
-        """Whether the training is about to end."""
+        """True if the training is about to end."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
-        """A note on this version of verl; None if there is nothing to report."""
+        """Note on this version of verl; None if there is nothing to report."""
 
     def fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
@@ -194,7 +196,7 @@ class TrainerHooks:
     def compute_older_logprobs(
         self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Put the workers' columns of forwards into the batch of logprobs, so that they stay with their rows."""
+        """Add the workers' forward columns to the batch of logprobs, so that they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -320,7 +322,7 @@ class TrainerHooks:
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
-        """Return the contract declared by the process that made a pass, or else one from the configuration."""
+        """Return the contract declared by the process that computed a pass, or else one from the configuration."""
         if pass_name not in self._contracts:
             folder = self.session.recorder.folder
             if pass_name == ROLLOUT:
@@ -334,7 +336,7 @@ class TrainerHooks:
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
-    """Whether an engine's contract is that of training rather than validation, which may sample differently."""
+    """Return True if an engine's contract is for training and not for validation, which may sample differently."""
     given = contract.get("sampling") or {}
     top_k = {name: max(settings.get("top_k") or 0, 0) for name, settings in (("given", given), ("asked", asked))}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
@@ -354,7 +356,7 @@ def _workers_not_hooked(trainer: Any) -> list[str]:
 
 
 def _told(trainer: Any) -> dict[str, Any]:
-    """Return what the workers need to know about an update."""
+    """Return the information about an update that workers need."""
     progress = progress_of(trainer)
     return {
         "step": progress.step,
@@ -365,13 +367,13 @@ def _told(trainer: Any) -> dict[str, Any]:
 
 
 def _bypasses(config: Any) -> bool:
-    """Whether verl uses the rollout's logprobs as the trainer's own."""
+    """Return True if verl uses the rollout's logprobs as the trainer's own."""
     correction = config.algorithm.get("rollout_correction")
     return bool(correction and correction.get("bypass_mode", False))
 
 
 def _declared_contract(folder: Path, pass_name: str, accepts: Callable[[Contract], bool]) -> Contract | None:
-    """Return the newest contract of a pass in the trace that is accepted; None without one."""
+    """Return the newest accepted contract of a pass in the trace; None without one."""
     paths = sorted((folder / PASSES / pass_name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     store = Store(folder)
     contracts = (read_contract(store, pass_name, path.stem) for path in paths)

@@ -1,4 +1,4 @@
-"""Reading the batches of verl's trainers: rows in its TransferQueue, and RayPPOTrainer's padded tensors on the driver.
+"""Reads the batches of verl's trainers: rows in its TransferQueue, and RayPPOTrainer's padded tensors on the driver.
 
 Shapes: B rows, P padded prompt width, T response tokens of a row, or the padded width of responses.
 """
@@ -23,21 +23,21 @@ ESTIMATED = ("advantages",)
 """Columns that exist after the advantages are computed."""
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
-"""Column in the TransferQueue -> the same of RayPPOTrainer."""
+"""Column in the TransferQueue -> the same column of RayPPOTrainer."""
 
 UPDATE_KEY = "tim_trace_update"
-"""Key in the rows of an update under which workers get its step and its weights' version."""
+"""Key in the rows of an update under which workers find its step and policy version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a batch by its key: `<uid>_<sample>_<output>`."""
+    """One row of a batch, with its key `<uid>_<sample>_<output>`."""
 
     index: int
     """Position in verl's batch."""
     key: str
     oldest_weights: int | None
-    """Global step of the oldest weights that sampled a part of it; None if unknown."""
+    """Global step of the oldest weights that sampled part of the row; None if unknown."""
     newest_weights: int | None
 
     @property
@@ -59,7 +59,7 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def fetch(batch: Any, columns: Sequence[str]) -> Any:
-    """Return those of the columns that a batch has."""
+    """Return the given columns, as far as the batch has them."""
     import transfer_queue
 
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(columns))
@@ -74,7 +74,9 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B]: the value shared by all counted tokens of each row, 0.0 if none counts; None if values differ within a row."""
+    """Return [B]: the value shared by all counted tokens of each row, 0.0 if none counts; None if values differ within
+    a row.
+    """
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -109,9 +111,9 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return the rows of a DataProto; keys are `<uid>_<sample>_0`, samples of a prompt counted in order.
+    """Return the rows of a DataProto; keys are `<uid>_<sample>_0`, with the samples of a prompt counted in order.
 
-    `sampled_by` is the number of the weight transfer that sampled all rows, if known; otherwise each row's own is read from
+    `sampled_by` is the number of the weight transfer that sampled all rows, if known; otherwise it is read per row from
     the batch.
     """
     seen: Counter[str] = Counter()

@@ -34,7 +34,7 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """Return what decides the logprobs of a worker's engine.
+    """Return the settings that determine the logprobs of a worker's engine.
 
     `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward); `dtype` is that of the
     logprobs: bfloat16 has steps of 0.031 nats at -4.
@@ -49,7 +49,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         precision = (getattr(settings, "mixed_precision", None) or {}).get("param_dtype", "bf16")
         cast, parameters = "bfloat16", _PRECISIONS.get(precision, precision)
     casts = {"parameters_dtype": parameters} if is_fsdp else {}
-    autocast = None if cast in ("None", "float32") else cast  # verl does not autocast then
+    autocast = None if cast in ("None", "float32") else cast  # verl does not autocast in these cases
     return {
         "engine": "verl",
         "engine_version": version("verl"),

@@ -1,6 +1,6 @@
-"""Accounting for the weights of verl's engine, in the worker that trains and transfers them.
+"""Compares the weights of verl's engine with the trainer's, in the worker that trains and transfers them.
 
-The engine is another process on the same machine, which reads its own copy when the worker asks.
+The engine is another process on the same machine, which reads its own copy when the worker requests it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .trainer_tensors import is_whole
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
-"""Name of the added function of vLLM's worker that writes digests of what it holds."""
+"""Name of the function added to vLLM's worker that writes digests of the weights it holds."""
 
 NAIVE = "naive"
-"""verl's transfer of weights to an engine on the same devices."""
+"""verl's weight transfer to an engine on the same devices."""
 
 _APART = (
     "the engine's weights are not accounted for: verl's checkpoint engine {} sends them to engines in other processes; "
@@ -35,19 +35,19 @@ _NOT_HELD = "the engine's own copy of its weights is not read: {}; what it is gi
 
 
 class VerlEngineWeights(EngineWeights):
-    """Compares the weights of one worker of verl and its engine, during transfers only."""
+    """Compares the weights of one verl worker and its engine, during transfers only."""
 
     def __init__(self, session: Session):
         super().__init__(session)
         self._engine: Any = None
-        """verl's engine that trains, during a transfer."""
+        """verl's training engine, during a transfer."""
         self._newest: Any = None
-        """The training engine of the newest transfer that is not recorded yet."""
+        """Training engine of the newest transfer, until it is recorded."""
         self._found: dict[str, int] = {}
         self._reads_held = True
 
     async def transfer(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a transfer of weights, taking the trainer's digests before and the engine's after it."""
+        """Run a weight transfer, taking the trainer's digests before and the engine's after it."""
         self._start(worker)
         try:
             result = await original(worker, *args, **kwargs)
@@ -58,7 +58,7 @@ class VerlEngineWeights(EngineWeights):
         return result
 
     def give(self, original: Callable[..., Any], adapter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take digests of what the engine is given."""
+        """Take digests of the weights sent to the engine."""
         if self._engine is not None and self.is_on:
             if args:
                 args = (self.heard(args[0]), *args[1:])
@@ -67,12 +67,12 @@ class VerlEngineWeights(EngineWeights):
         return original(adapter, *args, **kwargs)
 
     def export(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take digests of what verl gathers as the trainer's own, if no process holds the model whole."""
+        """Take digests of the tensors verl gathers as the trainer's own, if no process holds the model whole."""
         weights, *rest = original(engine, *args, **kwargs)
         return self.gathered(weights) if self._engine is engine else weights, *rest
 
     def tell_of(self, step: int, version: int) -> None:
-        """Record the newest transfer under the version whose weights it sent, unless it is recorded already."""
+        """Record the newest transfer under the version of its weights, unless it is already recorded."""
         if self._newest is None:
             return
         self._version, self._trainer = version, self._newest
@@ -105,7 +105,7 @@ class VerlEngineWeights(EngineWeights):
             self._engine = self._newest = self._trainer = engine
 
     async def _look(self, worker: Any) -> None:
-        """Have the engine write digests of what it holds, if they are due."""
+        """Have the engine write digests of the weights it holds, if they are due."""
         with self._guard():
             own = read_digests(self._own)
             self._last |= read_digests(self._given)
@@ -126,13 +126,13 @@ class VerlEngineWeights(EngineWeights):
 
 
 def install(session: Session, module: Any) -> None:
-    """Give vLLM's workers a function that writes digests of what they hold."""
+    """Add a function to vLLM's workers that writes digests of the weights they hold."""
     if session.order.engine_weights != NONE:
         setattr(module.vLLMColocateWorkerExtension, ASKED, _write_digests)
 
 
 def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """In vLLM's worker: write the digests of what the model holds, to one file by rank 0."""
+    """Write the digests of the weights the model holds to a file; runs in vLLM's worker, and only rank 0 writes."""
     if worker.rank:
         return
     model, dtype = worker.model_runner.model, worker.model_runner.vllm_config.model_config.dtype
@@ -142,7 +142,7 @@ def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) 
 
 
 async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s: float) -> dict[str, int]:
-    # verl's server does not return a worker's result.
+    # verl's server does not return a worker's result, so it comes in a file.
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as folder:
         path = Path(folder) / "held.json"
         await rollout._execute_method(ASKED, timeout=timeout_s, kwargs={"path": str(path), "shapes": shapes})
@@ -150,7 +150,7 @@ async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s:
 
 
 def _why_not(worker: Any) -> str | None:
-    """Return why a worker's engine cannot be accounted for; None if it can."""
+    """Return the reason why a worker's engine cannot be compared; None if it can."""
     backend = worker.config.rollout.checkpoint_engine.backend
     if not hasattr(worker, "rollout") or backend != NAIVE:
         return _APART.format(backend)
@@ -166,13 +166,13 @@ def _inner(engine: Any) -> Any:
 
 
 def _has_one_rank(model: Any) -> bool:
-    """Whether a sharded model has a single shard."""
+    """Return True if a sharded model has a single shard."""
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model_parameters(model)]
     return all(mesh is not None and mesh.size() == 1 for mesh in meshes)
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield a whole model's tensors under the names that verl sends them by, in the form of `trainer_tensors`."""
+    """Yield a whole model's tensors under the names verl sends them by, in the form of `trainer_tensors`."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -1,4 +1,4 @@
-"""The rows of each forward of a verl engine, read from its micro-batches.
+"""Rows of each forward of a verl engine, read from its micro-batches.
 
 Shapes: B rows of a worker's batch.
 """
@@ -16,28 +16,30 @@ from ..rows import Forward
 from .verl_contract import FSDP
 
 ROW_KEY = "tim_trace_row"
-"""Key in a worker's batch that shows which rows a shuffled micro-batch holds."""
+"""Key in a worker's batch for the row indices of a shuffled micro-batch."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Pass that the driver records -> column of the workers' output that holds `Forwards.column`."""
+"""Pass recorded by the driver -> column of the workers' output with `Forwards.column`."""
 
 
 class Forwards:
-    """The forwards of one call of an engine: each row's forward, its position, the rows of that forward, and the padding after it."""
+    """Forwards of one engine call: each row's forward, its position there, the number of rows in it, and the padding
+    after the row.
+    """
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
-        """`numbers` numbers the forwards of this process."""
+        """`numbers` yields the numbers of this process's forwards."""
         self._engine = engine
         self._numbers = numbers
         self._of_row: dict[int, tuple[int, int, int, int]] = {}
 
     @staticmethod
     def are_known(engine: Any) -> bool:
-        """Whether an engine pads rows as verl's FSDP engine does."""
+        """Return True if an engine pads rows as verl's FSDP engine does."""
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        """Note the rows of micro-batches, one forward each."""
-        # The driver records rows of several processes, and each counts from 0.
+        """Store the rows of micro-batches, one forward each."""
+        # The driver records rows of several processes, which all count from 0.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
             rows = part[ROW_KEY].tolist()
@@ -59,20 +61,24 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return a tensor [B, 4] int64: forward, place, rows and padding of each row; None unless every row was in a forward."""
+        """Return a tensor [B, 4] int64: forward, position, rows and padding of each row; None if a row was in no
+        forward.
+        """
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
         return torch.tensor(found, dtype=torch.int64) if len(found) == num_rows else None
 
     def of(self, rows: Sequence[int]) -> Forward | None:
-        """Return the forwards of these rows; None unless every row was in one."""
+        """Return the forwards of these rows; None if a row was in no forward."""
         known = all(int(row) in self._of_row for row in rows)
         return forward_of([np.array(self._of_row[int(row)]) for row in rows]) if known else None
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return how many tokens of a padded row attention sees, for a contract: verl before 0.8 takes the width of this mask."""
+    """Return the number of tokens per padded row that attention sees, for a contract: verl before 0.8 uses this mask's
+    width.
+    """
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}

@@ -1,4 +1,4 @@
-"""The progress of a verl trainer: the step that verl logs under, and policy versions as updates of the actor."""
+"""Progress of a verl trainer: the step that verl logs, and policy versions as updates of the actor."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ class Progress:
 
     step: int
     version: int
-    """Updates in the trainer's weights."""
+    """Number of updates in the trainer's weights."""
     old_version: int
-    """Updates in the weights that verl computes `old_log_probs` with."""
+    """Number of updates in the weights with which verl computes `old_log_probs`."""
     updates_a_transfer: int
-    """Updates between two transfers of weights to the engine."""
+    """Number of updates between two weight transfers to the engine."""
     transfers_ahead: int = 0
-    """How far verl's number of a transfer is ahead of the count of transfers."""
+    """Offset of verl's transfer number from the actual number of transfers."""
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return the updates in the weights of a transfer, by verl's number of it."""
+        """Return the number of updates in the weights of a transfer, given verl's number of the transfer."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
 def progress_of(trainer: Any) -> Progress:
-    """Return the progress of a trainer of verl: v1, RayPPOTrainer, or one of its asynchronous subclasses."""
+    """Return the progress of a verl trainer: v1, RayPPOTrainer, or one of its asynchronous subclasses."""
     if hasattr(trainer, "current_param_version"):
         return _fully_asynchronous(trainer)
     step = int(trainer.global_steps)
@@ -46,7 +46,9 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """FullyAsyncTrainer counts updates in global_steps, from 1, and logs under the number of transfers."""
+    """Return the progress of FullyAsyncTrainer, which counts updates in global_steps, from 1, and logs the number of
+    transfers as step.
+    """
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps
@@ -60,5 +62,5 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 
 
 def _is_one_step_off(trainer: Any) -> bool:
-    """Whether weights are transferred after the step counter is incremented."""
+    """Return True if weights are transferred after the step counter is incremented."""
     return any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)

@@ -1,4 +1,4 @@
-"""Recording verl's workers: the logprobs inside the loss, and what decides a worker's numbers.
+"""Records verl's workers: the logprobs inside the loss, and the settings that determine a worker's logprobs.
 
 Shapes: B rows of one update on this worker, T padded response width.
 """
@@ -39,21 +39,21 @@ _OTHER_STRATEGY = (
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """The rows that this worker trains on in one update of the actor."""
+    """Rows that this worker trains on in one update of the actor."""
 
     batch: Batch
     lengths: np.ndarray
-    """[B] response tokens of verl's rows."""
+    """[B] number of response tokens of verl's rows."""
     places: dict[int, int]
     """verl's row -> row of `batch`, without verl's padding rows."""
     policy_version: int
     is_last: bool
-    """Whether it is the last update of the training."""
+    """True for the last update of the training."""
     is_train: bool
-    """Whether the loss's first logprobs are the `train` pass, since verl computed none before."""
+    """True if the loss's first logprobs are the `train` pass, since verl computed none before."""
     num_mini_batches: int = 0
     engine: Any = None
-    """The training engine; None if another process has the same rows."""
+    """The training engine; None if another process records the same rows."""
     train_scored: set[int] = field(default_factory=set)
 
 
@@ -95,7 +95,7 @@ class WorkerHooks:
     def __init__(self, session: Session):
         self.session = session
         self.account = VerlEngineWeights(session)
-        """Account of the engine that gets this worker's weights."""
+        """Comparison of this worker's weights with those of the engine that gets them."""
         self._update: Update | None = None
         self._is_training = False
         self._declared: set[str] = set()
@@ -142,7 +142,7 @@ class WorkerHooks:
 
     def mini_batch(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # Earlier, parameters may be offloaded (param_offload).
+            # Before this, parameters may be offloaded (param_offload).
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)
@@ -164,7 +164,7 @@ class WorkerHooks:
             self._scoring = None
 
     def infer(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward without a loss, noting its rows and contract."""
+        """Run a forward without a loss, recording its rows and contract."""
         asked = {name: data.get(name, None) for name in ("temperature", "no_lora_adapter")}
         is_heard = self._scoring is not None and self.session.is_recording and Forwards.are_known(worker.engine)
         if is_heard and hasattr(data, "batch_size"):
@@ -190,7 +190,7 @@ class WorkerHooks:
         return output
 
     def micro_batches(self, original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note the rows of an engine's micro-batches."""
+        """Record the rows of an engine's micro-batches."""
         made = original(data, *args, **kwargs)
         if self._forwards is not None:
             with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
@@ -203,7 +203,7 @@ class WorkerHooks:
         return made
 
     def _listen(self, engine: Any) -> None:
-        """Note the rows of forwards from now on, if the engine pads rows as verl's FSDP engine does."""
+        """Record the rows of forwards from now on, if the engine pads rows as verl's FSDP engine does."""
         if Forwards.are_known(engine):
             self._forwards = Forwards(engine, self._numbers)
 
@@ -242,7 +242,7 @@ class WorkerHooks:
         )
 
     def _keep_weights(self, engine: Any, version: int) -> None:
-        """Keep the weights before an update changes them."""
+        """Record the weights before an update changes them."""
         strategy = getattr(engine.engine_config, "strategy", None)
         if strategy in FSDP:
             self._weights.keep(version, engine.module, is_first=engine.get_data_parallel_rank() == 0)
@@ -250,7 +250,7 @@ class WorkerHooks:
             self.session.note(_OTHER_STRATEGY.format(strategy))
 
     def _keep(self, is_last: bool) -> None:
-        """Flush or seal what was recorded: Ray ends workers by killing them, at any time."""
+        """Flush or seal the records so far: Ray may kill workers at any time."""
         if is_last:
             self.session.seal()
         else:
@@ -258,7 +258,7 @@ class WorkerHooks:
                 self.session.recorder.flush(weights=False)
 
     def _begin_training(self) -> None:
-        """Join the driver's attempt at training."""
+        """Join the driver's training attempt."""
         if not self._is_training:
             self._is_training = True
             self.session.begin_training()
@@ -296,13 +296,13 @@ class WorkerHooks:
                 logprobs=logprobs_BT,
                 entropy=entropy_BT,
                 attention_mask=right_padded(logprobs_BT.shape[1], update.lengths[numbers[kept]]),
-                # Weights change within an update, which versions do not count.
+                # Weights change within an update, but versions count whole updates.
                 policy_version=update.policy_version if update.num_mini_batches == 0 else None,
                 forward=None if self._forwards is None else self._forwards.of(numbers[kept].tolist()),
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Keep the contract of a pass that the driver records, once, in one of the processes that compute it."""
+        """Record the contract of a pass that the driver records, once, in one of the processes that compute it."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)

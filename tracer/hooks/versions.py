@@ -1,4 +1,4 @@
-"""The tested versions of the hooked libraries, and the note on others."""
+"""Tested versions of the hooked libraries, and the note on other versions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TESTED: Mapping[str, Sequence[str]] = {
 
 
 def untested(library: str, version: str) -> bool:
-    """Whether a release is untested."""
+    """Return True if a release is untested."""
     return ".".join(version.split("+")[0].split(".")[:2]) not in TESTED[library]
 
 
 def tested_releases(library: str) -> str:
-    """Return the tested releases for a sentence."""
+    """Return the tested releases for use in a sentence."""
     return ", ".join(f"{release}.x" for release in TESTED[library])
 
 
@@ -30,5 +30,5 @@ def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> 
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())
-    found = f"not recorded: {lost}" if missing else "every function that recording needs was found, unverified"
+    found = f"not recorded: {lost}" if missing else "all functions that recording needs exist, but were not tested"
     return f"{library} {version} is not a tested version (tested: {tested_releases(library)}), training is not affected; {found}"

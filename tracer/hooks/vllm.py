@@ -1,4 +1,4 @@
-"""Recording the results of vLLM, in the process that calls `LLM.generate` or `LLM.chat`.
+"""Records the results of vLLM, in the process that calls `LLM.generate` or `LLM.chat`.
 
 Shapes: T response tokens, K kept tokens, V vocabulary.
 """
@@ -30,11 +30,11 @@ POINTS = {
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-"""Further functions that sample."""
+"""Other functions that sample."""
 
 _NO_ROUTING = (
     "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "
-    "which needs Triton, and they are not read yet; those of the trainer are recorded"
+    "which needs Triton, and tim-trace does not read them yet; the trainer's are recorded"
 )
 _NO_TOKENIZER = "the trace has no tokenizer, so tokens are shown as ids: the engine has none (skip_tokenizer_init)"
 EMBEDDED = (
@@ -63,7 +63,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class EngineHooks:
-    """Base of the hooks of vLLM's engines. Callers get the same results as without them."""
+    """Base class of the hooks of vLLM's engines. Callers get the same results as without hooks."""
 
     def __init__(self, session: Session):
         self.session = session
@@ -71,7 +71,7 @@ class EngineHooks:
         self._described = False
 
     def _known_contract(self, key: Any, read: Callable[[], Contract]) -> tuple[Contract, bool]:
-        """Return a contract, the same object for as long as `key` stays the same, and whether it is new."""
+        """Return a contract, and True if it is new; the same `key` gives the same object."""
         is_new = key not in self._contracts
         if is_new:
             self._contracts[key] = read()
@@ -166,7 +166,7 @@ class OfflineHooks(EngineHooks):
         return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
-        """Return for each of a call's prompts whether its distributions are kept."""
+        """Return for each of a call's prompts True if its distributions are recorded."""
         capture = self.session.capture
         generation: Generation | None = self.session.generation
         if not capture.dense:
@@ -175,7 +175,7 @@ class OfflineHooks(EngineHooks):
             return [capture.selects(self.session.num_engine_steps + 1, f"{row}-0") for row in range(rows)]
         if generation.engine_calls or len(generation.captured) != rows:
             self.session.note(
-                "rollout distributions are captured only where one engine call gives a process's own rows: not with "
+                "rollout distributions are captured only if one engine call returns exactly a process's rows: not with "
                 "tools, several turns, or vLLM's tensor parallelism"
             )
             return [False] * rows
@@ -212,7 +212,7 @@ class OfflineHooks(EngineHooks):
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
     """Cut every completion's logprobs down to what the caller requested.
 
-    Returns the engine's logprobs, completion by completion, or None if the caller gets the same.
+    Return the engine's logprobs per completion, or None if the caller gets the same.
     """
     if not any(wish.changed for wish in requested):
         return None
@@ -221,14 +221,14 @@ def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[An
 
 
 def has_embeddings(prompts: Any) -> bool:
-    """Whether any of a call's prompts is given as embeddings."""
+    """Return True if any of a call's prompts is given as embeddings."""
     given = prompts if isinstance(prompts, (list, tuple)) else (prompts,)
     mappings = {kind for kind in set(map(type, given)) if issubclass(kind, Mapping)}
     return any(type(prompt) in mappings and prompt.get("prompt_embeds") is not None for prompt in given)
 
 
 def num_prompts(prompts: Any) -> int:
-    """Return the number of requests of a call's prompts or conversations."""
+    """Return the number of requests for a call's prompts or conversations."""
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence) or not len(prompts):
         return 1
     first = prompts[0]

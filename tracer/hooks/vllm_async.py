@@ -1,4 +1,4 @@
-"""Recording vLLM's serving engine, in the process that calls `AsyncLLM.generate`.
+"""Records vLLM's serving engine, in the process that calls `AsyncLLM.generate`.
 
 Under verl the driver records the sequences, and the engine's process only declares the contract of their logprobs.
 """
@@ -27,13 +27,13 @@ from .vllm_contract import Conditions, async_contract, sampling_settings
 from .vllm_logprobs import DELTA, Requested, asking, cut_down, room_for
 
 ABORT, ERROR = "abort", "error"
-"""vLLM's reasons for a request ended by its caller, or by an error."""
+"""vLLM's finish reasons for a request ended by its caller, or by an error."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
 """Calls that change the engine's model: verl's excludes vocabulary padding from the softmax."""
 
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
-"""Imported in processes in which verl samples."""
+"""Module imported in processes in which verl samples."""
 
 POINTS = {
     "__init__": "room for captured distributions",
@@ -190,13 +190,13 @@ class AsyncEngineHooks(EngineHooks):
         self.session.recorder.add_contract(ROLLOUT, contract)
 
     def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:
-        """The engine's contract, the same object for as long as nothing in it changes, and whether it is new."""
+        """Return the engine's contract, and True if it is new; the same object while nothing in it changes."""
         key = (id(engine), sampling_settings(params, of_request=False), conditions)
         read = partial(async_contract, engine, params, self._model_patches.get(engine, []), conditions)
         return self._known_contract(key, read)
 
     def _declare(self, engine: Any, params: Any, lora_request: Any) -> None:
-        """Keep the contract, once for each sampling settings, before the caller gets the first rollout."""
+        """Record the contract, once per sampling settings, before the caller gets the first rollout."""
         contract, is_new = self._contract(engine, params, Conditions.of([params], lora_request))
         if is_new:
             self.session.recorder.add_contract(ROLLOUT, contract)
@@ -205,14 +205,14 @@ class AsyncEngineHooks(EngineHooks):
 
 @dataclass(slots=True, kw_only=True)
 class GivenCompletion:
-    """One completion, as far as the caller got it. An output that is not a delta replaces earlier ones."""
+    """One completion, as far as the caller received it. An output that is not a delta replaces earlier ones."""
 
     index: int
     num_tokens: int = 0
     tokens: Any = ()
     """At least `num_tokens` token ids; vLLM's own list may keep growing."""
     positions: Any = None
-    """The engine's logprobs of these tokens; None without any."""
+    """The engine's logprobs of these tokens; None if it returned none."""
     finish_reason: str | None = None
 
     @property
@@ -262,13 +262,13 @@ class AsyncRequest:
             held.finish_reason = completion.finish_reason
 
     def end(self, reason: str) -> None:
-        """End unfinished completions with this reason."""
+        """Set this finish reason for unfinished completions."""
         for held in self._completions.values():
             held.finish_reason = held.finish_reason or reason
 
     @property
     def outputs(self) -> list[GivenCompletion]:
-        """The completions that have a token or ended normally without one."""
+        """Completions that have a token or ended normally without one."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
 

@@ -1,4 +1,4 @@
-"""The contract of a vLLM rollout, read from the engine."""
+"""Contract of a vLLM rollout, read from the engine."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _SAMPLING = (
     "max_tokens", "n",
 )  # fmt: skip
 _OF_REQUEST = ("max_tokens", "seed", "n")
-"""Settings that every request to a serving engine may have for itself."""
+"""Settings that can differ between requests to a serving engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Properties of a call's requests, besides sampling settings, that decide its logprobs."""
+    """Properties of a call's requests, other than sampling settings, that determine its logprobs."""
 
     adapters: tuple[tuple[str, int, str], ...] = ()
     """Name, number and path of each LoRA adapter."""
     has_grammar: bool = False
-    """Whether any request has structured outputs."""
+    """True if any request has structured outputs."""
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
-        """`lora_requests` is the caller's argument: None, one, or one per prompt."""
+        """Create from a call; `lora_requests` is the caller's argument: None, one, or one per prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
         return cls(
             adapters=tuple(
@@ -67,7 +67,7 @@ class Conditions:
 
     @property
     def sentences(self) -> list[str]:
-        """Notes on what is not recorded of such rollouts."""
+        """Notes on what is not recorded for such rollouts."""
         found = [
             f"weights of the LoRA adapter {name} of vLLM's requests are not recorded: the rollouts' contract names it and its path"
             for name, _, _ in self.adapters
@@ -84,13 +84,15 @@ class Conditions:
 
 
 _GRAMMAR = (
-    "logprobs over the whole vocabulary are not recorded of rollouts with structured outputs: vLLM gives them over the tokens "
+    "logprobs over the whole vocabulary are not recorded for rollouts with structured outputs: vLLM gives them over the tokens "
     "that the grammar allows, so d includes the effect of the grammar"
 )
 
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
-    """Return what decides the logprobs of vLLM's offline engine: versions, arguments, configuration, kernels, sampling."""
+    """Return what determines the logprobs of vLLM's offline engine: versions, arguments, configuration, kernels,
+    sampling.
+    """
     config = getattr(llm.llm_engine, "vllm_config", None)
     return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
@@ -103,9 +105,9 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """Return the same for a serving engine, which runs in other processes, so that its kernels are unknown.
+    """Return the same for a serving engine. It runs in other processes, so its kernels are unknown.
 
-    `model_patches` are the calls by which the caller changed the engine's model. Settings of single requests are left
+    `model_patches` are the calls with which the caller changed the engine's model. Settings of single requests are left
     out.
     """
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
@@ -136,7 +138,7 @@ def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
 
 
 def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[str, Any], ...]:
-    """Return a request's sampling settings by name, without `of_request` those that it shares with others."""
+    """Return a request's sampling settings by name; without `of_request` only those shared by all requests."""
     names = _SAMPLING if of_request else [name for name in _SAMPLING if name not in _OF_REQUEST]
     return tuple((name, getattr(params, name, None)) for name in names)
 
@@ -171,7 +173,7 @@ def _said(value: Any) -> Any:
 
 
 def model_runner(llm: Any) -> Any:
-    """Return the model runner if the engine runs in this process; else None."""
+    """Return the model runner if the engine runs in this process, else None."""
     executor = getattr(llm.llm_engine, "model_executor", None)
     worker = getattr(executor, "driver_worker", None)
     return getattr(worker, "model_runner", None) or getattr(getattr(worker, "worker", None), "model_runner", None)
@@ -191,7 +193,9 @@ def _model_class(llm: Any) -> str | None:
 
 
 def _device(config: Any) -> str | None:
-    """Return the engine's device. vLLM names a GPU, since torch would initialize CUDA, after which engines cannot be forked."""
+    """Return the engine's device. vLLM gives the GPU's name, since torch would initialize CUDA, after which engines
+    cannot be forked.
+    """
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)

@@ -1,4 +1,4 @@
-"""vLLM's logprobs: reading them as numbers, and cutting them down to what the caller requested."""
+"""Reads vLLM's logprobs as numbers, and cuts them down to what the caller requested."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30
-"""`max_logprobs` that every vocabulary fits in; -1 would switch other engine features off."""
+"""`max_logprobs` larger than any vocabulary; -1 would disable other engine features."""
 
 DELTA = "DELTA"
-"""vLLM's kind of output with new tokens only. vLLM joins waiting outputs position by position, which loses flat logprobs."""
+"""vLLM's kind of output with only the new tokens. vLLM joins waiting outputs position by position, which loses flat
+logprobs.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Requested:
-    """The caller's wishes for one request."""
+    """The caller's options for one request."""
 
     params: Any
     logprobs: int | None
     flat: bool
     changed: bool = False
-    """Whether more was requested from the engine than the caller wanted."""
+    """True if more was requested from the engine than the caller wanted."""
     captured: bool = False
 
     @classmethod
@@ -40,7 +42,7 @@ class Requested:
 def asking(params: Any, capture: Capture | None) -> Any:
     """Return sampling parameters that request enough logprobs; the same object if they already do.
 
-    `capture` is given for a request whose distributions are kept.
+    `capture` is given for a request whose distributions are recorded.
     """
     wanted = 0 if capture is None else ALL_LOGPROBS if capture.level == "logits" else capture.k or 0
     have = params.logprobs
@@ -79,9 +81,9 @@ def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
-    """The captured arrays of one completion: top-K with its tail, or the logprobs of the whole vocabulary.
+    """Return the captured arrays of one completion: top-K with its tail, or the logprobs of the whole vocabulary.
 
-    The tail's mass is what K logprobs in float32 leave of 1: it is known to about 1e-7, and -inf below that.
+    The tail's mass is 1 minus the sum of K float32 probabilities: accurate to about 1e-7, and -inf below that.
     """
     if logprobs is None or not len(logprobs):
         return None
@@ -108,7 +110,9 @@ def gathered(parts: Sequence[dict[str, np.ndarray] | None]) -> TopK | Logits | N
 
 
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without the extra entry of a sampled token of lower rank."""
+    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without the extra entry of a sampled token with a
+    lower rank.
+    """
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
         # Flat positions that vLLM joined from several outputs hold the sampled token once, at its rank.
