@@ -1,1 +1,1 @@
-"""Where two executions of recorded sequences part: operators, the errors they introduce, and proof by patching."""
+"""Locates the operators where two executions of recorded sequences diverge, by their own errors and by patching."""

@@ -53,14 +53,15 @@ def locate_backward(
 ) -> BackwardLocation:
     """Find where the gradients of two executions of recorded sequences diverge: `tim-trace locate --backward`.
 
-    The chosen sequences' share of the recorded loss is differentiated through a, `arm` (by default as recorded), and b, `against` (by
-    default in float64), arms as `gradient` takes them, in the forwards that the sequences were recorded in. For each operator, the
-    gradient that it passes on, and those of its parameters, are compared with float64 on the same numbers and with the execution's
-    own weights, so that an earlier error does not count: the first on the way back that exceeds its bound (module
-    `backward_bounds`) computes something else.
+    The chosen sequences' share of the recorded loss is differentiated through a, `arm` (by default as recorded), and b,
+    `against` (by default in float64), both arms as in `gradient`, in the recorded forwards of the sequences. For each
+    operator, the gradient that it passes on and the gradients of its parameters are compared with float64 on the same
+    inputs and with the execution's own weights, so that earlier errors do not count. The divergence is the first
+    operator in the backward pass that exceeds its bound (module `backward_bounds`).
 
-    `steps` names one step; its first optimizer step is taken. `loss` gives fields of the loss that the trace does not have. `prepare`
-    and `prepare_against` change a model of either side, once its weights are loaded. The other options are those of `locate`.
+    `steps` selects one step, of which the first optimizer step is used. `loss` sets fields of the loss missing in the
+    trace. `prepare` and `prepare_against` modify the model of a and b after its weights are loaded. The other options
+    are those of `locate`.
 
     Nothing is written. Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -69,7 +70,7 @@ def locate_backward(
     other = RecordedRun(trace, model_factory=against_factory, weights_from=weights_from)
     asked = parse_steps(steps, loss_steps(run))
     if len(asked) != 1:
-        raise InvalidOption(f"{steps!r} names {len(asked)} steps; name one", option="steps")
+        raise InvalidOption(f"{steps!r} selects {len(asked)} steps; give one", option="steps")
     recorded = loss_of(run, hyperparameters(run), loss)
     passes = {name for each in arms.values() for name in passes_of(recorded, each)}
     update = updates(run, asked[0], passes, {})[0]
@@ -116,14 +117,14 @@ def _loss(recorded: Any, arm: GradientArm, update: Update) -> StepLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One forward with chosen sequences in it."""
+    """One forward that contains chosen sequences."""
 
     batch: ForwardBatch
     chosen: list[tuple[LossRow, slice]]
-    """Rows of the forward, each with its place in [N]."""
+    """Rows of the forward, each with its slice of [N]."""
 
     def loss(self, loss: StepLoss, current_N: Any) -> Any:
-        """The chosen rows' share of the loss."""
+        """Return the chosen rows' share of the loss."""
         import torch
 
         taken = torch.cat([current_N[span] for _, span in self.chosen])
@@ -131,7 +132,7 @@ class _Part:
 
 
 class _Side:
-    """One execution: its forwards and backwards, and the errors they introduced."""
+    """One execution: its forwards and backwards, and the errors they introduce."""
 
     def __init__(
         self,
@@ -156,14 +157,16 @@ class _Side:
         self.scorer.attach(self.model)
         if self.scorer.has_dropout:
             raise CannotReplay(
-                f"arm {arm.name}: the model drops out at random in training, which no other forward repeats; leave "
+                f"arm {arm.name}: the model has dropout in training, which no other forward can repeat; leave "
                 "--backward out, or record a model without dropout"
             )
         if any(config.get("use_dora") for config in (run.model.get("adapters") or {}).values()):
-            raise CannotReplay(f"{run.store.url}: the gradient of DoRA's magnitudes has no bound; leave --backward out")
+            raise CannotReplay(
+                f"{run.store.url}: gradients of DoRA magnitudes have no error bound; leave --backward out"
+            )
         if has_experts(run.model["config"]):
             raise CannotReplay(
-                f"{run.store.url}: the backward of a mixture of experts has no bound; leave --backward out"
+                f"{run.store.url}: the backward of a mixture of experts has no error bound; leave --backward out"
             )
         self.parts = list(self._parts(update, names))
         shape = {name: getattr(forward, name) for name in ("batch_size", "batch_tokens", "padding", "temperature")}
@@ -172,14 +175,14 @@ class _Side:
         self.every = [name for name, _ in self.model.named_parameters()]
         self.gradients: dict[str, Any] = {}
         self._judged: dict[str, list[tuple[int, JudgedGradient]]] = {}
-        """Operator -> its place on the way back, and what was judged, in each forward."""
+        """Operator -> its position in the backward pass and the compared gradient, for each forward."""
 
     def _parts(self, update: Update, names: set[str]) -> Iterator[_Part]:
         for rows in update.places.values():
             for batch, entries in self.scorer._forwards(rows):
                 if not isinstance(batch, PaddedBatch):
                     raise CannotReplay(
-                        f"arm {self.scorer.arm.name}: gradients are compared in padded forwards; use padding=left or padding=right"
+                        f"arm {self.scorer.arm.name}: gradients can only be compared in padded forwards; use padding=left or padding=right"
                     )
                 ends = np.cumsum([len(entry.row.response_ids) for entry in entries])
                 spans = [
@@ -215,7 +218,7 @@ class _Side:
         for name, gradient in gradients.items():
             known = self.gradients.get(name)
             self.gradients[name] = gradient.double() if known is None else known + gradient.double()
-        # Under autocast the head's projection is narrower than what it takes.
+        # Under autocast the head's projection has a narrower dtype than its input.
         made = scorer.numerics
         head_dtype = max(
             (each for each in (made.projection_dtype, made.logits_dtype, dtype) if each is not None), key=unit
@@ -230,12 +233,12 @@ class _Side:
         self.model.zero_grad(set_to_none=True)
 
     def introduced(self, parameter: str) -> float | None:
-        """Relative length of the error of a parameter's gradient, the largest of its operator's in any forward."""
+        """Return the relative error norm of a parameter's gradient, the largest over all forwards."""
         found = [each for _, each in self._judged.get(parameter.rpartition(".")[0], []) if each.what == PARAMETER]
         return max((each.error / each.size for each in found if each.size), default=None)
 
     def errors(self, side: str) -> Iterator[BackwardError]:
-        """The error that each operator introduced, in the order of the way back."""
+        """Yield the error introduced by each operator, in backward order."""
         rows = []
         for operator, found in self._judged.items():
             worst = max((each for _, each in found), key=lambda each: each.ratio)
@@ -260,13 +263,13 @@ def _norm(gradients: Mapping[str, Any]) -> float:
 
 
 def _dot(a: _Side, b: _Side, name: str) -> float:
-    """Of both gradients of a parameter."""
+    """Return the dot product of both gradients of a parameter."""
     ours, theirs = a.gradients.get(name), b.gradients.get(name)
     return 0.0 if ours is None or theirs is None else float((ours * theirs).sum())
 
 
 def _square_off(a: _Side, b: _Side, name: str) -> float:
-    """|a - b|^2 of a parameter."""
+    """Return |a - b|^2 of a parameter's gradient."""
     ours, theirs = a.gradients.get(name), b.gradients.get(name)
     if ours is None or theirs is None:
         return sum(float(each.square().sum()) for each in (ours, theirs) if each is not None)
@@ -274,7 +277,7 @@ def _square_off(a: _Side, b: _Side, name: str) -> float:
 
 
 def _apart(norm_a: float, norm_b: float, dot: float, square: float) -> tuple[float | None, float | None]:
-    """|a - b| / |a|, and the cosine."""
+    """Return |a - b| / |a|, and the cosine."""
     difference = float(np.sqrt(square)) / norm_a if norm_a else None
     return difference, dot / (norm_a * norm_b) if norm_a and norm_b else None
 

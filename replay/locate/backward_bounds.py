@@ -1,8 +1,8 @@
-"""Bounds of the rounding error of the gradients that an operator passes on, from what came back to it.
+"""Bounds of the rounding error of the gradients an operator passes on, given its incoming gradients.
 
-A vector-Jacobian product has the same kind of sums as a forward: for a linear layer Y = X W^T, dX = dY W (a sum over outputs) and
-dW = dY^T X (a sum over tokens). Each sum has the bound of module `bounds`; sizes of rows and columns are lengths (Cauchy and
-Schwarz). Errors of intermediate results are followed to first order.
+A vector-Jacobian product has the same kind of sums as a forward: for a linear layer Y = X W^T, dX = dY W (a sum over
+outputs) and dW = dY^T X (a sum over tokens). Each sum has the bound of module `bounds`; the sizes of rows and columns
+are bounded by their norms (Cauchy and Schwarz). Errors of intermediate results are followed to first order.
 
 Shapes: B rows, W their width, M = B W tokens, K inputs, O outputs, N heads, G key-value heads, D head width.
 """
@@ -15,27 +15,27 @@ from typing import Any
 from .bounds import growth, unit
 
 _STEPS = 24.0
-"""Number of roundings of one number in an elementwise backward."""
+"""Number of roundings per element in an elementwise backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardRounding:
-    """The roundoff of a backward's dtypes."""
+    """Unit roundoffs of a backward's dtypes."""
 
     out: float
-    """Of the coarsest dtype among inputs, outputs and gradients."""
+    """Unit roundoff of the coarsest dtype among inputs, outputs and gradients."""
     sums: float
-    """Of its sums."""
+    """Unit roundoff of its sums."""
 
     @classmethod
     def of(cls, *values: Any) -> BackwardRounding:
-        """From the tensors that take part; None is skipped."""
+        """Create from the tensors that take part; None is skipped."""
         out = max(unit(value.dtype) for value in values if value is not None and value.is_floating_point())
         return cls(out, min(max(out, 2.0**-53), 2.0**-24))
 
 
 def of_input(module: Any, x: Any, incoming: Any, exact: Any, rounding: BackwardRounding) -> Any:
-    """Bound of dX, in the shape of `exact` or to broadcast; x and incoming are the execution's, in float64."""
+    """Bound dX, in the shape of `exact` or broadcastable to it; x and incoming are the execution's, in float64."""
     weight = getattr(module, "weight", None)
     kind = type(module).__name__
     if "Norm" in kind:
@@ -45,13 +45,13 @@ def of_input(module: Any, x: Any, incoming: Any, exact: Any, rounding: BackwardR
         per_term = growth(weight.shape[0]) * rounding.sums + 3.0 * rounding.out
         return per_term * incoming.norm(dim=-1, keepdim=True) * weight.norm(dim=0) + 2.0 * rounding.out * exact.abs()
     if incoming.shape == exact.shape:
-        # Derivatives of activations are at most 1.2, made of terms of the size of 1 + |x|.
+        # Derivatives of activations are at most 1.2, computed from terms of the size of 1 + |x|.
         return _STEPS * rounding.out * (1.0 + x.abs()) * incoming.abs()
     return of_between(exact, 0.0, rounding)
 
 
 def of_parameter(module: Any, name: str, x: Any, incoming: Any, exact: Any, rounding: BackwardRounding) -> Any:
-    """Bound of the gradient of a module's own parameter `name`, to broadcast to its shape."""
+    """Bound the gradient of a module's own parameter `name`, broadcastable to its shape."""
     kind = type(module).__name__
     rows, columns = incoming.reshape(-1, incoming.shape[-1]), x.reshape(-1, x.shape[-1])
     number = growth(len(rows))
@@ -71,9 +71,9 @@ def of_parameter(module: Any, name: str, x: Any, incoming: Any, exact: Any, roun
 
 
 def of_between(exact: Any, contributions: Any, rounding: BackwardRounding, *, angles: int = 0) -> Any:
-    """Bound of sums, rotations and products between operators, relative to a token's largest number.
+    """Bound sums, rotations and products between operators, relative to a token's largest element.
 
-    `contributions` bounds the sizes of what was added; `angles` is the last position of a rotary.
+    `contributions` bounds the sizes of the added terms; `angles` is the last position of a rotary.
     """
     size = exact.abs().amax(-1, keepdim=True) + contributions
     return (_STEPS * rounding.out + 4.0 * angles * 2.0**-24) * size
@@ -82,10 +82,10 @@ def of_between(exact: Any, contributions: Any, rounding: BackwardRounding, *, an
 def of_attention(
     states: tuple[Any, Any, Any], weights: Any, incoming: Any, scaling: float, rounding: BackwardRounding
 ) -> tuple[Any, Any, Any]:
-    """Bounds of dQ, dK and dV.
+    """Bound dQ, dK and dV.
 
-    states are queries [B, N, W, D], keys and values [B, G, W, D], weights P [B, N, W, W], incoming dO [B, N, W, D]. With
-    dP = dO V^T and dS = P (dP - rowsum(P dP)): dV = P^T dO, dQ = scaling dS K, dK = scaling dS^T Q.
+    states are queries [B, N, W, D], keys and values [B, G, W, D], weights P [B, N, W, W], incoming dO [B, N, W, D].
+    With dP = dO V^T and dS = P (dP - rowsum(P dP)): dV = P^T dO, dQ = scaling dS K, dK = scaling dS^T Q.
     """
     query, key, value = states
     groups = query.shape[1] // key.shape[1]
@@ -118,7 +118,7 @@ def _outputs_first(module: Any) -> Any:
 
 
 def _normalised(module: Any, x: Any) -> Any:
-    """Sizes of normalised inputs, including the mean that centring subtracts."""
+    """Return the sizes of normalised inputs, including the mean that centring subtracts."""
     if _centres(module):
         spread = (x.var(-1, keepdim=True, unbiased=False) + _eps(module)).sqrt()
         return (x.abs() + x.mean(-1, keepdim=True).abs()) / spread

@@ -1,8 +1,9 @@
-"""The recorded model in float64, which judges each operator's backward by what it should pass on for its own gradient.
+"""The recorded model in float64, which checks each operator's backward on the execution's own incoming gradient.
 
-It runs forward and backward over an execution's own forward. At every operator's inputs and outputs, and at the residual stream into
-each layer, the execution's numbers are put in on the way forth, and its gradients on the way back. So each vector-Jacobian product,
-and what lies between two operators, is computed from the execution's own numbers, and no earlier error counts.
+It repeats an execution's forward and backward. At every operator's inputs and outputs, and at the residual stream into
+each layer, the execution's values are substituted in the forward, and its gradients in the backward. So each
+vector-Jacobian product, and each computation between two operators, is computed from the execution's own values, and no
+earlier error counts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .names import is_core
 from .taps import fitting
 
 HEAD, LOSS = "head", "loss"
-"""What lies behind the last hidden states, and behind the log-probabilities."""
+"""Computations after the last hidden states, and after the log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +36,18 @@ class JudgedGradient:
     what: str
     dtype: str
     error: float
-    """Length of the error it introduced."""
+    """Norm of the error introduced."""
     size: float
-    """Length of the exact gradient."""
+    """Norm of the exact gradient."""
     ratio: float
 
 
 class BackwardReference:
-    """A model in float64 that judges the backward of executions."""
+    """Float64 model that checks the backward of executions."""
 
     def __init__(self, scorer: GradientScorer, tensors: Mapping[str, Tensor], executed: Any):
-        """`scorer` has an arm of float64 with unfused attention. The weights are those of the `executed` model: rounded or foreign
-        ones are no error of its backward.
+        """`scorer` has a float64 arm with unfused attention. The weights are copied from the `executed` model, since
+        rounded or wrong weights are not an error of its backward.
         """
         import torch
 
@@ -69,7 +70,7 @@ class BackwardReference:
         loss: Callable[[Any], Any],
         head_dtype: Any,
     ) -> list[JudgedGradient]:
-        """Judge the gradients of one forward, in the order of the way back, each parameter's behind its operator's."""
+        """Compare the gradients of one forward, in backward order, parameters after all operators."""
         import torch
 
         self.model.zero_grad(set_to_none=True)
@@ -83,7 +84,7 @@ class BackwardReference:
 
 
 class _Backward(Visited):
-    """One forward and backward in float64 with an execution's numbers put in."""
+    """One forward and backward in float64 with an execution's values substituted."""
 
     def __init__(
         self,
@@ -103,18 +104,19 @@ class _Backward(Visited):
         self._bounds: dict[str, Any] = {}
         """Parameter -> the sum of its bounds over calls."""
         self._contributions: dict[int, Any] = {}
-        """Address of a tensor -> sizes of the gradients that operators added to its own, per token."""
+        """Address of a tensor -> sizes of the gradients that operators added to the tensor's, per token."""
         self._held: list[Any] = []
-        """Keeps addresses of tensors from being used again."""
+        """Keeps the tensors alive, so that their addresses are not reused."""
         self._seen_hidden = False
 
     def _put(self, value: Any, own: Any, note: Callable[[Any], Any]) -> Any:
-        """Put the execution's numbers in on the way forth, and what `note` makes of the gradient on the way back."""
+        """Substitute the execution's value in the forward, and the result of `note` for the gradient in the backward."""
         put = _function().apply(value, own.detach().reshape(value.shape).to(value.dtype), note)
         self._held += [value, put]
         return put
 
-    # --- the way forth --------------------------------------------------------------------------------------------------
+    # --- forward
+    # ----------------------------------------------------------------------------------------------------------
 
     def takes(self, name: str, values: list[Any]) -> list[Any]:
         call = self._own.get(name)
@@ -129,7 +131,7 @@ class _Backward(Visited):
 
         def note(exact: Any) -> Any:
             if not call.asks[slot]:
-                return exact  # what cut it off lies before this operator, and is seen there
+                return exact  # the gradient was cut off before this operator, and is reported there
             found = _found(call.passed.get(slot), exact)
             contribution = found.abs().amax(-1).reshape(-1)
             known = self._contributions.get(address)
@@ -185,7 +187,7 @@ class _Backward(Visited):
         return put
 
     def logprobs_of(self, value: Any) -> Any:
-        """The execution's log-probabilities in the place of the float64 model's."""
+        """Return the execution's log-probabilities in place of the float64 model's."""
 
         def note(exact: Any) -> Any:
             came = self._logprobs.came.get(0)
@@ -196,12 +198,13 @@ class _Backward(Visited):
 
         return self._put(value, self._logprobs.gives[0], note)
 
-    # --- the way back ---------------------------------------------------------------------------------------------------
+    # --- backward
+    # ---------------------------------------------------------------------------------------------------------
 
     def _judge_between(
         self, name: str, call: BackwardCall, exact: Any, rounding: BackwardRounding, address: int, own: Any
     ) -> None:
-        """Judge what comes back to an operator's output; the first that comes back is behind the last hidden states."""
+        """Check the gradient that reaches an operator's output; the first one comes from after the last hidden states."""
         came = call.came.get(0)
         if not self._seen_hidden:
             self._seen_hidden = True
@@ -214,7 +217,7 @@ class _Backward(Visited):
         self._add(f"{name}.output", BETWEEN, came, exact, bounds.of_between(exact, added, rounding, angles=length))
 
     def _head_bound(self, hidden: Any) -> Any:
-        """Of the gradient of the last hidden states: a projection, a log-softmax and their backward."""
+        """Bound the gradient of the last hidden states, through a projection, a log-softmax and their backward."""
         import torch
 
         weight = self._model.get_output_embeddings().weight
@@ -229,7 +232,7 @@ class _Backward(Visited):
         return off * largest * float(weight.detach().abs().max()) * 2.0
 
     def _largest(self, exact: Any) -> Any:
-        """[..., 1]: of the stream's gradient in the layers behind, a token's largest number so far."""
+        """Return [..., 1]: each token's largest element so far in the stream's gradient of later layers."""
         sizes = [size for size in self._contributions.values() if size.numel() == exact.shape[:-1].numel()]
         return max(sizes, key=lambda size: float(size.max())).reshape(*exact.shape[:-1], 1) if sizes else 0.0
 
@@ -268,7 +271,7 @@ class _Backward(Visited):
         self._bounds[name] = self._bounds.get(name, 0.0) + bound
 
     def judge_parameters(self) -> None:
-        """Judge the gradients of parameters, once the backward is over."""
+        """Check the gradients of parameters, after the backward."""
         for parameter, name in self._parameters.items():
             if parameter.grad is None:
                 continue
@@ -295,12 +298,14 @@ class _Backward(Visited):
 
 
 def _found(own: Any, exact: Any) -> Any:
-    """An execution's gradient as float64's is; zeros if there is none."""
+    """Return an execution's gradient in the shape and dtype of float64's; zeros if there is none."""
     return exact.new_zeros(exact.shape) if own is None else own.reshape(exact.shape).to(exact.dtype)
 
 
 def _function() -> Any:
-    """Puts a value in on the way forth, and on the way back what a note gives for the gradient that came."""
+    """Return an autograd function that substitutes a value in the forward, and the gradient that a note returns in the
+    backward.
+    """
     import torch
 
     class Put(torch.autograd.Function):  # type: ignore[misc]

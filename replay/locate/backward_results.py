@@ -8,58 +8,64 @@ from dataclasses import dataclass
 from ...schemas.results import Result
 
 INPUT, PARAMETER, DETACHED, BETWEEN = "input", "parameter", "detached", "between"
-"""What of an operator's backward is wrong: what it passed on, a parameter's gradient, or that it passed nothing on; or what came back
-to it from the operators behind it (residual stream, rotary, product of gate and up, head, loss)."""
+"""Which gradient of an operator is wrong: the one it passes on, a parameter's, one it fails to pass on (detached), or
+the one that reaches it from later operators (residual stream, rotary, product of gate and up, head, loss).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardError:
-    """The error that one operator's backward introduces, over all forwards of one execution, against float64 on the same numbers."""
+    """Error introduced by one operator's backward, over all forwards of one execution, against float64 on the same
+    inputs.
+    """
 
     side: str
     """`a` or `b`."""
     order: int
-    """Its place on the way back, from 0."""
+    """Position in the backward pass, from 0."""
     operator: str
-    """Name of the module; `<operator>.output` for what lies between it and the next ones, `<layer>.residual` for the stream."""
+    """Name of the module; `<operator>.output` for computations between it and the next ones, `<layer>.residual` for the
+    stream.
+    """
     kind: str
     layer: int | None
-    """From 0; None outside of layers."""
+    """Layer index from 0; None outside the layers."""
     what: str
-    """`input`, `parameter`, `detached` or `between`, of the largest ratio."""
+    """`input`, `parameter`, `detached` or `between`: the gradient with the largest ratio."""
     dtype: str
     """torch's name of the gradient's dtype; empty if there is no gradient."""
     introduced: float
-    """Length of its own error, relative to that of the exact gradient; the largest of all forwards."""
+    """Norm of its own error relative to the norm of the exact gradient; the largest over all forwards."""
     ratio: float
-    """Its largest own error, in units of the rounding bound; above 1 it computes something else."""
+    """Its largest own error divided by the rounding bound; above 1 rounding does not explain it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterDifference:
-    """One parameter's gradient in both executions; a tied one has its first name."""
+    """One parameter's gradient in both executions; a tied parameter has its first name."""
 
     parameter: str
     kind: str
-    """Of its operator."""
+    """Kind of its operator."""
     layer: int | None
     norm_a: float
     norm_b: float
     difference: float | None
-    """|a - b| / |a|, in lengths; None if a is 0."""
+    """|a - b| / |a|, as norms; None if a is 0."""
     cosine: float | None
-    """Of a and b; None if one is 0."""
+    """Cosine of a and b; None if one is 0."""
     share: float
-    """Of |a - b|^2 of the whole gradient; these add up to 1 if the gradients differ, to 0 if they do not."""
+    """Share of |a - b|^2 of the whole gradient; the shares add up to 1, or to 0 if the gradients are equal."""
     introduced_a: float | None
-    """Length of the error that its operators' backward introduced in a, relative to that of the exact gradient on the same numbers;
-    None if that is 0."""
+    """Norm of the error introduced by its operator's backward in a, relative to the norm of the exact gradient on the
+    same inputs; None if that is 0.
+    """
     introduced_b: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientShare:
-    """The parameters of a kind of operator, or of a layer."""
+    """Parameters of one kind of operator, or of one layer."""
 
     kind: str
     layer: int | None
@@ -67,17 +73,17 @@ class GradientShare:
     norm_a: float
     norm_b: float
     difference: float | None
-    """|a - b| / |a|, in lengths; None if a is 0."""
+    """|a - b| / |a|, as norms; None if a is 0."""
     share: float
-    """Of |a - b|^2 of the whole gradient."""
+    """Share of |a - b|^2 of the whole gradient."""
     ratio_a: float | None
-    """Largest own error of these operators' backward in a, in units of the rounding bound; None if none was judged."""
+    """Largest own error of these operators' backward in a divided by the rounding bound; None if none was judged."""
     ratio_b: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardLocation(Result):
-    """Where the gradients of two executions diverge, for some sequences' share of a recorded step's loss."""
+    """Where the gradients of two executions diverge, for the share of some sequences in a recorded step's loss."""
 
     _text = "tim_trace.analysis.locate_backward_text:backward_text"
 
@@ -90,20 +96,20 @@ class BackwardLocation(Result):
     """How the sequences were chosen."""
     num_sequences: int
     num_tokens: int
-    """Tokens that count in the loss."""
+    """Number of tokens that count in the loss."""
     norm_a: float
     norm_b: float
     difference: float | None
     """|a - b| / |a| of the whole gradient; None if a is 0."""
     cosine: float | None
     first: BackwardError | None
-    """The first operator on the way back whose own error exceeds its bound; None if rounding explains everything."""
+    """First operator in the backward pass whose own error exceeds its bound; None if rounding explains everything."""
     kinds: tuple[GradientShare, ...]
     layers: tuple[GradientShare, ...]
     parameters: tuple[ParameterDifference, ...]
-    """The largest share first."""
+    """Largest share first."""
     operators: tuple[BackwardError, ...]
-    """By side, in the order of the way back."""
+    """By side, in backward order."""
 
 
 def gradient_shares(
@@ -111,7 +117,7 @@ def gradient_shares(
     operators: Sequence[BackwardError],
     key: Callable[[ParameterDifference | BackwardError], tuple[str, int | None]],
 ) -> Iterator[GradientShare]:
-    """Sum parameters by a key of kind and layer, the largest share first."""
+    """Sum parameters by a key of kind and layer; yield the largest share first."""
     groups: dict[tuple[str, int | None], list[ParameterDifference]] = {}
     for each in parameters:
         groups.setdefault(key(each), []).append(each)
@@ -141,5 +147,5 @@ def gradient_shares(
 
 
 def _square_off(each: ParameterDifference) -> float:
-    """|a - b|^2 of a parameter; that of b if a is 0."""
+    """Return |a - b|^2 of a parameter; |b|^2 if a is 0."""
     return each.norm_b**2 if each.difference is None else (each.difference * each.norm_a) ** 2

@@ -1,4 +1,4 @@
-"""The tensors that the operators of a forward took and gave, and the gradients that came back through them."""
+"""Records the inputs and outputs of a forward's operators, and the gradients that flow back through them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from .names import CallNames, core_name, layer_modules
 from .taps import attention_around, hooked, operators, outputs_of, tensors_of, with_outputs, with_tensors
 
 STREAM = "residual"
-"""Appended to a layer's name for the residual stream into it."""
+"""Suffix of a layer's name for the residual stream into it."""
 
 
 @dataclass(slots=True)
 class BackwardCall:
-    """One call of an operator: its tensors, and the gradient of each; None if none came."""
+    """One call of an operator: its inputs and outputs, and their gradients."""
 
     takes: list[Any] = field(default_factory=list)
     gives: list[Any] = field(default_factory=list)
     passed: dict[int, Any] = field(default_factory=dict)
-    """Slot of an input -> the gradient that this call alone passed on to it."""
+    """Input index -> the gradient that this call alone passed on to it."""
     came: dict[int, Any] = field(default_factory=dict)
-    """Slot of an output -> the gradient that came back to it."""
+    """Output index -> the gradient that reached it."""
     asks: list[bool] = field(default_factory=list)
-    """By input: whether autograd asks for its gradient."""
+    """True for each input that requires a gradient."""
     follows: list[bool] = field(default_factory=list)
-    """By output: whether autograd follows it."""
+    """True for each output that requires a gradient."""
 
 
 class Visited:
-    """A model whose operators and residual stream are visited as a forward comes to them."""
+    """A model whose operators and residual stream are visited during a forward."""
 
     def __init__(self, model: Any):
         self.modules = operators(model, adapters_apart=True)
@@ -42,20 +42,22 @@ class Visited:
         """Off in the backward, where gradient checkpoints run operators again."""
 
     def takes(self, name: str, values: list[Any]) -> list[Any]:
-        """Return what an operator's call takes in the place of its inputs."""
+        """Return the tensors to use as inputs of an operator's call."""
         raise NotImplementedError
 
     def gives(self, name: str, more: Any, values: list[Any]) -> list[Any]:
-        """Return what goes on in the place of an operator's outputs; `more` are an attention core's weights and scaling, else None."""
+        """Return the tensors to use as outputs of an operator; `more` are an attention core's weights and scaling, else
+        None.
+        """
         raise NotImplementedError
 
     def enters(self, name: str, value: Any) -> Any:
-        """Return what goes on in the place of the residual stream into a layer."""
+        """Return the tensor to use as the residual stream into a layer."""
         raise NotImplementedError
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Visit the forwards within."""
+        """Visit the forwards in this context."""
         with (
             hooked(self.modules, self._before, self._after),
             hooked(self._layers, self._into),
@@ -91,7 +93,7 @@ class Visited:
 
 
 class BackwardTaps(Visited):
-    """Keeps what a model's operators took and gave in one forward, and the gradients of its backward."""
+    """Records a model's operators in one forward, and the gradients of its backward."""
 
     def __init__(self, model: Any):
         super().__init__(model)
@@ -114,7 +116,7 @@ class BackwardTaps(Visited):
 
 
 def _alias(value: Any, kept: dict[int, Any], slot: int) -> Any:
-    """The same numbers in a tensor of their own, whose gradient is kept."""
+    """Return a view of a tensor whose gradient is recorded separately."""
     if not value.requires_grad:
         return value
     alias = value.view_as(value)

@@ -1,10 +1,11 @@
-"""Bounds of an operator's rounding error, from its inputs.
+"""Bounds of an operator's rounding error, computed from its inputs.
 
-u is the unit roundoff of a dtype (half the distance of 1 to the next number). A sum of n products in precision u lies within
-g(n) u sum|a||b| of the exact one, in any order of adding: with certainty for g(n) = n (Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero with a probability of at least
-1 - 2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller one is taken.
-sum|a||b| is bounded by the two vectors' lengths (Cauchy and Schwarz).
+u is the unit roundoff of a dtype (half the distance from 1 to the next number). A sum of n products in precision u
+differs from the exact sum by at most g(n) u sum|a||b|, in any order of addition: with certainty for g(n) = n (Higham,
+Accuracy and Stability of Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero
+with a probability of at least 1 - 2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019,
+theorem 3.1). The smaller one is used. sum|a||b| is bounded by the product of the two vectors' norms (Cauchy and
+Schwarz).
 
 Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs of a product.
 """
@@ -20,46 +21,48 @@ from .taps import are_experts, is_adapted
 
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SAFETY = 8.0
-"""lambda of the probabilistic bound, in the paper's terms."""
+"""lambda of the probabilistic bound, in the paper's notation."""
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
-"""Activations that are one operation and round once."""
+"""Activations that are a single operation and round once."""
 _STEPS_OF_CODE = 4.0
-"""Roundoffs of a token's largest number that code other than the recorded model's may add: partial sums that cancel, parts of a product."""
+"""Allowance for code other than the recorded model's, in roundoffs of a token's largest element: partial sums that
+cancel, split products.
+"""
 _ROWS = 64
-"""Number of queries whose scores exist at a time."""
+"""Number of queries whose scores are in memory at a time."""
 
 
 def unit(dtype: Any) -> float:
-    """The unit roundoff of one of torch's dtypes."""
+    """Return the unit roundoff of a torch dtype."""
     return _UNITS.get(str(dtype).removeprefix("torch."), 2.0**-4)
 
 
 def tiny(dtype: Any) -> float:
-    """The largest error of a number below the dtype's range."""
+    """Return the largest error of a value below the dtype's normal range."""
     import torch
 
     return float(torch.finfo(dtype).smallest_normal * unit(dtype))
 
 
 def growth(length: int) -> float:
-    """g(n): the error of a sum of n products, in units of roundoff of the sum of its terms' sizes."""
+    """Return g(n): the error bound of a sum of n products, in roundoffs of the sum of its terms' absolute values."""
     return min(float(length), _SAFETY * math.sqrt(length)) + 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """The roundoff of an operator's dtypes."""
+    """Dtypes of an operator, and their unit roundoffs."""
 
     given: Any
     """torch's dtype of its output."""
     taken: Any
-    """The dtype of its first input."""
+    """Dtype of its first input."""
     weight: Any = None
-    """The dtype of its weight; None without one."""
+    """Dtype of its weight; None without one."""
     recorded: Any = None
-    """The dtype of the recorded weight, which may have been rounded to the operator's."""
+    """Dtype of the recorded weight, which may have been rounded to the operator's."""
     adds: bool = False
-    """Whether it makes its input itself by adding two tensors, and may use the sum before it is rounded."""
+    """True if it computes its input by adding two tensors, and may use the sum before it is rounded."""
 
     @property
     def out(self) -> float:
@@ -67,12 +70,14 @@ class Rounding:
 
     @property
     def sums(self) -> float:
-        """Roundoff of its sums, which are kept in float32 for narrower numbers, as in every matrix product of torch and vLLM."""
+        """Unit roundoff of its sums, which are float32 for narrower dtypes, as in every matrix product of torch and
+        vLLM.
+        """
         return min(max(self.out, 2.0**-53), 2.0**-24)
 
     @property
     def casts(self) -> float:
-        """Roundoff of inputs and weights that are rounded to a narrower dtype before they are multiplied."""
+        """Unit roundoff of rounding inputs and weights to a narrower dtype before multiplication."""
         found = 0.0
         if self.weight is not None and self.recorded is not None:
             found += max(unit(self.weight) - unit(self.recorded), 0.0)
@@ -83,7 +88,7 @@ class Rounding:
 
     @property
     def least(self) -> float:
-        """The error of a number below the range of the narrower dtype that it is rounded to."""
+        """Error of a value below the normal range of the narrower dtype it is rounded to."""
         narrower = [self.given] if unit(self.taken) < self.out else []
         if self.weight is not None and self.recorded is not None and unit(self.weight) > unit(self.recorded):
             narrower.append(self.weight)
@@ -93,9 +98,10 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """The bound of each number of a module's output, in the shape of `exact` or to broadcast.
+    """Bound each element of a module's output, in the shape of `exact` or broadcastable to it.
 
-    `takes` are its inputs in float64, `exact` the float64 module's output for them. With `is_other_code` each of its steps may round.
+    `takes` are its inputs in float64, `exact` the float64 module's output for them. With `is_other_code` each of its
+    steps may round.
     """
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
@@ -114,10 +120,10 @@ def _of_module(
     if are_experts(module):
         return _experts(module, takes, exact, rounding) + floor
     if "Norm" in kind:
-        # Normalised numbers, too, may lie below the dtype's range before they are multiplied by a weight.
+        # Normalised values may also be below the dtype's normal range before they are multiplied by a weight.
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
-        # Tables may be multiplied by a factor above 1, before or after they are rounded.
+        # Tables may be multiplied by a factor above 1, before or after rounding.
         return (
             (2.0 * rounding.out) * max(1.0, float(exact.abs().amax()))
             - rounding.out
@@ -142,26 +148,26 @@ def _of_module(
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
     """Bound [T, N, D] of a rotation of pairs, however they are paired, with tables of float32 angles.
 
-    A rotation keeps the length of a pair, which is at most sqrt(2) times the largest number.
+    A rotation preserves a pair's norm, which is at most sqrt(2) times its largest element.
     """
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Bound of one elementwise addition or product, with a factor before or after it."""
+    """Bound one elementwise addition or product, with a factor before or after it."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound [T, H] of an MLP or an attention whose operators were not observed, relative to a token's largest number."""
+    """Bound [T, H] of an MLP or an attention whose operators were not observed, relative to a token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Bound of an attention that a model computes by code of its own, relative to the largest number of all tokens.
+    """Bound an attention computed by custom code, relative to the largest element of all tokens.
 
-    Such code keeps to float32 even in a float64 model.
+    Such code may use float32 even in a float64 model.
     """
     length = max(exact.shape[0], exact.shape[-1])
     return (8.0 * growth(length) * max(rounding.sums, 2.0**-24) + 64.0 * rounding.out) * exact.abs().amax()
@@ -182,10 +188,10 @@ def of_attention(
 ) -> Any:
     """Bound [T, N, D] of an attention core, to first order in the scores' errors.
 
-    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` if
-    scores and softmax are rounded to the output's dtype, as in unfused attention. `cut` is what each weighted value loses, as a share
-    of the largest one, if they are cut into slices (`exact.slices.matmul`). `off` bounds the errors of query and key, in their
-    shapes; without it they are exact.
+    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` is
+    True if scores and softmax are rounded to the output's dtype, as in unfused attention. `cut` is the error of each
+    weighted value, as a share of the largest one, if values are split into slices (`exact.slices.matmul`). `off` bounds
+    the errors of query and key, in their shapes; without it they are exact.
     """
     import torch
 
@@ -220,9 +226,10 @@ def of_attention(
 def of_logprobs(
     hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float, casts: float = 0.0
 ) -> Any:
-    """Bound [T] of a projection (none without a weight) and a log-softmax; logits [T, V] are exact and after temperature.
+    """Bound [T] of a projection (none without a weight) and a log-softmax; logits [T, V] are exact and after
+    temperature.
 
-    `casts` is as `Rounding.casts`, for the projection.
+    `casts` is as in `Rounding.casts`, for the projection.
     """
     total = logits.logsumexp(-1, keepdim=True)
     per_logit = logits.abs().mul_(4.0 * out)
@@ -236,7 +243,7 @@ def of_logprobs(
 
 
 def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
-    """Error bound of a linear layer; for a router also of its scores (`slot` above 0), to first order."""
+    """Bound a linear layer; for a router also its scores (`slot` above 0), to first order."""
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT
@@ -252,7 +259,9 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
-    """Bound of a projection with LoRA or DoRA, apart or merged into its weight: W x + s B A x, with rows rescaled in DoRA."""
+    """Bound a projection with LoRA or DoRA, separate or merged into its weight: W x + s B A x, with rows rescaled in
+    DoRA.
+    """
     base = module.base_layer
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
@@ -287,19 +296,19 @@ def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
 
 def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool) -> Any:
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
-    # Normalised numbers are rounded to the dtype that came in, before a wider weight is multiplied in.
+    # Normalised values are rounded to the input's dtype before they are multiplied by a wider weight.
     out = max(rounding.out, unit(rounding.taken))
-    # If the sum was not rounded, each number and their length are off by one rounding each.
+    # If the sum was not rounded, each value and their norm are off by one rounding each.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    # Code may round at each step: the mean, the centred number, its square, their mean (the last two count half, under a root), the
-    # root, a quotient, a factor and a sum.
+    # Code may round at each step: the mean, the centred value, its square, their mean (the last two count half, under a
+    # root), the root, a quotient, a factor and a sum.
     rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
-        # A weight that is added to 1 is rounded while it is small, and the sum may be next to nothing.
+        # A weight that is added to 1 is rounded while it is small, and the sum may be close to 0.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
         return (per_sum + (3.0 * out + of_sum if is_fused else rounds)) * exact.abs() + off
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
@@ -348,7 +357,9 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
 
 
 def _gated(module: Any, both: Any) -> tuple[Any, Any]:
-    """Sizes of an expert's gated product, from its first product [T, 2 I], and of the slopes by each number of that."""
+    """Return the sizes of an expert's gated product, from its first product [T, 2 I], and of the derivatives by each of
+    its elements.
+    """
     import torch
 
     with torch.enable_grad():
@@ -363,7 +374,7 @@ def _gated(module: Any, both: Any) -> tuple[Any, Any]:
 
 
 def _pairs(module: Any, both: Any) -> Any:
-    """[2, T, I]: the gate and the up number of each of an expert's inner numbers."""
+    """Return [2, T, I]: the gate and up values of an expert."""
     import torch
 
     if getattr(module, "is_concatenated", True):
@@ -372,11 +383,11 @@ def _pairs(module: Any, both: Any) -> Any:
 
 
 def _whole(length: int, exact: Any, rounding: Rounding) -> Any:
-    """Bound of an operator whose inside is not known, relative to a token's largest number."""
+    """Bound an operator whose internals are unknown, relative to a token's largest element."""
     return (growth(length) * rounding.sums + 16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)
 
 
 def _rotary_angle(takes: tuple[Any, ...]) -> float:
-    """The largest angle of a table: the last position plus 2, since the highest frequency is 1."""
+    """Return the largest angle of a table: the last position plus 2, since the highest frequency is 1."""
     positions = [value for value in takes if value is not None and not value.is_floating_point()]
     return float(positions[0].max()) + 2.0 if positions else 2.0

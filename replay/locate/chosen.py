@@ -1,4 +1,4 @@
-"""Choose the sequences of a step that both executions run."""
+"""Chooses the sequences of a step that both executions run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _SEED = 20260000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Sequences of a step."""
+    """Chosen sequences of a step."""
 
     rows: tuple[RecordedRow, ...]
     how: str
     """`worst` for the largest mismatch between trainer and engine, `random`, or `named`."""
     groups: dict[str, str]
-    """Sequence -> its prompt's group; its own name without one."""
+    """Sequence -> its prompt's group; the sequence's own id if it has none."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
-    """Choose by `8`, `random:8` or names. Raises InvalidOption."""
+    """Choose sequences by `8`, `random:8` or ids. Raises InvalidOption."""
     usable = [row for row in rows if row.scored.any()]
     by_name = {row.seq_id: row for row in usable}
     head, _, tail = text.rpartition(":")
@@ -46,7 +46,7 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
         missing = [name for name in names if name not in by_name]
         if missing:
             raise InvalidOption(
-                f"{missing[0]!r} is no scored sequence of step {step}; write a number, random:N, or names such as "
+                f"{missing[0]!r} is not a scored sequence of step {step}; give a number, random:N, or ids such as "
                 f"{usable[0].seq_id if usable else 'none'}",
                 option="sequences",
             )
@@ -59,7 +59,7 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
 
 
 def _apart(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict[str, float]:
-    """Sequence -> mean |train - rollout|, nats, if the engine's logprobs were recorded."""
+    """Return sequence -> mean |train - rollout|, nats, if the engine's logprobs were recorded."""
     table = run.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == ROLLOUT), ["seq_id", "logprobs"])
     found = {}
     for seq_id, logprobs in zip(table["seq_id"].to_pylist(), table["logprobs"], strict=True):

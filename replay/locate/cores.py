@@ -1,4 +1,4 @@
-"""The core of an attention layer compared with float64: queries, keys and values as they arrive, and what it makes of them.
+"""Compares the core of an attention layer with float64: the queries, keys and values that reach it, and its output.
 
 Shapes: T tokens, N heads, G key-value heads, D head width.
 """
@@ -17,14 +17,14 @@ from .names import ATTENTION, kind_of, layer_of
 from .taps import like
 
 ROTARY = "rotary"
-"""The rotation of queries and keys."""
+"""Kind of operator: the rotation of queries and keys."""
 STATES = "queries", "keys", "values"
-"""What reaches the core without a rotary before it, or where keys alone are wrong: a cache lies in between."""
+"""Kinds used for inputs of a core with no rotary before it, or if only keys are wrong: a cache is in between."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 """Names of the norms of queries, keys and values."""
 _OTHERWISE = 0.1
-"""Relative difference of queries and keys from which their dimensions may lie in another order."""
+"""Relative difference of queries and keys above which their dimensions may be in another order."""
 
 
 class Cores:
@@ -34,12 +34,12 @@ class Cores:
         self._heard, self._operators = heard, operators
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
         self._normed: tuple[set[int | None], ...] = (set(), set(), set())
-        """Layers whose norms of queries, of keys and of values were heard."""
+        """Layers whose norms of queries, of keys and of values were observed."""
         self._states: dict[str, tuple[Any, ...]] = {}
-        """Core that was not heard last -> queries and keys as they should be, [T, N, D]."""
+        """The last core that was not observed -> its correct queries and keys, [T, N, D]."""
 
     def note_norm(self, name: str) -> None:
-        """Note that a module was heard, if it is a norm of queries, keys or values."""
+        """Note that a module was observed, if it is a norm of queries, keys or values."""
         for layers, norm in zip(self._normed, _NORMS, strict=True):
             if norm.search(name):
                 layers.add(layer_of(name))
@@ -47,7 +47,9 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a core in float64 on the execution's queries, keys and values, [1, N, T, D] each; return the execution's output."""
+        """Run a core in float64 on the execution's queries, keys and values, [1, N, T, D] each; return the execution's
+        output.
+        """
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)
@@ -73,7 +75,7 @@ class Cores:
         return (like(found, given[0]), *given[1:])
 
     def _judged_states(self, name: str, states: tuple[Any, ...], takes: Sequence[Any]) -> list[Any]:
-        """Judge what arrived at a core, and return that in the shape of float64's."""
+        """Judge the inputs of a core, and return them in the shape of float64's."""
         heard, layer = self._heard, layer_of(name)
         new, takes = list(states), list(takes)
         order_D = _order_of_dimensions(states[:2], takes[:2])
@@ -88,13 +90,14 @@ class Cores:
             bound = self._turned_bound(exact, rounding) if turns else bounds.of_sum(exact, rounding)
             _, fused = heard.unheard.get((layer, _QKV[slot]), (None, None))
             if fused is not None and layer not in self._normed[slot]:
-                # A rotation moves an error between the two numbers of a pair.
+                # A rotation can move an error between the two elements of a pair.
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
-                # The same tables turn both: if queries are right and keys are not, keys were changed behind the rotary.
+                # The same tables rotate both: if queries are right and keys are not, keys were changed after the
+                # rotary.
                 is_right = ratio(taken, exact, bound) <= 1.0
-                # A rotation, or none at all, keeps the length of each head's vector.
+                # A rotation, or its absence, preserves the norm of each head's vector.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
                 kind = ROTARY if slot == 0 or is_right or not are_right or bool(keeps.all()) else kind
                 are_right = is_right
@@ -107,9 +110,10 @@ class Cores:
         return bounds.of_rotary(exact, self._heard.first_position + len(exact), rounding)
 
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
-        """The operator that would make wrong queries, keys or values [T, N, D], and its kind.
+        """Return the operator that would cause wrong queries, keys or values [T, N, D], and its kind.
 
-        A rotation keeps the length of each head's vector: if that differs and the norm before was not heard, it is the norm's.
+        A rotation preserves the norm of each head's vector: if the norms differ and the preceding norm layer was not
+        observed, that layer is wrong.
         """
         norms = [
             (name, kind_of(name))
@@ -123,7 +127,9 @@ class Cores:
         return f"layers.{layer_of(core)}.{kind}" + (f".{'qk'[slot]}" if kind == ROTARY else ""), kind
 
     def wrong_before(self, layer: int | None) -> tuple[str, str] | None:
-        """The operator that makes wrong queries or keys of an attention that is code of its own, and its kind; None if they are right."""
+        """Return the operator that causes wrong queries or keys of a custom attention, and its kind; None if they are
+        right.
+        """
         for core, states in self._states.items():
             taken = self._heard.taps.multiplied.get(core)
             if taken is None or layer_of(core) != layer or not self.has_rotary:
@@ -134,7 +140,7 @@ class Cores:
                 if each is None:
                     continue
                 each = each if order_D is None else each[..., order_D]
-                # Scores may be scaled anywhere: a multiple of the right numbers is right.
+                # Scores may be scaled anywhere, so a multiple of the right values is right.
                 each = each / (float((each * exact).sum()) / float(exact.square().sum()) or 1.0)
                 if ratio(each, exact, self._turned_bound(exact, self._heard.rounding(taken[slot].dtype))) > 2.0:
                     scale = float(exact.norm() / each.norm().clamp_min(1e-300))
@@ -143,9 +149,10 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """[D]: where an execution has each dimension of queries and keys, if it has those of both in one other order than the reference.
+    """Return [D]: the execution's index of each dimension of queries and keys, if both are in the same, different order
+    than the reference's.
 
-    Scores do not depend on that order: some code rotates pairs of neighbours, and leaves them in place.
+    Scores do not depend on that order: some code rotates neighbouring pairs and leaves them in place.
     """
     import torch
 
@@ -169,7 +176,9 @@ def _relative(found: Any, exact: Any) -> float:
 
 
 def _as_heads_of(found: Any, exact: Any) -> Any:
-    """Queries or keys [T, M, D] as [T, N, D], if heads are repeated for the queries of a group; None if they are not."""
+    """Return queries or keys [T, M, D] as [T, N, D], if heads are repeated for the queries of a group; None if they are
+    not.
+    """
     if found.shape == exact.shape:
         return found
     if found.shape[-1] != exact.shape[-1] or found.shape[1] % exact.shape[1]:

@@ -39,15 +39,15 @@ from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
-"""Nats by which log-probabilities in float64 may differ between two codes that compute the same function."""
+"""Maximum difference in nats of float64 log-probabilities between two codes that compute the same function."""
 _SHARE_OF_MEMORY = 0.25
-"""Share of the free memory that the numbers of operators may take."""
+"""Share of the free memory that recorded operator values may take."""
 _SHARE_TO_GO_ON = 0.5
-"""The same for a question that was interrupted, which needs as much as it had."""
+"""The same for resuming an interrupted question, which needs as much as before."""
 _TASKS = 4
-"""Tasks per sequence: both executions, what lies behind each, what both carry."""
+"""Progress units per sequence: running both executions, judging each, and carrying errors to the logprobs."""
 _NEAR_VERSIONS = 8
-"""Recorded versions, on either side of the step's, in which a foreign tensor is looked for."""
+"""Number of recorded versions before and after the step's that are searched for a foreign tensor."""
 
 
 def locate(
@@ -69,14 +69,15 @@ def locate(
     unfinished: Unfinished | None = None,
     progress: Progress = no_progress,
 ) -> Located:
-    """Find where two executions of recorded sequences diverge: `analysis.locate` before shares and intervals are computed.
+    """Find where two executions of recorded sequences diverge: `analysis.locate` before shares and intervals are
+    computed.
 
-    Beyond its options: `prepare` and `prepare_against` change a model that transformers built, once its weights are loaded; such a
-    side counts as a user's code, as with `model_factory`. `tapped_bytes` is the memory that the numbers of operators may take, by
-    default a quarter of what is free: layers that do not fit beside each other are listened to in turns.
+    Additional options: `prepare` and `prepare_against` modify a model built by transformers after its weights are
+    loaded; such a side counts as user code, as with `model_factory`. `tapped_bytes` is the memory for recorded operator
+    values, by default a quarter of the free memory; if the layers do not fit together they are processed in windows.
 
-    `unfinished` keeps what is done, so that the same question continues after an interruption; the caller removes it. It is not
-    used with a user's code, which may have changed since. Nothing else is written.
+    `unfinished` stores finished parts, so that the same question resumes after an interruption; the caller removes it.
+    It is not used with user code, which may have changed since. Nothing else is written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -91,7 +92,7 @@ def locate(
     }
     asked = parse_steps(steps, run.steps(run.replayed_pass))
     if len(asked) != 1:
-        raise InvalidOption(f"{steps!r} names {len(asked)} steps; name one", option="steps")
+        raise InvalidOption(f"{steps!r} selects {len(asked)} steps; give one", option="steps")
     rows = run.step(asked[0])
     check_tokens(rows, run.model["config"])
     chosen = choose(run, asked[0], rows, sequences)
@@ -108,14 +109,14 @@ def _arm(given: str | Arm | None) -> Arm:
 
 
 def _layers(text: str | None) -> Callable[[str], bool]:
-    """Select operators by the layer in their names."""
+    """Return a filter of operators by the layer in their names."""
     if text is None:
         return lambda name: True
     try:
         ends = [int(part) if part else None for part in text.split(":")]
         first, last = (ends[0], ends[0]) if len(ends) == 1 else ends
     except ValueError as error:
-        raise InvalidOption(f"got {text!r}; write a layer, or FIRST:LAST", option="layers") from error
+        raise InvalidOption(f"got {text!r}; give a layer, or FIRST:LAST", option="layers") from error
 
     def wanted(name: str) -> bool:
         layer = layer_of(name)
@@ -125,17 +126,17 @@ def _layers(text: str | None) -> Callable[[str], bool]:
 
 
 def _named(text: str | None) -> Callable[[str], bool]:
-    """Select operators by words of their names: one or several whole words between dots."""
+    """Return a filter of operators by one or more whole words between dots in their names."""
     if text is None:
         return lambda name: True
     words = [word.strip().strip(".") for word in text.split(",")]
     if not all(words):
-        raise InvalidOption(f"got {text!r}; write words of names with commas, as q_proj,rotary", option="operators")
+        raise InvalidOption(f"got {text!r}; give comma-separated words of names, as q_proj,rotary", option="operators")
     return lambda name: any(f".{word}." in f".{name}." for word in words)
 
 
 class _Location:
-    """One question: both executions, the float64 model, and the sequences they run."""
+    """One question: both executions, the float64 model, and the chosen sequences."""
 
     def __init__(
         self,
@@ -147,7 +148,9 @@ class _Location:
         is_asked: Callable[[str], bool],
         progress: Progress,
     ):
-        """`wanted` selects operators to listen to, since others are judged by them; `is_asked` those to judge and patch."""
+        """`wanted` selects operators to observe, since others are judged with their values; `is_asked` those to judge
+        and patch.
+        """
         import torch
 
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
@@ -156,13 +159,13 @@ class _Location:
         versions = {row.policy_version for row in chosen.rows}
         if len(versions) != 1:
             raise CannotReplay(
-                f"{run.store.url}: the chosen sequences have {len(versions)} policy versions; choose of one"
+                f"{run.store.url}: the chosen sequences have {len(versions)} policy versions; choose sequences of one version"
             )
         self._version = versions.pop()
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """Sides with other code than the recorded model's -> the same code in float64."""
+        """Sides whose code differs from the recorded model's -> the same code in float64."""
         self._unfinished: Unfinished | None = None
 
     def build(
@@ -176,10 +179,10 @@ class _Location:
         model = plain.build()
         _check_form(model)
         plain.put(model, self._tensors)
-        # A trace of a model with adapters has PEFT's names, which the rebuilt one has not.
+        # The trace of a model with adapters has PEFT's names, which the rebuilt model does not use.
         dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
         self._reference = Reference(model, dtypes)
-        # If one side's code is the user's, both give logits by the model's own forward, head and all.
+        # If one side has user code, both compute logits with the model's own forward, including the head.
         whole = any(runs[side].model_factory is not None or changes[side] is not None for side in arms)
 
         def transformers(side: str, arm: Arm) -> Execution:
@@ -201,7 +204,7 @@ class _Location:
                 self._doubles[side] = transformers(side, double)
 
     def begin(self, tapped_bytes: int | None, unfinished: Unfinished | None) -> None:
-        """Decide how many bytes operators' numbers may take: as many as before an interruption, if the same question goes on."""
+        """Set the memory for operator values: the same as before an interruption, if the same question resumes."""
         free = free_bytes(self._device)
         self._tapped_bytes = int(free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes
         self._unfinished = unfinished
@@ -210,7 +213,7 @@ class _Location:
             self._tapped_bytes = unfinished.begin(self._step, self._deciding(), self._tapped_bytes, most)
 
     def _deciding(self) -> dict[str, Any]:
-        """Everything that decides the bits of the result, beside the question."""
+        """Return everything other than the question that affects the bits of the result."""
         arms = {side: execution.arm for side, execution in self._executions.items()}
         weights = {"step": self._tensors} | {side: self._weights_of(arm) for side, arm in arms.items()}
         return {
@@ -231,14 +234,12 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str) -> Located:
-        """Run everything that was asked for; `only` says what that is limited to."""
+        """Run everything that was asked for; `only` is the text of its limits."""
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled()
         if not pooled.judged:
             kinds = ", ".join(sorted(pooled.kinds))
-            raise InvalidOption(
-                f"no operator in these layers has such a name; their kinds are: {kinds}", option="operators"
-            )
+            raise InvalidOption(f"no operator in these layers matches; kinds: {kinds}", option="operators")
         operators, weights = tuple(pooled.operators()), tuple(self._foreign_weights())
         first = first_divergence(operators, weights, pooled)
         d = {name: pooled.logprobs[B][name] - pooled.logprobs[A][name] for name in pooled.logprobs[A]}
@@ -322,7 +323,7 @@ class _Location:
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Log-probabilities of some rows, and what an execution's operators took and gave for them."""
+        """Return the log-probabilities of some rows, and the recorded inputs and outputs of an execution's operators."""
         execution = self._executions[side]
         try:
             return execution.listen(part, self._rows, lambda name: self._wanted(name) and window.needs(name))
@@ -330,8 +331,8 @@ class _Location:
             if isinstance(error, TimTraceError) or not execution.is_other_code:
                 raise
             raise CannotReplay(
-                f"{side} ({execution.arm.name}): the code of this side ended with {type(error).__name__}: {first_line(error)}; "
-                "run it by itself in these batches, or choose others (padding=packed, batch-size=1)"
+                f"{side} ({execution.arm.name}): the code of this side raised {type(error).__name__}: {first_line(error)}; "
+                "run it on its own with these batches, or change the batches (padding=packed, batch-size=1)"
             ) from error
 
     def _judge_in_double(self, side: str, part: list[RecordedRow], pooled: Pooled) -> None:
@@ -339,7 +340,7 @@ class _Location:
         execution, reference = self._doubles[side], self._reference
         try:
             values, heard = execution.listen(part, self._rows, self._wanted)
-        except OF_CODE as error:  # such as code that knows one dtype alone
+        except OF_CODE as error:  # e.g. code that supports only one dtype
             pooled.unjudged[f"{side} in float64"] = f"{type(error).__name__}: {first_line(error)}"
             del pooled.same_in_double[side]
             return
@@ -355,7 +356,7 @@ class _Location:
                     pooled.in_double[side, each.operator].append((row.seq_id, each))
 
     def _foreign_weights(self) -> Iterator[WeightDifference]:
-        """Tensors of either side that differ from the recorded ones."""
+        """Yield tensors of either side that differ from the recorded ones."""
         recorded = dict(self._reference.model.named_parameters(remove_duplicate=False))
         for side, execution in self._executions.items():
             if execution.is_adapted or self._run.model.get("adapters"):
@@ -376,7 +377,7 @@ class _Location:
                     )
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
-        """The recorded version, near the step's, that has a tensor."""
+        """Return the recorded version nearest to the step's that contains this tensor; None if none does."""
         from ..backends.model import to_torch
 
         versions = sorted(self._run.weights.versions, key=lambda version: abs(version - self._version))
@@ -388,7 +389,7 @@ class _Location:
 
 
 def _check_form(model: Any) -> None:
-    """Raise CannotReplay for a model whose float64 copy cannot be listened to."""
+    """Raise CannotReplay for a model whose float64 copy cannot be observed."""
     needs = ("base_model", "get_input_embeddings", "get_output_embeddings")
     missing = [name for name in needs if not hasattr(model, name)]
     if not missing and model.get_output_embeddings() is None:
@@ -397,13 +398,13 @@ def _check_form(model: Any) -> None:
         missing.append("a config of transformers")
     if missing:
         raise CannotReplay(
-            f"{type(model).__name__} does not have the form of transformers' models: it has no {', no '.join(missing)}; its operators cannot be "
+            f"{type(model).__name__} is not structured like a transformers model: it has no {', no '.join(missing)}; its operators cannot be "
             "observed. Derive it from transformers' PreTrainedModel, or compare dumps of both sides: tim-trace locate --from-dumps A B"
         )
 
 
 def _bits(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of weights: names, dtypes, shapes and bits."""
+    """Return a hash of weights: names, dtypes, shapes and bits."""
     return short_hash(canonical_json([
         (name, tensors[name].dtype, tensors[name].bits.shape, whole_hash(np.ascontiguousarray(tensors[name].bits).data))
         for name in sorted(tensors)
@@ -411,7 +412,7 @@ def _bits(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _row_bits(row: RecordedRow) -> list[str]:
-    """A recorded row: its arrays as hashes, the rest as text."""
+    """Return a recorded row: its arrays as hashes, the rest as text."""
     values = (getattr(row, each.name) for each in fields(row))
     return [
         whole_hash(np.ascontiguousarray(value).data) if isinstance(value, np.ndarray) else str(value)

@@ -1,6 +1,6 @@
 """The exact engine as one of the two executions: its own operators, under transformers' names.
 
-It keeps numbers of its dtype in float64 tensors; they are observed in that dtype.
+It stores values of its dtype in float64 tensors; they are observed in that dtype.
 
 Shapes: B rows of a forward, W its width, M = B W.
 """
@@ -30,7 +30,7 @@ class ExactExecution(Execution):
     is_other_code = False
     rounds_scores = False
     coarsest = None
-    """It rounds once, to the dtype of its outputs."""
+    """None, since it rounds only once, to the dtype of its outputs."""
     _keeps_double = False
 
     @property
@@ -41,7 +41,7 @@ class ExactExecution(Execution):
 
     @property
     def model(self) -> Any:
-        """The transformers model that holds their weights."""
+        """The transformers model that holds the weights."""
         return self.exact.held
 
     @property
@@ -63,7 +63,7 @@ class ExactExecution(Execution):
 def _heard(
     model: ExactModel, wanted: Callable[[str], bool], batch: ForwardBatch, chosen: Mapping[int, RowTaps]
 ) -> Iterator[None]:
-    """Keep the inputs and outputs of the exact engine's operators in one forward, for some of its rows."""
+    """Record the inputs and outputs of the exact engine's operators in one forward, for some of its rows."""
     import torch
 
     shape, dtype = shape_of(batch), model.precision.dtype
@@ -79,7 +79,7 @@ def _heard(
         for index, taps in chosen.items():
             took = tuple(kept(value, index, operator) for value in takes)
             if name.endswith("rotary_emb"):
-                took = (None, *took)  # transformers' takes hidden states before the positions
+                took = (None, *took)  # transformers' rotary takes hidden states before the positions
             taps.calls[name] = Call(took, tuple(kept(value, index, operator) for value in outputs_of(given)))
         return given
 

@@ -1,4 +1,4 @@
-"""Operators of the exact engine computed by another execution's code, and of another by the exact engine's.
+"""Computes operators of the exact engine with another execution's code, and vice versa.
 
 Shapes: B rows of a forward, T its width, M = B T, N heads, D head width.
 """
@@ -23,17 +23,17 @@ _ROTARY, _EMBEDDING = "rotary_emb", "embed_tokens"
 
 
 class ExactModule:
-    """An operator of the exact engine, called as transformers' module of the same name is."""
+    """An operator of the exact engine with the call signature of transformers' module of the same name."""
 
     def __init__(self, name: str, operator: Operator, dtype: Any):
         self._kind, self._operator, self._dtype = name.rpartition(".")[2], operator, dtype
 
     def parameters(self) -> Iterator[Any]:
-        """None: its dtype is that of its model."""
+        """Return no parameters: its dtype is that of its model."""
         return iter(())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What it gives, in its dtype."""
+        """Return its result in its dtype."""
         import torch
 
         takes = tensors_of(args, kwargs)
@@ -50,7 +50,7 @@ class ExactModule:
 
 
 class ExactGiver(Graft):
-    """Puts operators of the exact engine into a taker's model while it runs."""
+    """Replaces operators in a taker's running model with the exact engine's."""
 
     def __init__(self, taker: Execution, giver: ExactExecution):
         super().__init__(taker, giver)
@@ -63,14 +63,16 @@ class ExactGiver(Graft):
 
     @contextmanager
     def as_giver(self) -> Iterator[None]:
-        """The exact engine's own surroundings: it rounds in a taker of float64, too."""
+        """Use the exact engine's own settings, in which it rounds even if the taker is in float64."""
         import torch
 
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast(self.first.device.type, enabled=False):
             yield
 
     def masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
-        """The cores of attention, called as transformers' attention functions are, for a forward of the taker."""
+        """Return the attention cores for a forward of the taker, with the signature of transformers' attention
+        functions.
+        """
         import torch
 
         _, positions_BW, rows_BW = (torch.from_numpy(part).to(self._exact.device) for part in laid(batch))
@@ -91,7 +93,7 @@ class ExactGiver(Graft):
 
 
 class ExactTaker(Graft):
-    """Puts operators of transformers, or of another exact engine, into the exact engine while it runs."""
+    """Replaces operators in the running exact engine with those of transformers, or of another exact engine."""
 
     def __init__(self, taker: ExactExecution, giver: Execution):
         super().__init__(taker, giver)
@@ -120,7 +122,7 @@ class ExactTaker(Graft):
             given = original(*args)
             dtype = next(theirs.parameters(), self._by.first).dtype
             takes = [cast(value, dtype) for value in args]
-            if name.endswith(_ROTARY):  # transformers' reads the dtype of the hidden states alone
+            if name.endswith(_ROTARY):  # transformers' rotary reads only the dtype of the hidden states
                 takes.insert(0, self._by.first)
             with self._by.as_giver():
                 new = theirs(*takes)
@@ -144,6 +146,6 @@ class ExactTaker(Graft):
         return called
 
     def _as_given(self, new: Any, given: Any) -> Any:
-        """What was computed, as the exact engine keeps numbers: what its dtype can hold, in float64."""
+        """Return a result as the exact engine stores it: rounded to its dtype, in float64."""
         new = new.reshape(given.shape)
         return self._precision.round(new.double()) if new.is_floating_point() else new

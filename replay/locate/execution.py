@@ -1,4 +1,4 @@
-"""One of the two executions that are compared: an arm's model, which can be observed and changed while it scores."""
+"""One of the two compared executions: an arm's model, which can be observed and changed while it scores."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .reference import Reference
 from .taps import RowTaps, Taps
 
 Prepare = Callable[[Any], None]
-"""Changes a model, once its weights are loaded."""
+"""Modifies a model after its weights are loaded."""
 Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
-"""Listens to one forward; maps its rows to where their numbers are kept."""
+"""Observes one forward; takes the forward, and row index -> where to record the row's values."""
 
 
 class Execution:
@@ -55,7 +55,7 @@ class Execution:
         self.scorer = self.scorer_of(run, arm, contract, device)
         self.scorer.calls_whole_model = calls_whole_model
         self.built: Any = None
-        """What the scorer built."""
+        """The model built by the scorer."""
 
     @property
     def model(self) -> Any:
@@ -64,32 +64,32 @@ class Execution:
 
     @property
     def is_other_code(self) -> bool:
-        """Whether the model is a user's, not the one of transformers that the trace names."""
+        """True if the model is a user's, not the one of transformers recorded in the trace."""
         return self._prepare is not None or self.run.model_factory is not None
 
     @property
     def is_adapted(self) -> bool:
-        """Whether it has adapters, so that its weights are not the recorded ones."""
+        """True if it has adapters, so that its weights are not the recorded ones."""
         return self.scorer.adapter is not None
 
     @property
     def numerics(self) -> Numerics:
-        """What it computes with."""
+        """Precision settings of its scorer."""
         return self.scorer.numerics
 
     @property
     def head(self) -> str:
-        """The name of the module that gives logits."""
+        """Name of the module that computes logits."""
         head = self.model.get_output_embeddings()
         return next((name for name, module in self.model.named_modules() if module is head), "")
 
     @property
     def rounds_scores(self) -> bool:
-        """Whether attention may round scores and softmax to the dtype; torch chooses its kernel by itself."""
+        """True if attention may round scores and softmax to the dtype; without a set kernel, torch chooses one."""
         return self.arm.attention is None or KERNELS[self.arm.attention].rounds_scores
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these weights. Raises CannotReplay."""
+        """Load these weights. Raises CannotReplay."""
         if self.built is None:
             self.built = self.scorer.build()
         self.scorer.put(self.built, tensors)
@@ -98,7 +98,7 @@ class Execution:
         self.scorer.attach(self.built)
 
     def made_by(self) -> Contract:
-        """The contract of its results, without kernels, which are not known before it ran."""
+        """Return the contract of its results, without kernels, which are unknown before it runs."""
         return self.scorer.made_by() | {"attention_kernels": None}
 
     @property
@@ -108,7 +108,7 @@ class Execution:
 
     @property
     def coarsest(self) -> Any:
-        """The coarsest dtype of its weights, below which its numbers are not rounded; None if they may be."""
+        """Coarsest dtype of its weights, below which it does not round values; None if it may."""
         if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
             return None
         return max(
@@ -117,7 +117,7 @@ class Execution:
         )  # fmt: skip
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """Name and value of the weights it computes with."""
+        """Yield name and value of the weights it computes with."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             yield name, parameter.detach()
 
@@ -127,7 +127,9 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext(),
     ) -> dict[str, np.ndarray]:
-        """Sequence -> [T] float64 log-probabilities, of some rows `of` a step, in the arm's batches; each forward runs within `around`."""
+        """Return sequence -> [T] float64 log-probabilities, for some `rows` out of a step's rows `of`, in the arm's
+        batches; each forward runs within `around`.
+        """
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
@@ -148,7 +150,7 @@ class Execution:
 
     @property
     def _keeps_double(self) -> bool:
-        """Whether torch has to keep every number in float64."""
+        """True if torch has to keep every value in float64."""
         import torch
 
         return bool(next(self.model.parameters()).dtype == torch.float64)
@@ -156,7 +158,7 @@ class Execution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """The same, and the inputs and outputs of the operators that `wanted` selects."""
+        """Score as in `score`; also return the inputs and outputs of the operators selected by `wanted`."""
         heard_in = self._listening(wanted)
         found: dict[str, RowTaps] = {}
         names = {row.seq_id for row in rows}
@@ -174,7 +176,7 @@ class Execution:
         return self.score(rows, of, heard), found
 
     def _listening(self, wanted: Callable[[str], bool]) -> Listening:
-        """Listen to the operators that are wanted."""
+        """Return a listener for the operators selected by `wanted`."""
         assert self.reference is not None
         attentions = self.reference.attentions if self.is_other_code else ()
         return Taps(self.model, wanted, self.reference.operators, attentions).heard
@@ -184,5 +186,5 @@ def check_heard(arm: Arm) -> None:
     """Raise CannotReplay for an arm whose operators cannot be observed."""
     for name in arm.unheard:
         raise CannotReplay(
-            f"arm {arm.name}: operators are compared in one forward per row that runs them all; leave {phrase(name, getattr(arm, name))} out"
+            f"arm {arm.name}: comparing operators needs one forward per row that runs all of them; leave {phrase(name, getattr(arm, name))} out"
         )

@@ -1,7 +1,8 @@
-"""Mixtures of experts compared with float64: the router's choice, the weights that experts take, and their sum.
+"""Compares mixtures of experts with float64: the router's choice, the weights used by the experts, and their sum.
 
-Logits alone do not show how a router chooses experts (by the highest logits, or by groups, with a bias, from scaled scores). So the
-router runs again, and once it has made its logits, it goes on with the execution's.
+Logits alone do not determine how a router chooses experts (by the highest logits, or by groups, with a bias, from
+scaled scores). So the router is run again, and its logits are replaced by the execution's as soon as it has computed
+them.
 
 Shapes: T tokens, E experts, S chosen ones.
 """
@@ -18,13 +19,13 @@ from .names import kind_of, layer_of
 from .taps import Call, tokens_first
 
 EXPERTS, ROUTER = "experts", "router"
-"""All experts of a mixture and their sum; the choice of experts if its module was not heard."""
+"""Kinds of operators: all experts of a mixture and their sum; the choice of experts if its module was not observed."""
 _MOST_FLIPPED = 0.25
-"""Share of tokens with other experts that rounding may cause where the router was not heard."""
+"""Maximum share of tokens with other experts that rounding may cause if the router was not observed."""
 _STEPS = 4.0
-"""Roundoffs that each number of an expert may have between the logits and the choice, and in the logits themselves."""
+"""Roundoffs that an expert's value may have between the logits and the choice, and in the logits themselves."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
-"""Shifts, in these roundoffs, of the numbers of a chosen and of any other expert: within them a choice may fall either way."""
+"""Shifts, in these roundoffs, of the values of chosen and other experts; within them either choice is accepted."""
 
 
 def judge_router(
@@ -38,12 +39,12 @@ def judge_router(
 ) -> None:
     """Judge a router: its logits, whether its choice follows from them, and the scores of its choice.
 
-    If the code that `again` runs has no logits to go on from, any choice whose logits lie within both bounds may fall either way.
+    If the code run by `again` has no logits to replace, any choice whose logits are within both bounds is accepted.
     """
     import torch
 
     kind, layer = kind_of(name), layer_of(name)
-    # Logits are wider than the choices, which some routers give first.
+    # Logits are wider than the choices, which some routers return first.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
     num_chosen = max(value.shape[-1] for value in outputs if not value.is_floating_point())
     of_all = widths.index(max(widths)) if max(widths) > num_chosen else 0
@@ -54,7 +55,7 @@ def judge_router(
         if given.numel() != value.numel():
             if value.is_floating_point():
                 continue
-            differs = torch.ones(len(given), dtype=torch.bool)  # another number of experts
+            differs = torch.ones(len(given), dtype=torch.bool)  # a different number of experts
             heard.judgement.add_differing(name, kind, layer, differs, given.numel())
             return
         exact = value.reshape(given.shape)
@@ -62,7 +63,7 @@ def judge_router(
             chosen = given, exact, slot
         elif slot == of_all:
             bound = heard.bound(name, module, 0, value, takes, call, given)
-            # Its error enters with the scores that are made of it.
+            # Its error enters the forward through the scores computed from it.
             heard.judgement.add(name, kind, layer, given, exact, bound)
             logits = exact, bound, given
     if chosen is None:
@@ -83,23 +84,24 @@ def judge_router(
         is_score = slot != of_all and score is not None and value.is_floating_point()
         if not is_score or score.numel() != value.numel() or not bool(same_T.any()):
             continue
-        # Scores may be kept in more digits than the logits that they are made of.
+        # Scores may have more precision than the logits they are computed from.
         made_of = [each for each in (call.gives[of_all], score) if each is not None and each.is_floating_point()]
         coarser = max(made_of, key=lambda each: bounds.unit(each.dtype))
         bound = heard.bound(name, module, slot or 1, value, takes, call, score, made_in=coarser.dtype)
         value = value.reshape(score.shape)
         point = heard.called(name), GIVES, slot
         heard.judgement.add(name, kind, layer, score[same_T], value[same_T], bound[same_T], point)
-        # Scores of other choices cannot be compared.
+        # Scores of different choices cannot be compared.
         if point in heard.judgement.errors:
             off = torch.where(same_T[:, None], score.double() - value, 0.0)
             heard.judgement.errors[point] = off.type(torch.float32)
 
 
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
-    """Judge the weights [T, S] that experts take if these are not what the router gave, as when it was not heard.
+    """Judge the weights [T, S] used by experts if they are not the router's output, e.g. because the router was not
+    observed.
 
-    Tokens with another choice are skipped, unless there are more of them than rounding causes in any router.
+    Tokens with a different choice are skipped, unless there are more of them than rounding causes in any router.
     """
     if len(takes) != len(found):
         return
@@ -119,14 +121,16 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
         return
     bound = bounds.of_sum(exact.abs(), heard.rounding(given.dtype), 8.0)
     for (of, operator), (_, unheard) in heard.unheard.items():
-        if of == layer and operator in ("gate", "router"):  # its logits' error is the weights', relative
+        if of == layer and operator in ("gate", "router"):  # the weights' relative error is the logits' error
             logits = unheard(given.dtype).reshape(len(exact), -1).amax(-1, keepdim=True)
             bound = bound + 2.0 * logits * exact.abs()
     heard.judgement.add(where, ROUTER, layer, given[same_T], exact[same_T], bound[same_T])
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Judge a mixture's output if it is not the sum of its experts and a shared one; otherwise its rounding is the residual's."""
+    """Return True, and judge the sum, if a mixture's output is not the sum of its experts and a shared one; otherwise
+    its rounding counts for the residual.
+    """
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:
@@ -138,9 +142,10 @@ def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
 
 
 def _going_on(made: Any, given: Any, moved_TE: Any) -> Any:
-    """A context that replaces the first result equal to `made` by `given`, and shifts every number of an expert from there on.
+    """Return a context that replaces the first result equal to `made` by `given`, and shifts every value of an expert
+    from there on.
 
-    `has_begun` is whether there was such a result.
+    `has_begun` is True once such a result was found.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -166,11 +171,12 @@ def _going_on(made: Any, given: Any, moved_TE: Any) -> Any:
 def follows(
     again: Callable[[], Sequence[Any]], made_TE: Any, given_TE: Any, ids_TS: Any, ids_slot: int, unit: float
 ) -> Any:
-    """Return [T] bool: whether the code makes these choices from these logits, in float64 or their own dtype, or within rounding.
+    """Return [T] bool: True if the code makes these choices from these logits, in float64, in the logits' dtype, or
+    within rounding.
 
-    `again` runs the router and returns its tensors; the one at `ids_slot` has the choices. `made_TE` are the logits that it makes
-    itself, `given_TE` those of the execution with its choice `ids_TS`, `unit` the roundoff of its scores. None if the code makes no
-    such logits before it chooses.
+    `again` runs the router and returns its tensors; the one at `ids_slot` has the choices. `made_TE` are the logits
+    that it computes itself, `given_TE` those of the execution with its choice `ids_TS`, `unit` the roundoff of its
+    scores. Return None if the code computes no such logits before it chooses.
     """
     import torch
 

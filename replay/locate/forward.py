@@ -1,7 +1,7 @@
-"""One row's forward in float64, with an execution's numbers put in before and after each operator.
+"""One row's forward in float64, with an execution's values substituted before and after each operator.
 
-What lies between operators that are modules (additions to the residual stream, rotations, products) is judged where the next
-operator takes it.
+Computations between modules (additions to the residual stream, rotations, products) are judged at the input of the next
+operator.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from .taps import (
 )
 
 RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "embedding"
-"""What lies between operators: additions to the residual stream, the product of gate and up, anything else, and what is done to
-embeddings before the first layer takes them."""
+"""Kinds of computations between operators: additions to the residual stream, the product of gate and up, anything else,
+and changes to embeddings before the first layer.
+"""
 INPUT = "input"
-"""The input of an operator that should be its layer's input, and is not."""
+"""Suffix for the input of an operator that should be its layer's input, and is not."""
 _IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
@@ -47,14 +48,14 @@ class Forward:
     """Judges one row's forward while the float64 model runs it."""
 
     def __init__(self, heard: Heard, operators: Mapping[str, Any], names: Mapping[int, str]):
-        """`operators` are the float64 model's, `names` those of its modules by id."""
+        """`operators` are the float64 model's, `names` its module names by id."""
         self._heard, self._operators, self._names = heard, operators, names
         self._judgement = heard.judgement
         self._cores = Cores(heard, operators)
 
     @contextmanager
     def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
-        """Put the execution's numbers before and after each operator."""
+        """Substitute the execution's values before and after each operator."""
         with (
             hooked(self._operators, self._guarded(self._take), self._guarded(self._give)),
             hooked(mixtures, after=self._guarded(self._mix)),
@@ -64,7 +65,7 @@ class Forward:
             yield
 
     def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Have an operator whose form is not understood noted, and the others judged without it."""
+        """Wrap a hook so that an operator it cannot handle is noted, and the others are judged without it."""
         import torch
 
         def called(name: str, *args: Any) -> Any:
@@ -99,7 +100,7 @@ class Forward:
     def _give(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
         call = self._heard.end(name)
         takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
-        if call is None or all(each is None for each in call.gives):  # as if called for some tokens at a time
+        if call is None or all(each is None for each in call.gives):  # e.g. if called for some tokens at a time
             if outputs and outputs[0].is_floating_point():
                 self._heard.miss_module(name, module, takes, outputs[0])
             return None
@@ -121,7 +122,7 @@ class Forward:
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
         if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
             self._heard.branches.append(given)
-        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # of an attention that is code of its own
+        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # end of a custom attention
             self._judgement.attended.add(layer)
         self._cores.note_norm(name)
         bound = self._heard.bound(name, module, slot, value, takes, call, given)
@@ -139,12 +140,12 @@ class Forward:
             judge_choice(self._heard, name, found, call.takes)
         own, recorded = _num_floating(call.takes), _num_floating(found)
         if name.rpartition(".")[2] != "rotary_emb" and own > recorded:
-            self._judgement.unjudged[name] = f"takes {own} tensors where the recorded model's takes {recorded}"
+            self._judgement.unjudged[name] = f"takes {own} tensors, but the recorded model's takes {recorded}"
             return None
         return with_tensors(args, kwargs, [self._taken(name, slot, value, call) for slot, value in enumerate(found)])
 
     def _taken(self, name: str, slot: int, value: Any, call: Call) -> Any:
-        """The execution's input in the place of float64's, once what lies before it has been judged."""
+        """Return the execution's input in place of float64's, after judging the computation before it."""
         taken, layer, last = fitting(call.takes, slot, value), layer_of(name), name.rpartition(".")[2]
         if taken is None:
             return value
@@ -157,16 +158,17 @@ class Forward:
         if slot and are_experts(self._operators[name]):
             return new  # the weights of a choice, which are judged with it
         if last == "rotary_emb":
-            return value  # it reads the dtype of the hidden states alone; a layer's input judges what lies before them
+            # the rotary reads only the dtype of the hidden states; a layer's input judges the computation before them
+            return value
         exact, point = tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
         if value is self._heard.entered.get(layer) and self._differs_from_layer(name, layer, taken, exact, point):
             return new
         self._between(name, layer, taken, exact, point)
-        # In place, if possible: the same numbers are added to the residual stream later.
+        # In place if possible, since the same values are added to the residual stream later.
         return value.copy_(new) if value.is_contiguous() else new
 
     def _differs_from_layer(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
-        """Judge the input of a layer's first operator against the layer's own input, if they are not the same numbers."""
+        """Judge the input of a layer's first operator against the layer's own input, and return True, if they differ."""
         heard = self._heard
         if layer is None or layer in self._judgement.attended:
             return False
@@ -186,7 +188,7 @@ class Forward:
         return True
 
     def _between(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> None:
-        """Judge what lies before an operator, unless it is the output of the operator before, unchanged."""
+        """Judge the computation before an operator, unless its input is the unchanged output of the previous operator."""
         if bool((taken.double() == exact).all()):
             return
         heard = self._heard
@@ -204,7 +206,7 @@ class Forward:
             bound = bounds.of_sum(exact, rounding, 4.0) + heard.missed_mlp(name, layer, exact, taken.dtype)
             for first in FIRST_OF_MLP if kind_of(name) not in ENDS_OF_MLP else ():
                 missed = heard.missed(layer, first, exact, taken.dtype)
-                if missed is not None and bool((missed[0] == exact).all()):  # the activation takes its output as it is
+                if missed is not None and bool((missed[0] == exact).all()):  # the activation uses its output unchanged
                     where, kind = f"{name.rpartition('.')[0]}.{first}", first
         else:
             bound = bounds.of_sum(exact, rounding, 8.0)
@@ -217,13 +219,13 @@ class Forward:
         self._judgement.add(where, kind, of, taken, exact, bound, point)
 
     def _kind_between(self, name: str, layer: int | None) -> tuple[str, int | None]:
-        """What lies before an operator, and the layer it belongs to."""
+        """Return the kind of computation before an operator, and the layer it belongs to."""
         last = name.rpartition(".")[2]
         if last in ENDS_OF_MLP or (last in ENDS_OF_ATTENTION and ".mlp" in name) or last.startswith("act"):
             return ACTIVATION, layer
         if last in ENDS_OF_ATTENTION:
             return ATTENTION, layer
-        if "norm" in last and _IN_ATTENTION.search(name):  # of queries and keys, behind what turns them
+        if "norm" in last and _IN_ATTENTION.search(name):  # norms of queries and keys after the rotary
             return ROTARY if self._cores.has_rotary else WIRING, layer
         if layer is None:
             return RESIDUAL, max((each for each in self._judgement.attended if each is not None), default=None)

@@ -1,7 +1,7 @@
-"""Operators of one execution computed by another's code, on the first one's own inputs.
+"""Computes operators of one execution (the taker) with another's code (the giver), on the taker's own inputs.
 
-The operator is replaced, not its result: putting in a tensor of the other execution would bring along everything that differs before
-it, so that the last operator would seem to account for the whole mismatch.
+The operator is replaced, not its result: substituting a tensor of the other execution would include everything that
+differs before it, so that the last operator would seem to account for the whole mismatch.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ from .taps import (
 
 
 class Graft:
-    """Puts operators of a giver into a taker's model while it runs."""
+    """Replaces operators in a taker's running model with a giver's."""
 
     def __init__(self, taker: Execution, giver: Execution):
         self.taker, self._giver = taker, giver
         self.theirs: Mapping[str, Any] = operators(giver.model)
-        """The giver's operators, called as transformers' modules are."""
+        """The giver's operators, with the call signatures of transformers' modules."""
         self._ours = operators(taker.model)
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """The operators that can be put in: those that both have, and attention in padded forwards, which have a mask."""
+        """Return the operators that can be replaced: those that both have, and attention in padded forwards, which have
+        a mask.
+        """
         common = [name for name in self._ours if name in self.theirs]
         return [*common, *self.cores(rows, of, map(core_name, attention_layers(self.taker.model)))]
 
     def cores(self, rows: Sequence[RecordedRow], of: list[RecordedRow], names: Iterator[str]) -> list[str]:
-        """The attention cores that can be put in."""
+        """Return the attention cores that can be replaced."""
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))
         return list(names) if all(isinstance(batch, PaddedBatch) for batch in batches) else []
@@ -55,12 +57,14 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Sequence -> the taker's log-probabilities, [T] float64, of some rows `of` a step, with these operators the giver's."""
+        """Return sequence -> the taker's [T] float64 log-probabilities with the giver's operators, for some `rows` out
+        of a step's rows `of`.
+        """
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
-        """Within it a forward of the taker computes these operators as the giver does."""
+        """Make a forward of the taker compute these operators with the giver's code, in this context."""
         masks = self.masks_of(batch) if any(map(is_core, names)) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
@@ -91,11 +95,11 @@ class Graft:
 
     @property
     def first(self) -> Any:
-        """A parameter of the giver, which has its device and dtype."""
+        """A parameter of the giver, with its device and dtype."""
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:
-        """The dtype of inputs under autocast, which does not narrow the float64 of a taker."""
+        """Return the dtype of inputs under autocast, which does not narrow a taker's float64."""
         import torch
 
         return self.first.dtype if dtype == torch.float64 else dtype
@@ -106,7 +110,7 @@ class Graft:
 
     @contextmanager
     def as_giver(self) -> Iterator[None]:
-        """The giver's own surroundings: a taker in float64 keeps numbers wide that have to be narrow here."""
+        """Use the giver's own settings, since a float64 taker keeps values wide that have to be narrow here."""
         import torch
 
         is_double = self.first.dtype == torch.float64
@@ -118,7 +122,7 @@ class Graft:
             yield
 
     def masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
-        """The giver's attention functions and masks for a forward of the taker, which the giver runs once itself."""
+        """Return the giver's attention functions and masks for a forward of the taker, from one run of the giver."""
         import torch
 
         key = tuple(hash(row.seq_id) for row in batch.rows)
@@ -145,18 +149,18 @@ class Graft:
 
 
 def cast(value: Any, dtype: Any) -> Any:
-    """A tensor of numbers in another dtype; anything else as it is."""
+    """Cast a floating-point tensor to another dtype; return anything else unchanged."""
     import torch
 
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    with torch._C.DisableTorchFunction():  # in the surroundings of float64 nothing becomes narrower
+    with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         return value.to(dtype) if is_float and dtype is not None else value
 
 
 def as_given(new: Any, given: Any) -> Any:
-    """What was computed, in the dtypes and shapes of the taker's own operator."""
+    """Return a result in the dtypes and shapes of the taker's own operator."""
     import torch
 
-    with torch._C.DisableTorchFunction():  # in the surroundings of float64 nothing becomes narrower
+    with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         pairs = zip(outputs_of(new), outputs_of(given), strict=True)
         return with_outputs(given, [part.to(old.dtype).reshape(old.shape) for part, old in pairs])

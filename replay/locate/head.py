@@ -1,4 +1,4 @@
-"""The last operators: the head's projection and the log-softmax, compared with float64.
+"""Compares the last operators, the head's projection and the log-softmax, with float64.
 
 Shapes: T response tokens, H hidden width, V vocabulary.
 """
@@ -19,17 +19,23 @@ from .taps import RowTaps
 from .vllm_execution import AnyExecution
 
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
-"""What follows the head; with a user's code, what that code makes of the head's result (a scale, a cap), since the log-softmax is ours."""
+"""Kinds of operators after the head. With user code it is `logits`: a scale or a cap of the head's result, since the
+log-softmax is ours.
+"""
 Head = list[tuple[Judged, np.ndarray]]
-"""The operators behind the last hidden states, each with what its own error adds to the log-probabilities, [T] nats."""
+"""Operators after the last hidden states, each with the contribution of its own error to the log-probabilities, [T]
+nats.
+"""
 _LAST = 1 << 40
-"""The place of the head among operators: behind all layers."""
+"""Order of the head among operators: after all layers."""
 
 
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge what lies behind the last hidden states: as one operator if the projection is not called by itself."""
+    """Judge the operators after the last hidden states: as a single operator if the projection is not called
+    separately.
+    """
     import torch
 
     name = execution.head
@@ -56,7 +62,7 @@ def judge_head(
         if made is not None:
             made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
-            # A padded vocabulary has more rows, whose effect counts with the log-softmax; one with fewer rows has lost some.
+            # A padded vocabulary has extra rows, whose effect counts for the log-softmax; missing rows count as NaN.
             made = torch.nn.functional.pad(
                 made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
             )
@@ -88,6 +94,6 @@ def _logprobs(logits_TV: Any, ids_T: Any) -> Any:
 
 
 def final_hidden(taps: RowTaps, head: str) -> Any:
-    """[T, H] of prompt and response: the output of the last operator before the head."""
+    """Return [T, H] for prompt and response: the output of the last operator before the head."""
     calls = [call for name, call in taps.calls.items() if name != head]
     return calls[-1].gives[0] if calls and calls[-1].gives else None

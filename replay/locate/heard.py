@@ -1,7 +1,7 @@
-"""The numbers of an execution in one row's forward, and the bounds of what they are judged by.
+"""An execution's recorded values in one row's forward, and the bounds to judge them by.
 
-An operator that the execution computes but does not call by itself (its code fuses several) is not heard: the error it may make is
-added to the bound of what is heard next.
+If an execution computes an operator without calling it separately (because its code fuses several), the operator is not
+observed, and its possible error is added to the bound of the next observed one.
 
 Shapes: T tokens, H hidden width.
 """
@@ -21,11 +21,11 @@ ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
-"""Largest slope of the activations that models have: GELU's."""
+"""Maximum derivative of common activations: GELU's."""
 
 
 class Arithmetic(Protocol):
-    """How an execution computes, as far as bounds depend on it."""
+    """Properties of an execution's arithmetic that bounds depend on."""
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
@@ -33,19 +33,19 @@ class Arithmetic(Protocol):
 
     @property
     def rounds_scores(self) -> bool:
-        """Whether attention rounds scores and softmax to its dtype."""
+        """True if attention rounds scores and softmax to its dtype."""
 
     @property
     def attention_cut(self) -> float:
-        """What attention cuts off weighted values, as a share of the largest."""
+        """Part of the weighted values that attention cuts off, as a share of the largest."""
 
     @property
     def coarsest(self) -> Any:
-        """The dtype below which operators should not round, whatever they give; None without one."""
+        """Dtype below which operators should not round, whatever their output dtype; None without one."""
 
 
 class Heard:
-    """An execution's operators in one row's forward, and those that were not heard."""
+    """Observed operators of an execution in one row's forward, and those that were not observed."""
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class Heard:
     ):
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
         self._arithmetic, self._recorded = arithmetic, recorded_dtypes
-        self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest  # they go through all weights
+        # computed once, since both go through all weights
+        self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
         self.entered: dict[int | None, Any] = {}
@@ -65,16 +66,18 @@ class Heard:
         self.branches: list[Any] = []
         """Outputs of attention and MLP since the last addition to the residual stream."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
-        """(layer, kind) of an operator that was not heard -> its exact output, and the bound of that [same shape] in a dtype."""
+        """(layer, kind) of an operator that was not observed -> its exact output, and a function from dtype to its
+        bound in the same shape.
+        """
 
     # --- calls ----------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Call | None:
-        """An operator's call that begins now; None if it was not heard."""
+        """Return an operator's call that begins now; None if it was not observed."""
         return self.taps.calls.get(self._names.next(name))
 
     def end(self, name: str) -> Call | None:
-        """The same when it is over: its numbers are let go, except those of the last operators."""
+        """Return an operator's call that ends now, and release its values, except those of the last operators."""
         called = self.called(name)
         call = self.taps.calls.get(called)
         if call is not None and called not in self._last:
@@ -82,13 +85,15 @@ class Heard:
         return call
 
     def called(self, name: str) -> str:
-        """The name of an operator's present call."""
+        """Return the name of an operator's current call."""
         return self._names.present(name)
 
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
-        """The rounding of numbers of these dtypes; dtypes coarser than the execution's coarsest count as that one."""
+        """Return the rounding of values of these dtypes; dtypes coarser than the execution's coarsest count as that
+        one.
+        """
         coarsest = self._coarsest
 
         def finer(dtype: Any) -> Any:
@@ -107,7 +112,9 @@ class Heard:
         given: Any,
         made_in: Any = None,
     ) -> Any:
-        """The bound of an operator's output, in the shape of `given`; `made_in` is the dtype it was made in, if not its own."""
+        """Return the bound of an operator's output, in the shape of `given`; `made_in` is the dtype it was computed in,
+        if different.
+        """
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -116,7 +123,9 @@ class Heard:
     def attention_bound(
         self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
     ) -> Any:
-        """The bound of a core's output [T, N, D]; `turns` if rotating its queries and keys may have rounded, too."""
+        """Return the bound of a core's output [T, N, D]; with `turns` rotating its queries and keys may have rounded,
+        too.
+        """
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
         last = self.first_position + len(query)
@@ -127,10 +136,10 @@ class Heard:
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
-        """The bound of the residual stream.
+        """Return the bound of the residual stream.
 
-        A branch may be multiplied before it is added, and of several (attention and MLP at once, experts and a shared one) the sum of
-        some is rounded, too.
+        A branch may be multiplied before it is added, and with several branches (parallel attention and MLP, routed and
+        shared experts) a partial sum may be rounded, too.
         """
         size = exact.abs()
         for branch in self.branches:
@@ -142,7 +151,9 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """The dtypes of an operator's weight, here (the coarsest of all if it has none of that name) and recorded."""
+        """Return the dtypes of an operator's weight: in this execution (the coarsest of all if no weight has that name)
+        and recorded.
+        """
         own, recorded = (
             dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
             for dtypes in (self._dtypes, self._recorded)
@@ -150,17 +161,18 @@ class Heard:
         is_renamed = own is None and recorded is not None
         return {"weight": self._coarsest if is_renamed else own, "recorded": recorded}
 
-    # --- operators that were not heard ----------------------------------------------------------------------------------
+    # --- operators that were not observed
+    # ---------------------------------------------------------------------------------
 
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
-        """Note an operator that was not heard: its exact output, and the bound of that in a dtype."""
+        """Note an operator that was not observed: its exact output, and a function from dtype to its bound."""
         layer = layer_of(name)
-        if any(other != layer for other, _ in self.unheard):  # of a layer that is over
+        if any(other != layer for other, _ in self.unheard):  # belongs to a finished layer
             self.unheard.clear()
         self.unheard[layer, kind_of(name)] = given, bound
 
     def miss_module(self, name: str, module: Any, takes: tuple[Any, ...], value: Any) -> None:
-        """Note a module that was not heard."""
+        """Note a module that was not observed."""
 
         def bound(dtype: Any) -> Any:
             rounding = self.rounding(dtype, **self._weight(name))
@@ -169,22 +181,26 @@ class Heard:
         self.miss(name, value, bound)
 
     def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
-        """Output and bound, in the shape of `exact`, of an operator that was not heard; None for one that was, or is of another size."""
+        """Return output and bound, in the shape of `exact`, of an operator that was not observed; None if it was, or
+        has another size.
+        """
         value, bound = self.unheard.get((layer, kind), (None, None))
         if value is None or bound is None or value.numel() != exact.numel():
             return None
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_attention(self, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """What a core that was not heard adds to the bound of what follows it."""
+        """Return the addition to the next bound for a core that was not observed."""
         core = self.missed(layer, ATTENTION, exact, dtype)
         return 0.0 if core is None else core[1]
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """What projections that were not heard add to the bound of the input of an activation, or of an MLP's last projection."""
+        """Return the addition to the bound of the input of an activation, or of an MLP's last projection, for
+        unobserved projections.
+        """
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
-        if kind_of(name) not in ENDS_OF_MLP:  # the activation
+        if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation
             return 0.0 if gate is None or not bool((gate[0] == exact).all()) else gate[1]
         up = self.missed(layer, "up_proj", exact, dtype)
         both, of_both = self.unheard.get((layer, "gate_up_proj"), (None, None))

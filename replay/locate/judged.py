@@ -1,6 +1,6 @@
-"""Results of operators compared with float64, in units of the bound of what rounding can do.
+"""Results of operators compared with float64, in units of the rounding bound.
 
-Shapes: T tokens; X everything behind a tensor's first axis, flat.
+Shapes: T tokens; X all axes of a tensor after the first, flattened.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 from .windows import Window
 
 Point = tuple[str, str, int]
-"""An operator's call; TAKES or GIVES; which of its tensors."""
+"""An operator's call; TAKES or GIVES; index of the tensor."""
 TAKES, GIVES = "takes", "gives"
 _ORDERS = 10_000
-"""More than the operators of a layer."""
+"""More than the number of operators in a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,19 +22,20 @@ class Judged:
     """One operator of one row's forward, compared with float64."""
 
     operator: str
-    """Name of its module; `layers.7.residual` and the like for what lies between modules."""
+    """Name of its module; `layers.7.residual` and the like for computations between modules."""
     kind: str
     layer: int | None
     order: int
     num_values: int
     error: float
-    """Root mean square of the error it introduced, relative to that of the exact result."""
+    """Root mean square of the error it introduced, relative to the RMS of the exact result."""
     largest: float
-    """The same for the token where it is largest."""
+    """The same for the token with the largest error."""
     ratio: float
-    """The largest introduced error in units of its bound; inf if only one of the two is finite, or a choice differs."""
+    """Largest introduced error divided by its bound; inf if only one of the two values is finite, or a choice differs.
+    """
     token: int
-    """The token of the row (prompt and response) where that is."""
+    """Index of the token with that error in the row (prompt and response)."""
     dtype: str
     """torch's name of the output's dtype."""
     point: Point | None = None
@@ -47,13 +48,13 @@ class Judgement:
 
     window: Window
     operators: list[Judged] = field(default_factory=list)
-    """In the order of the forward, without the head."""
+    """In forward order, without the head."""
     errors: dict[Point, Any] = field(default_factory=dict)
-    """The error introduced at each point: found less exact, float32 [T, ...]."""
+    """Error introduced at each point: found minus exact, float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Operator -> why it could not be judged."""
+    """Operator -> reason why it could not be judged."""
     attended: set[int | None] = field(default_factory=set)
-    """Layers whose attention has run; from the first one on, what is outside of layers comes behind them."""
+    """Layers whose attention has run; after the first one, operators outside the layers come after all layers."""
 
     def add(
         self,
@@ -65,18 +66,20 @@ class Judgement:
         bound: Any,
         point: Point | None = None,
     ) -> None:
-        """Compare numbers [T, ...] with exact ones, given the bound of each; `point` keeps the error."""
+        """Compare values [T, ...] with exact ones, given the bound of each; the error at `point`, if given, is kept."""
         import torch
 
         if not self._owns(layer):
             return
         off = found.double() - exact
         if point is not None:
-            self.errors[point] = off.type(torch.float32)  # `float` leaves it double here
+            self.errors[point] = off.type(torch.float32)  # `float` would leave it double here
         self.operators.append(_judged(operator, kind, layer, self._next_order(), found, off, exact, bound, point))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        """Note whole numbers, such as positions and choices, that have to be equal; `differs` [T, ...] says which are not."""
+        """Add integers that have to be equal, such as positions and choices; `differs` [T, ...] marks those that are
+        not.
+        """
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
@@ -96,7 +99,7 @@ class Judgement:
         )
 
     def _owns(self, layer: int | None) -> bool:
-        """Whether what is there belongs to the window."""
+        """Return True if an operator of this layer belongs to the window."""
         if layer is None:
             return self.window.is_last if self.attended else self.window.is_first
         return self.window.has(layer)
@@ -108,12 +111,12 @@ class Judgement:
 
 
 def judged(operator: str, kind: str, order: int, found: Any, exact: Any, bound: Any) -> Judged:
-    """Compare numbers [T, ...] outside of layers with exact ones, given the bound of each."""
+    """Compare values [T, ...] outside the layers with exact ones, given the bound of each."""
     return _judged(operator, kind, None, order, found, found.double() - exact, exact, bound, None)
 
 
 def ratio(found: Any, exact: Any, bound: Any) -> float:
-    """The largest error of numbers [T, ...] in units of its bound."""
+    """Return the largest error of values [T, ...] divided by its bound."""
     return judged("", "", 0, found, exact, bound).ratio
 
 
@@ -128,7 +131,7 @@ def _judged(
     bound: Any,
     point: Point | None,
 ) -> Judged:
-    """`off` is found less exact, in float64; it is overwritten."""
+    """Compare values; `off` is found minus exact, in float64, and is overwritten."""
     import torch
 
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)

@@ -1,4 +1,4 @@
-"""Names of modules: what kind of operator one is, and which layer it belongs to."""
+"""Names of modules: an operator's kind, and its layer."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ from collections import Counter
 from typing import Any
 
 ATTENTION = "attention"
-"""Appended to the name of an attention layer for its core: scores, mask, softmax and values, after the rotary."""
+"""Suffix of an attention layer's name for its core: scores, mask, softmax and values, after the rotary."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
 _LAYER_ITSELF = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer in a module's name."""
+    """Return the layer index in a module's name; None outside the layers."""
     found = _LAYER.search(name)
     return int(found[1]) if found else None
 
 
 def kind_of(name: str) -> str:
-    """What an operator is, by the last word of its name: q_proj, input_layernorm, act_fn; an item of a list has the list's."""
+    """Return an operator's kind, the last word of its name: q_proj, input_layernorm, act_fn; for an item of a list the
+    list's name.
+    """
     return re.sub(r"(\.\d+)+$", "", name.partition("#")[0]).rpartition(".")[2]
 
 
 def layer_modules(model: Any) -> dict[str, Any]:
-    """Name -> module of each layer of a model."""
+    """Return name -> module of each layer of a model."""
     return {name: module for name, module in model.named_modules() if _LAYER_ITSELF.search(name)}
 
 
 def core_name(attention: str) -> str:
-    """The name of an attention layer's core."""
+    """Return the name of an attention layer's core."""
     return f"{attention}.{ATTENTION}"
 
 
 def is_core(name: str) -> bool:
-    """Whether a name is that of an attention layer's core, or of one of its calls."""
+    """Return True for the name of an attention layer's core, or of one of its calls."""
     return name.partition("#")[0].endswith(f".{ATTENTION}")
 
 
@@ -45,11 +47,11 @@ class CallNames:
         self._count: Counter[str] = Counter()
 
     def next(self, name: str) -> str:
-        """The name of an operator's call that begins."""
+        """Return the name of an operator's new call."""
         self._count[name] += 1
         return self.present(name)
 
     def present(self, name: str) -> str:
-        """The name of an operator's last call."""
+        """Return the name of an operator's last call."""
         number = self._count[name]
         return name if number <= 1 else f"{name}#{number}"

@@ -1,4 +1,4 @@
-"""Queries and keys of an attention that is code of its own: the factors of its first product that looks like scores.
+"""Observes queries and keys of custom attention code: the factors of its first product that looks like scores.
 
 Shapes: B rows of a forward, W its width, N heads, D head width, T tokens of a row.
 """
@@ -13,9 +13,10 @@ States = tuple[Any, Any]
 
 
 def hearing(shape: tuple[int, int]) -> Any:
-    """A context for one call of an attention layer; its `states` are the queries and keys of a forward [B, W], or None.
+    """Return a context for one call of an attention layer; its `states` are the queries and keys of a forward [B, W],
+    or None.
 
-    `pass_over` ends the listening.
+    `pass_over` stops the observation.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -59,7 +60,9 @@ def hearing(shape: tuple[int, int]) -> Any:
 
 
 def _of_forward(query: Any, key: Any, shape: tuple[int, int]) -> States | None:
-    """The two factors of scores, if they have rows, heads, tokens of one forward and head width; else None."""
+    """Return the two factors of scores, if their axes are the rows, heads and tokens of one forward and the head width;
+    else None.
+    """
     B, W = shape
     is_product = query.dim() == key.dim() > 2 and query.shape[-1] == key.shape[-1]
     if not is_product or not query.shape[-2] == key.shape[-2] == W:
@@ -71,7 +74,9 @@ def _of_forward(query: Any, key: Any, shape: tuple[int, int]) -> States | None:
 
 
 def _of_einsum(equation: Any, first: Any, second: Any, shape: tuple[int, int]) -> States | None:
-    """The same for an einsum over one letter, with rows before all others and two letters for tokens."""
+    """Return the same for an einsum that sums over one letter, with rows before all other axes and two letters for
+    tokens.
+    """
     if not isinstance(equation, str) or "." in equation:
         return None
     terms, _, result = equation.replace(" ", "").partition("->")

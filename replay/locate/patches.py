@@ -1,4 +1,4 @@
-"""What is left of the mismatch when operators of one execution are computed by the other's code."""
+"""Measures the mismatch left when operators of one execution are computed by the other's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .vllm_execution import AnyExecution, VllmExecution
 from .vllm_grafts import can_patch, graft_of
 
 LAYER_STEPS = 8
-"""Points up to which layers are replaced from the front on."""
+"""Number of intervals for replacing layers cumulatively, from the first layer on."""
 Names = Callable[[str], bool]
 """Selects operators by name."""
 
@@ -36,8 +36,10 @@ def patched(
     unfinished: Unfinished | None,
     progress: Progress,
 ) -> Iterator[Patch]:
-    """Patch either execution, for some rows `of` a step; `wanted` selects routers whose choices are given, `is_asked` operators."""
-    if not pooled.are_whole:  # after an interruption vLLM may not have run anything yet
+    """Patch either execution for some `rows` out of a step's rows `of`; `wanted` selects routers whose choices are
+    replaced, `is_asked` operators.
+    """
+    if not pooled.are_whole:  # after an interruption vLLM may not have run yet
         for engine in executions.values():
             if isinstance(engine, VllmExecution):
                 engine.takes_whole_rows = False
@@ -93,7 +95,7 @@ def patched(
 
 
 def _plans(patch: str, names: Sequence[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Names of operators that are put in together."""
+    """Yield groups of operators that are replaced together, with their names."""
     if patch in ("kinds", "all"):
         kinds: dict[str, list[str]] = defaultdict(list)
         for name in names:

@@ -1,4 +1,4 @@
-"""What was found of all sequences, by operator, and the first divergence among it."""
+"""Findings over all sequences, by operator, and the first divergence among them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ from .judged import Judged
 from .sequence import Apart, JudgedSequence
 
 CODE_DIFFERS = 4e-6
-"""Relative error of a token from which code that runs in float64 computes something else; code that keeps to float32 in it stays below."""
-_UNDONE = "differs from the recorded model, but this is undone further on: in float64 this code gives the same log-probabilities"
+"""Relative error of a token above which code run in float64 computes something different; code that uses float32
+internally stays below.
+"""
+_UNDONE = (
+    "differs from the recorded model, but this has no effect: in float64 this code gives the same log-probabilities"
+)
 _IS_OTHER_TENSOR = 0.5
-"""Share of a tensor's numbers that differ if it is another tensor, not a part of it."""
+"""Minimum share of different elements for a tensor to count as another tensor, not a modified one."""
 
 Operator = tuple[str, str]
 """Side and operator."""
 Found = dict[Operator, list[tuple[str, Judged]]]
-"""What was judged of each operator, beside its sequence."""
+"""Operator -> its judged results, each with its sequence."""
 
 
 @dataclass(slots=True)
 class Pooled:
-    """What was found of all sequences."""
+    """Findings over all sequences."""
 
     judged: Found = field(default_factory=lambda: defaultdict(list))
     in_double: Found = field(default_factory=lambda: defaultdict(list))
-    """The same of a side's code run in float64."""
+    """The same for a side's code run in float64."""
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """Side -> whether its code gives the recorded model's log-probabilities, both in float64."""
+    """Side -> True if its code gives the recorded model's log-probabilities, both in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
     """Side -> sequence -> [T] nats."""
@@ -42,12 +46,12 @@ class Pooled:
     unseen: set[str] = field(default_factory=set)
     unjudged: dict[str, str] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
-    """Of all operators that could be judged."""
+    """Kinds of all operators that could be judged."""
     are_whole: bool = True
-    """Whether vLLM, where it is an execution, took every sequence in one forward."""
+    """True if vLLM, where it is an execution, ran every sequence in one forward."""
 
     def add(self, found: JudgedSequence) -> None:
-        """Add what was found of a sequence."""
+        """Add the findings of a sequence."""
         for side in (A, B):
             self.logprobs[side][found.seq_id] = found.values(side)
         for side, each in found.judged:
@@ -66,7 +70,7 @@ class Pooled:
         self.are_whole &= found.is_whole
 
     def operators(self) -> Iterator[OperatorError]:
-        """The error of each operator over all sequences; first those that were judged as they ran."""
+        """Yield the error of each operator over all sequences; first those that were judged as they ran."""
         for (side, name), found in self.judged.items():
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():
@@ -79,7 +83,7 @@ class Pooled:
         seq_id, worst = max(found, key=lambda item: item[1].ratio)
         number = sum(each.num_values for _, each in found)
         square = sum(each.num_values * each.error**2 for _, each in found)
-        # A residual stream is judged at two places of a layer: its place is where it is wrong.
+        # A residual stream is judged at two places of a layer; its order is that of the wrong one.
         orders = [each.order for _, each in found if each.ratio > 1.0] or [
             each.order for each in in_double if each.largest > CODE_DIFFERS
         ]
@@ -103,7 +107,7 @@ class Pooled:
 
 
 def _both(a: Router, b: Router) -> Router:
-    """A router over the tokens of two sequences."""
+    """Return a router's counts over the tokens of two sequences."""
     return replace(
         a,
         num_tokens=a.num_tokens + b.num_tokens,
@@ -120,10 +124,10 @@ def _relative(parts: list[Apart]) -> float | None:
 def first_divergence(
     operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
 ) -> Divergence | None:
-    """The first operator in the order of the forward that rounding does not explain.
+    """Return the first operator in forward order whose result rounding does not explain; None without one.
 
-    Where a side's code gives the recorded model's log-probabilities in float64, what it computes otherwise is undone further on: that
-    is noted in `pooled.unjudged`, and does not count.
+    If a side's code gives the recorded model's log-probabilities in float64, a different intermediate result has no
+    effect: it is noted in `pooled.unjudged`, and does not count.
     """
     undone = {side for side, is_same in pooled.same_in_double.items() if is_same}
     counted = []

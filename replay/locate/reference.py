@@ -1,7 +1,8 @@
-"""The recorded model in float64, which judges each operator of an execution by what it should give for its own inputs.
+"""The recorded model in float64, which judges each operator of an execution on its own inputs.
 
-It runs over a row with the execution's numbers put in before and after each operator (module `forward`), so that each operator, and
-what lies between two of them, is computed from the execution's own numbers, and no earlier error counts.
+It runs a row with the execution's values substituted before and after each operator (module `forward`), so that each
+operator, and each computation between two operators, starts from the execution's own values, and no earlier error
+counts.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ from .windows import EVERY_LAYER, Window, place_in
 
 
 class Reference:
-    """A model in float64 that judges the operators of executions."""
+    """Float64 model that judges the operators of executions."""
 
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has the recorded weights in float64, with unfused attention; `recorded_dtypes` are the weights' own dtypes."""
+        """`model` has the recorded weights in float64, with unfused attention; `recorded_dtypes` are the weights' own
+        dtypes.
+        """
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
@@ -55,7 +58,7 @@ class Reference:
         first_position: int,
         window: Window = EVERY_LAYER,
     ) -> Judgement:
-        """Judge the operators of a row's forward; of the numbers in `taps` only the head's are left afterwards.
+        """Judge the operators of a row's forward; afterwards only the head's values are left in `taps`.
 
         `first_position` is the position of the row's first token.
         """
@@ -82,11 +85,13 @@ class Reference:
         windows: Sequence[Window],
         errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
     ) -> list[dict[Point, float]]:
-        """Return what errors add to sum(weights_T * logprobs) of a row's response, to first order: each times the gradient there.
+        """Return the contribution of errors to sum(weights_T * logprobs) of a row's response, to first order: each
+        error times the gradient there.
 
-        This takes one forward and backward of the float64 model. `errors_of` gives the errors of some executions in a window of layers;
-        it is called from the last window to the first, and those of one window are kept. Each gradient is multiplied as soon as it
-        exists, and the errors are used up. A layer's own numbers exist for one layer at a time: it runs again on the way back.
+        This takes one forward and backward of the float64 model. `errors_of` returns the errors of some executions in a
+        window of layers; it is called from the last window to the first, and only one window's errors are kept. Each
+        gradient is multiplied as soon as it exists, and the error is released. The values inside a layer exist for one
+        layer at a time, since layers are recomputed in the backward.
         """
         import torch
 
@@ -109,7 +114,7 @@ class Reference:
 
     @contextmanager
     def _run_again(self) -> Iterator[None]:
-        """Within it a layer keeps only its input, and runs again when the backward needs the rest."""
+        """Make layers keep only their inputs, and recompute the rest when the backward needs it, in this context."""
         from torch.utils.checkpoint import checkpoint
 
         with ExitStack() as stack:
@@ -123,7 +128,7 @@ class Reference:
 
     @contextmanager
     def _running(self, window: Window) -> Iterator[None]:
-        """Within it layers that a window does not need pass their input on."""
+        """Make layers that a window does not need return their input, in this context."""
         with ExitStack() as stack:
             for name, module in self.layers.items():
                 layer = layer_of(name)
@@ -150,7 +155,7 @@ class Reference:
         return logits_TV.log_softmax(-1).gather(-1, ids_T[:, None])[:, 0]
 
     def _hidden(self, row: RecordedRow, first_position: int) -> Any:
-        """[1, T, H] of prompt and response."""
+        """Return the hidden states [1, T, H] of prompt and response."""
         import torch
 
         ids = np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64)
@@ -163,7 +168,7 @@ class Reference:
 
 
 class _Products:
-    """Multiplies errors with the gradients at their points, as a backward comes to them."""
+    """Multiplies errors with the gradients at their points, as the backward reaches them."""
 
     def __init__(
         self,
@@ -179,7 +184,7 @@ class _Products:
         self._has_attended = False
         self._entered: Any = None
         self.is_over = False
-        """Layers that run again for the backward are not listened to again."""
+        """True during the backward, where layers that are recomputed are not observed again."""
 
     def enters(self, _name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered = hidden_of(args, kwargs)
@@ -210,7 +215,7 @@ class _Products:
             (len(self._windows) - 1 if self._has_attended else 0) if layer is None else place_in(self._windows, layer)
         )
         if place and point[1] == TAKES and self._windows[place].first == layer and value is self._entered:
-            place -= 1  # the layer before made it
+            place -= 1  # the previous layer computed it
         heads_first = point[0].endswith(f".{ATTENTION}") and point[1] == TAKES
 
         def multiply(gradient: Any) -> None:
@@ -228,7 +233,7 @@ class _Products:
 
 
 def _product(gradient: Any, error: Any) -> float:
-    """The sum of the products of two tensors' numbers; what is not finite adds nothing."""
+    """Return the dot product of two tensors; non-finite products add nothing."""
     if is_heads_first(gradient, error):
         gradient = gradient.transpose(1, 2)
     found = float(gradient.reshape(-1).dot(error.reshape(-1).to(gradient.dtype)))

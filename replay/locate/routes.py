@@ -1,4 +1,4 @@
-"""Give one execution the other's choices of experts, where the two differ.
+"""Replaces one execution's expert choices with the other's, where the two differ.
 
 Shapes: T tokens of a sequence, L routers, S experts of a token.
 """
@@ -26,7 +26,8 @@ from .vllm_execution import AnyExecution, Span, VllmExecution
 def choices(
     giver: AnyExecution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
 ) -> dict[str, Routing]:
-    """Sequence -> ids [T, L, S] and weights [T, L, S] that an execution's routers chose, of some rows `of` a step.
+    """Return sequence -> ids [T, L, S] and weights [T, L, S] chosen by an execution's routers, for some `rows` out of a
+    step's rows `of`.
 
     `wanted` selects routers by name; the ids of others are NOT_ROUTED.
     """
@@ -62,10 +63,11 @@ def choices(
 def score_with(
     taker: AnyExecution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow], of: list[RecordedRow]
 ) -> dict[str, np.ndarray]:
-    """Sequence -> [T] float64 log-probabilities of the taker's, with these choices wherever it would use other experts.
+    """Return sequence -> the taker's [T] float64 log-probabilities, with these choices wherever it would use other
+    experts.
 
-    A token with the same set of experts keeps the taker's own weights and order, so that no earlier difference comes along. Other
-    rows of a forward choose for themselves.
+    A token with the same set of experts keeps the taker's own weights and order, so that no earlier difference is
+    included. Other rows of a forward choose for themselves.
     """
     if isinstance(taker, VllmExecution):
         with _forced_in_engine(taker, chosen, rows):
@@ -91,7 +93,7 @@ def score_with(
 
 @contextmanager
 def _forced(taker: ExactExecution, table: Table, names: Sequence[str]) -> Iterator[None]:
-    """Within it the exact engine's routers choose as a table says."""
+    """Make the exact engine's routers choose according to a table, in this context."""
     operators, precision = taker.exact.operators(), taker.exact.precision
 
     def given(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +113,7 @@ def _forced(taker: ExactExecution, table: Table, names: Sequence[str]) -> Iterat
 def _forced_in_engine(
     taker: VllmExecution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow]
 ) -> Iterator[None]:
-    """Within it vLLM's routers make these choices wherever they would use other experts."""
+    """Make vLLM's routers use these choices wherever they would use other experts, in this context."""
     import torch
 
     now: list[Span] = []
@@ -148,7 +150,7 @@ def _is_transformers(execution: AnyExecution) -> bool:
 
 
 def _names(execution: AnyExecution) -> list[str]:
-    """The routers' names, by layer."""
+    """Return the routers' names, by layer."""
     if isinstance(execution, VllmExecution):
         return [names_of(name, module)[0] for name, module in mixtures(execution.model).items()]
     names = {id(module): name for name, module in execution.model.named_modules()}
@@ -156,7 +158,7 @@ def _names(execution: AnyExecution) -> list[str]:
 
 
 def _stacked(taps: RowTaps, names: Sequence[str], slot: int) -> np.ndarray:
-    """[T, L, ...] of the routers' outputs."""
+    """Return [T, L, ...]: the routers' outputs, stacked."""
     import torch
 
     stacked = torch.stack([cast(taps.calls[name].gives[slot], torch.float64) for name in names], dim=1)

@@ -1,4 +1,5 @@
-"""One sequence's run through both executions, each operator judged, and what its error adds to the mismatch.
+"""Runs one sequence through both executions, judges each operator, and computes its error's contribution to the
+mismatch.
 
 Shapes: T response tokens, S sums over tokens.
 """
@@ -25,36 +26,36 @@ from .windows import Window
 
 CARRIED = "operators' shares of the mismatch"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a user's code may raise for dtypes, batches or surroundings that it does not know."""
+"""Exceptions that user code may raise for unsupported dtypes, batches or environments."""
 Apart = tuple[float, float]
-"""Sums of squares of the difference of both executions, and of a's numbers; NaN if they cannot be compared."""
+"""Sums of squares of the difference between both executions, and of a's values; NaN if they cannot be compared."""
 
 
 @dataclass(slots=True, kw_only=True)
 class JudgedSequence:
-    """One sequence, each of its operators compared with float64."""
+    """One sequence, with each of its operators compared with float64."""
 
     seq_id: str
     logprobs: dict[str, list[float]] = field(default_factory=dict)
-    """Side -> [T] of its response, nats."""
+    """Side -> [T] log-probabilities of its response, nats."""
     judged: list[tuple[str, Judged]] = field(default_factory=list)
     """Side, and an operator that was asked about."""
     products: list[tuple[str, str, float]] = field(default_factory=list)
-    """Side, operator, and what one of its errors adds to the sum of d^2, nats^2."""
+    """Side, operator, and the contribution of one of its errors to the sum of d^2, nats^2."""
     apart: dict[str, tuple[Apart, Apart]] = field(default_factory=dict)
     """Operator -> the difference of its inputs, and of its outputs, between both executions."""
     unseen: set[str] = field(default_factory=set)
     """Kinds of operators that only one execution has."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Operator, or what else could not be done -> why."""
+    """Operator, or another part that failed -> reason."""
     routers: list[Router] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
-    """Of all operators that could be judged."""
+    """Kinds of all operators that could be judged."""
     is_whole: bool = True
-    """Whether vLLM, where it is an execution, took the sequence in one forward."""
+    """True if vLLM, where it is an execution, ran the sequence in one forward."""
 
     def values(self, side: str) -> np.ndarray:
-        """[T] float64 log-probabilities of one execution."""
+        """Return [T] float64 log-probabilities of one execution."""
         return np.array(self.logprobs[side], np.float64)
 
 
@@ -71,7 +72,7 @@ class SequenceJudge:
         heard: dict[str, RowTaps],
         logprobs: Mapping[str, np.ndarray],
     ):
-        """`heard` and `logprobs` are of both executions in the last window; `listen` hears the row in any."""
+        """`heard` and `logprobs` are both executions' in the last window; `listen` runs the row in any window."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard = windows, listen, heard
         self._logprobs = logprobs
@@ -81,7 +82,7 @@ class SequenceJudge:
         self._result = JudgedSequence(seq_id=row.seq_id)
 
     def judged(self, is_asked: Callable[[str], bool]) -> JudgedSequence:
-        """Judge all operators; of those that `is_asked` selects by name, errors are kept."""
+        """Judge all operators; keep the errors of those that `is_asked` selects by name."""
         row, result = self._row, self._result
         d_T = np.where(row.scored, self._logprobs[B] - self._logprobs[A], 0.0)
         for position in sorted(set(self._positions.values())):
@@ -93,7 +94,7 @@ class SequenceJudge:
                     products = self._reference.carried(
                         row, d_T, temperature, position, self._windows, partial(self._errors, sides)
                     )
-                except OF_CODE as error:  # such as code that autograd cannot follow
+                except OF_CODE as error:  # e.g. code that autograd cannot follow
                     result.unjudged[CARRIED] = f"{type(error).__name__}: {first_line(error)}"
             for window in reversed(self._windows):
                 if left := [side for side in sides if (side, window) not in self._judgements]:
@@ -113,7 +114,7 @@ class SequenceJudge:
     def _of_side(
         self, side: str, products: Mapping[Point, float], d_T: np.ndarray
     ) -> Iterator[tuple[Judged, float | None]]:
-        """A side's operators in their order, the head last, and the sum over tokens of d times what the error adds to logprobs."""
+        """Yield a side's operators in order, the head last, each with its error's contribution to sum(d * logprobs)."""
         for window in self._windows:
             for each in self._judgements[side, window].operators:
                 yield each, None if each.point is None else products.get(each.point)
@@ -140,7 +141,7 @@ class SequenceJudge:
 
 
 def _set_apart(result: JudgedSequence, a: RowTaps, b: RowTaps) -> None:
-    """Note how far both executions are apart at each operator's input and output, and which routes flip."""
+    """Store how far both executions differ at each operator's input and output, and which routes flip."""
     result.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
     for name, ours in a.calls.items():
         if (theirs := b.calls.get(name)) is not None:
@@ -149,7 +150,7 @@ def _set_apart(result: JudgedSequence, a: RowTaps, b: RowTaps) -> None:
 
 
 def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
-    """The difference of the first tensors of numbers that can be compared."""
+    """Return the difference of the first comparable floating-point tensors."""
     for ours, theirs in zip(a, b, strict=False):
         if ours is None or theirs is None or not ours.is_floating_point() or ours.numel() != theirs.numel():
             continue
@@ -160,7 +161,7 @@ def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
 
 
 def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[Router]:
-    """For how many tokens the two executions choose other experts, if this is a router."""
+    """Yield the number of tokens for which the two executions choose different experts, if this is a router."""
     for a, b in zip(ours, theirs, strict=False):
         if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
             flipped_T = (a.sort(-1).values != b.sort(-1).values).any(-1)
@@ -174,7 +175,7 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
-    """The largest distance, over flipped tokens, of the lowest score that was chosen to the highest that was not."""
+    """Return the largest margin over flipped tokens: the lowest chosen score minus the highest score not chosen."""
     import torch
 
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]

@@ -1,6 +1,7 @@
-"""The inputs and outputs of a forward's operators, for some of its rows.
+"""Records the inputs and outputs of a forward's operators, for some of its rows.
 
-Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response), N heads, G key-value heads, D head width.
+Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response), N heads, G key-value heads, D head
+width.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ from .own_attention import hearing
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
-"""Tensors kept last, among which one that is to be kept again is looked for."""
+"""Number of recently recorded tensors that are searched to avoid recording one twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator, for one row: tensors [T, ...], and None for tensors that have no axis of tokens."""
+    """One call of an operator, for one row: tensors [T, ...], and None for tensors without a token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """Whether it first adds two inputs: `takes` has their rounded sum, and it may use the unrounded one."""
+    """True if it first adds two inputs: `takes` has their rounded sum, and it may use the unrounded one."""
     is_other_code: bool = False
-    """Whether code other than the recorded model's computes it, which may round at each step."""
+    """True if code other than the recorded model's computes it, which may round at each step."""
 
 
 @dataclass(slots=True)
 class RowTaps:
-    """The calls of one row's forward."""
+    """Calls of one row's forward."""
 
     calls: dict[str, Call] = field(default_factory=dict)
-    """Operator -> its call, in the order in which operators ran."""
+    """Operator -> its call, in execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
     """Layer -> its input, [T, H], if the layer is a module that is called."""
     mixed: dict[str, Any] = field(default_factory=dict)
     """Mixture of experts -> its output, [T, H]."""
     multiplied: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Core of an attention that is code of its own -> the queries and keys it multiplies, [T, N, D] each; perhaps scaled and repeated."""
+    """Core of a custom attention -> the queries and keys it multiplies, [T, N, D] each; may be scaled and repeated."""
 
     @property
     def first_position(self) -> int:
-        """The position of the row's first token: padding on the left moves it."""
+        """Position of the row's first token, which left padding can shift."""
         for name, call in self.calls.items():
             if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
                 for value in call.takes:
@@ -62,7 +63,7 @@ class RowTaps:
 
 
 def places(batch: ForwardBatch, index: int) -> np.ndarray:
-    """[T] int64: places of a row's prompt and response in a forward's rows, laid end to end."""
+    """Return [T] int64: indices of a row's prompt and response in the concatenated rows of a forward."""
     row = batch.rows[index]
     if isinstance(batch, PaddedBatch):
         start = index * batch.width + int(batch.first_B[index]) - len(row.prompt_ids)
@@ -77,15 +78,16 @@ def places(batch: ForwardBatch, index: int) -> np.ndarray:
 
 
 def shape_of(batch: ForwardBatch) -> tuple[int, int]:
-    """Rows and width of the tensors of a forward; rows that are laid end to end are one."""
+    """Return rows and width of a forward's tensors; concatenated rows count as one."""
     return (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
 
 
 def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str] = ()) -> dict[str, Any]:
-    """Name -> module of the operators of a model: modules that compute and hold no other module.
+    """Return name -> module of a model's operators: modules that compute and contain no other module.
 
-    A mixture's experts are one operator, and so is a projection with its adapters, unless `adapters_apart`. Each name in `also` is one,
-    whatever module it is here: an operator of another model, which this one may compute in several modules, or not at all.
+    A mixture's experts are one operator, and so is a projection with its adapters, unless `adapters_apart`. Each name
+    in `also` is an operator whatever its module is: an operator of another model, which this one may compute in several
+    modules, or not at all.
     """
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
@@ -102,38 +104,39 @@ def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str]
 
 
 def are_experts(module: Any) -> bool:
-    """Whether a module holds the weights of all experts of a layer, as transformers' mixtures do."""
+    """Return True if a module holds the weights of all experts of a layer, as in transformers' mixtures."""
     own = dict(module.named_parameters(recurse=False))
     return {"gate_up_proj", "down_proj"} <= set(own) and own["down_proj"].dim() == 3
 
 
 def _is_router(module: Any) -> bool:
-    """Whether a module makes the logits of experts by a weight of its own, and chooses among them."""
+    """Return True if a module computes the experts' logits with its own weight, and chooses among them."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight is not None and weight.dim() == 2 and type(module).__name__.endswith("Router")
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Name -> module of each mixture of experts, which adds up its experts, including a shared one."""
+    """Return name -> module of each mixture of experts, which sums its experts, including a shared one."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
 def _is_other_code(module: Any, recorded: Any) -> bool:
-    """Whether a module computes an operator otherwise than the recorded model's module."""
+    """Return True if a module computes an operator differently from the recorded model's module."""
     if recorded is None:
         return False
     return "forward" in vars(module) or type(module).forward is not type(recorded).forward
 
 
 def is_adapted(module: Any) -> bool:
-    """Whether a module is a projection of the model with adapters of PEFT beside it."""
+    """Return True if a module is a projection of the model with PEFT adapters."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """[T, ...]: a row's part of a forward's tensor [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; None without an axis of tokens.
+    """Return [T, ...]: a row's part of a forward's tensor [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; None
+    without a token axis.
 
-    With `heads_first` the tensor is [B, N, W, D], whatever N is.
+    With `heads_first` the tensor is [B, N, W, D], for any N.
     """
     import torch
 
@@ -156,7 +159,7 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
 
 
 def is_heads_first(template: Any, value_T: Any) -> bool:
-    """Whether a tensor of a forward of one row is [1, N, T, D] where the row's is [T, N, D]."""
+    """Return True if the tensor of a single-row forward is [1, N, T, D] and the row's is [T, N, D]."""
     return (
         template.dim() == 4 and value_T.dim() == 3 and template.shape[0] == 1
         and tuple(template.shape[1:3]) == (value_T.shape[1], value_T.shape[0]) != tuple(value_T.shape[:2])
@@ -164,14 +167,14 @@ def is_heads_first(template: Any, value_T: Any) -> bool:
 
 
 def tokens_first(template: Any, value_T: Any) -> Any:
-    """A tensor of a forward of one row in the shape of the row's, [T, ...]."""
+    """Return the tensor of a single-row forward in the shape of the row's, [T, ...]."""
     if is_heads_first(template, value_T):
         template = template.transpose(1, 2)
     return template.reshape(value_T.shape)
 
 
 def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
-    """A row's tensor [T, ...] in the shape and dtype of `template`, of a forward of that row alone."""
+    """Return a row's tensor [T, ...] in the shape and dtype of `template`, from a forward of that row alone."""
     if heads_first or is_heads_first(template, value_T):
         value_T = value_T.transpose(0, 1)
     shaped = value_T.reshape(template.shape)
@@ -179,18 +182,20 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
-    """An execution's tensor that can stand where the float64 model has `value`; None if there is none of that size."""
+    """Return an execution's tensor to use in place of the float64 model's `value`; None if there is none of that size."""
     own = found[slot] if slot < len(found) else None
     return None if own is None or own.numel() != value.numel() else own
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors among a call's arguments, also in lists, dicts and dataclasses, in order; keywords come last, sorted by name."""
+    """Return the tensors among a call's arguments, also in lists, dicts and dataclasses, in order; keywords come last,
+    sorted by name.
+    """
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
 def outputs_of(value: Any) -> list[Any]:
-    """The tensors of a result, alone or in tuples, lists, dicts and dataclasses, in order."""
+    """Return the tensors of a result, alone or in tuples, lists, dicts and dataclasses, in order."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -201,7 +206,7 @@ def outputs_of(value: Any) -> list[Any]:
 def with_tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], new: list[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with other tensors, in the order of `tensors_of`."""
+    """Return a call's arguments with other tensors, in the order of `tensors_of`."""
     number = len(outputs_of(args))
     names = sorted(kwargs)
     named = dict(zip(names, with_outputs([kwargs[name] for name in names], new[number:]), strict=True))
@@ -209,7 +214,7 @@ def with_tensors(
 
 
 def with_outputs(value: Any, new: Sequence[Any]) -> Any:
-    """A result with other tensors, in the order of `outputs_of`."""
+    """Return a result with other tensors, in the order of `outputs_of`."""
     return _replaced(value, iter(new))
 
 
@@ -221,7 +226,7 @@ def _replaced(value: Any, rest: Iterator[Any]) -> Any:
     if not (parts := _parts(value)):
         return value
     new = [_replaced(part, rest) for part in parts]
-    if isinstance(value, dict):  # transformers' own ones, too, which have their items as attributes
+    if isinstance(value, dict):  # including transformers' own, which also have their items as attributes
         changed = copy(value)
         for name, part in zip(list(value), new, strict=True):
             changed[name] = part
@@ -230,7 +235,7 @@ def _replaced(value: Any, rest: Iterator[Any]) -> Any:
         return value._make(new) if hasattr(value, "_make") else type(value)(new)
     changed = copy(value)
     for each, part in zip(fields(value), new, strict=True):
-        object.__setattr__(changed, each.name, part)  # a frozen one, too
+        object.__setattr__(changed, each.name, part)  # also works for frozen dataclasses
     return changed
 
 
@@ -245,12 +250,12 @@ def _parts(value: Any) -> list[Any]:
 
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called as (module, original, args, kwargs) in the place of an attention function."""
+"""Called as (module, original, args, kwargs) in place of an attention function."""
 
 
 @contextmanager
 def attention_around(around: Around) -> Iterator[None]:
-    """Call every attention function of transformers through `around`."""
+    """Call every attention function of transformers through `around`, in this context."""
     from transformers.modeling_utils import AttentionInterface
 
     original = AttentionInterface.get_interface
@@ -278,10 +283,11 @@ def hooked(
     *,
     after_errors: bool = False,
 ) -> Iterator[None]:
-    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around each call of these modules.
+    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around each call of
+    these modules.
 
-    What they return replaces the arguments and the result, as with torch's hooks. With `after_errors`, `after` also follows a call
-    that raised.
+    Their return values replace the arguments and the result, as with torch's hooks. With `after_errors`, `after` is
+    also called after a call that raised.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
@@ -294,12 +300,12 @@ def hooked(
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The hidden states among the arguments of a layer or of experts."""
+    """Return the hidden states among the arguments of a layer or of experts."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
 class Taps:
-    """Keeps the inputs and outputs of a model's operators, for some rows of the forwards that run meanwhile."""
+    """Records the inputs and outputs of a model's operators, for some rows of the observed forwards."""
 
     def __init__(
         self,
@@ -308,8 +314,8 @@ class Taps:
         recorded: Mapping[str, Any] | None = None,
         attentions: Sequence[str] = (),
     ):
-        """`wanted` selects operators by name; `recorded` are the recorded model's operators, and `attentions` the names of its
-        attention layers, where this model may compute them by code of its own.
+        """`wanted` selects operators by name; `recorded` are the recorded model's operators, and `attentions` the names
+        of its attention layers, if this model may compute them with custom code.
         """
         recorded = recorded or {}
         self._device = next(model.parameters()).device
@@ -326,7 +332,7 @@ class Taps:
 
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
-        """Listen to one forward; `chosen` maps its rows to where their numbers are kept."""
+        """Observe one forward; `chosen` maps its row indices to where their values are recorded."""
         forward = _HeardForward(batch, chosen, self._device, self._other, self._cores)
         with (
             hooked(self._layers, forward.enters),
@@ -339,7 +345,7 @@ class Taps:
 
 
 class _HeardForward:
-    """One forward that is listened to."""
+    """One observed forward."""
 
     def __init__(
         self,
@@ -358,10 +364,10 @@ class _HeardForward:
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
         """Running operator -> row -> its inputs, which it may change in place."""
         self._within: list[Any] = []
-        """The running attention, which is listened to for code of its own."""
+        """The running attention layers, observed in case they use custom code."""
 
     def _kept(self, value: Any, index: int) -> Any:
-        """A row's part of a tensor; one that an operator gives and others take is kept once."""
+        """Return a row's part of a tensor; a tensor that one operator returns and others take is copied once."""
         if value.is_inference():
             return of_tokens(value, self._shape, self._places[index])
         for tensor, version, parts in self._recent:
@@ -423,7 +429,9 @@ class _HeardForward:
 
 
 def attention_layers(model: Any) -> list[str]:
-    """The names of the attention layers: modules with a query's projection, or one of queries, keys and values."""
+    """Return the names of attention layers: modules with a query projection, or a fused one of queries, keys and
+    values.
+    """
     words = ("q_proj", "query_key_value", "c_attn", "qkv_proj")
     return [
         name
@@ -433,7 +441,7 @@ def attention_layers(model: Any) -> list[str]:
 
 
 def _unused(name: str, calls: Mapping[str, Call]) -> str:
-    """The name for an operator's next call: a second one has a number."""
+    """Return the name of an operator's next call; from the second on it has a number."""
     number, found = 2, name
     while found in calls:
         found, number = f"{name}#{number}", number + 1

@@ -1,7 +1,7 @@
-"""The finished parts of an interrupted `locate`, from which the same question continues.
+"""Finished parts of an interrupted `locate`, from which the same question resumes.
 
-Each sequence and patch has a document beside the results, `locate/<id>-unfinished-*.json`, written whole. They count if
-`locate/<id>-unfinished.json` has the present weights, sequences, versions and machine.
+Each sequence and patch has a document next to the results, `locate/<id>-unfinished-*.json`, written atomically. They
+are valid if `locate/<id>-unfinished.json` has the current weights, sequences, versions and machine.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from ...tracer.whole_file import check_inside, write_part
 from ..arms import Arm, parse_arm
 from .sequence import JudgedSequence
 
-_WHAT = "what an interrupted locate had done"
+_WHAT = "a finished part of an interrupted locate"
 
 Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Surroundings:
-    """Everything that decides the bits of the parts."""
+    """Everything that affects the bits of the parts."""
 
     digest: str
-    """Of all but `tapped_bytes`."""
+    """Digest of everything except `tapped_bytes`."""
     tapped_bytes: int
-    """Memory for operators' numbers, which decides which sequences run together."""
+    """Memory for operator values, bytes, which decides which sequences run together."""
 
     @property
     def id(self) -> str:
-        """Every part has it, so that none counts in other surroundings."""
+        """Id stored in every part, so that parts made under other conditions are ignored."""
         return short_hash(canonical_json(asdict(self)).encode())
 
 
 class Unfinished:
-    """The finished parts of one question. If nothing can be written, the work goes on without them."""
+    """Finished parts of one question. If writing fails, the work continues without them."""
 
     def __init__(self, store: Store, question: LocateQuestion):
-        """`begin` sets the question's step."""
+        """The question's step is set by `begin`."""
         self._store, self._question = store, question
         self._surroundings: _Surroundings | None = None
         self._writes = store.is_local
 
     def begin(self, step: int, deciding: dict[str, Any], tapped_bytes: int, most_bytes: int) -> int:
-        """Set the surroundings, and remove parts of other ones.
+        """Set the conditions, and remove parts made under other ones.
 
-        Return how many bytes operators' numbers may take: as many as before the interruption, up to `most_bytes`, else
+        Return the memory for operator values, bytes: the same as before the interruption, up to `most_bytes`, else
         `tapped_bytes`.
         """
         self._question = replace(self._question, step=step)
@@ -73,26 +73,26 @@ class Unfinished:
         return tapped_bytes
 
     def sequence(self, number: int, seq_id: str) -> JudgedSequence | None:
-        """A finished sequence; None if it is not finished."""
+        """Return a finished sequence; None if it is not finished."""
         found = self._part(f"sequence-{number}", JudgedSequence)
         return found if found is not None and found.seq_id == seq_id else None
 
     def add_sequence(self, number: int, found: JudgedSequence) -> None:
-        """Keep a finished sequence."""
+        """Store a finished sequence."""
         self._add(f"sequence-{number}", found)
 
     def patch(self, taker: str, number: int) -> Patch | None:
-        """A finished patch; None if it is not finished."""
+        """Return a finished patch; None if it is not finished."""
         return self._part(f"patch-{taker}-{number}", Patch)
 
     def add_patch(self, taker: str, number: int, found: Patch) -> None:
-        """Keep a finished patch."""
+        """Store a finished patch."""
         self._add(f"patch-{taker}-{number}", found)
 
     def remove(self) -> None:
         """Remove all parts of the question."""
         root = Path(self._store.root)
-        with suppress(OSError):  # as where nothing could be written
+        with suppress(OSError):  # e.g. if nothing could be written
             for name in unfinished_names(self._store, question_id(self._question)) if self._store.is_local else ():
                 check_inside(root, name)
                 (root / name).unlink(missing_ok=True)
@@ -104,13 +104,13 @@ class Unfinished:
         return self._read(self._name(part), kind, is_part=True)
 
     def _read(self, relative: str, kind: type[Part], *, is_part: bool = False) -> Part | None:
-        """Read a document of these surroundings; warn of a damaged one, whose work is done again."""
+        """Read a document made under these conditions; warn about a damaged one, whose part is computed again."""
         where = self._store.shown(relative)
         try:
             values = read_document(self._store.read_json(relative), where, _WHAT, needs_checksum=True)
             if is_part and (self._surroundings is None or values.pop("surroundings", None) != self._surroundings.id):
                 return None
-            # JSON has no NaN and no infinities: they are texts there.
+            # JSON has no NaN or infinities; they are stored as strings.
             return msgspec.convert(values, kind, strict=False)
         except FileNotFoundError:
             return None
@@ -131,12 +131,14 @@ class Unfinished:
             return
         try:
             write_part(Path(self._store.root), relative, to_document(values).encode())
-        except OSError:  # the end reports that the result cannot be kept either
+        except OSError:  # the end reports that the result cannot be stored either
             self._writes = False
 
 
 def question_id(question: LocateQuestion) -> str:
-    """Return the XXH3-64 of a question's canonical JSON, 16 hexadecimal digits; arms count by their changes, not their spelling."""
+    """Return the XXH3-64 of a question's canonical JSON, 16 hexadecimal digits; arms count by their changes, not their
+    spelling.
+    """
     asked: dict[str, Any] = asdict(question) | {"arm": _changes(question.arm), "against": _changes(question.against)}
     if question.operators is None:  # questions of earlier releases had none
         del asked["operators"]
@@ -144,7 +146,7 @@ def question_id(question: LocateQuestion) -> str:
 
 
 def _changes(text: str | None) -> dict[str, Any]:
-    """Return what an arm changes, without its name: settings of later releases change no id."""
+    """Return an arm's changes without its name, so that options added in later releases change no id."""
     recorded = asdict(Arm())
     given = asdict(Arm() if text is None else parse_arm(text))
     return {name: value for name, value in given.items() if name != "name" and value != recorded[name]}

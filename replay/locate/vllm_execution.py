@@ -1,7 +1,8 @@
-"""vLLM as one of the two executions: its own model, listened to under transformers' names.
+"""vLLM as one of the two executions: its own model, observed under transformers' names.
 
-vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens come in one forward, in chunks, or
-one by one; here they are joined in order. Projections that vLLM fuses are split into those that transformers has.
+vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens arrive in one forward,
+in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split into transformers'
+projections.
 
 Shapes: W tokens of a forward, T tokens of a sequence (prompt and response), N heads, G key-value heads, D head width.
 """
@@ -34,16 +35,20 @@ VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")
 """Modules that run only for the response's tokens, after the forward."""
 _FUSED = ("act_fn",)
-"""Modules that fuse a module of transformers with code outside of one; their outputs are seen where they are taken."""
+"""Modules that fuse a module of transformers with other code; their outputs are observed as inputs of the next
+operator.
+"""
 _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""A sequence, the places of its tokens in a forward, and the first one's place in the sequence."""
+"""A sequence, the slice of its tokens in a forward, and the index of the first one in the sequence."""
 
 
 class VllmExecution:
-    """A vLLM engine with the weights of a step, in eager mode: neither compiled nor in CUDA graphs, and without a prefix cache."""
+    """A vLLM engine with the weights of a step, in eager mode: neither compiled nor in CUDA graphs, and without a
+    prefix cache.
+    """
 
     is_other_code = False
     rounds_scores = True
@@ -51,7 +56,7 @@ class VllmExecution:
     coarsest = None
     is_adapted = False
     head = "lm_head"
-    """transformers' name of the module that gives logits."""
+    """transformers' name of the module that computes logits."""
 
     def __init__(
         self,
@@ -73,10 +78,10 @@ class VllmExecution:
         self._scorer = _EagerScorer(run, arm, contract, device)
         self._engine: Any = None
         self.takes_whole_rows = True
-        """Whether the engine has run every sequence so far in one forward."""
+        """True if the engine has run every sequence so far in one forward."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these weights. Raises CannotReplay."""
+        """Load these weights. Raises CannotReplay."""
         if self._engine is None:
             self._engine = self._scorer.build()
         self._scorer.put(self._engine, tensors)
@@ -87,11 +92,11 @@ class VllmExecution:
 
     @property
     def model(self) -> Any:
-        """vLLM's own."""
+        """vLLM's own model."""
         return self._engine.llm.apply_model(lambda model: model)[0]
 
     def made_by(self) -> Contract:
-        """The contract of its results, without the folder of its weights, which changes every time."""
+        """Return the contract of its results, without the folder of its weights, which changes every time."""
         made = self._scorer.made_by()
         return made | {"config": _without(made.get("config") or {}, "model_config", "model")}
 
@@ -101,7 +106,7 @@ class VllmExecution:
         return {name: tensor.dtype for name, tensor in self._held(with_experts=False)}
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """The engine's weights by transformers' names: fused ones are split, padding is left out."""
+        """Yield the engine's weights under transformers' names, with fused ones split and padding removed."""
         return self._held(with_experts=True)
 
     def _held(self, *, with_experts: bool) -> Iterator[tuple[str, Any]]:
@@ -125,7 +130,9 @@ class VllmExecution:
                 yield name, value
 
     def score(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, np.ndarray]:
-        """Sequence -> [T] float64 log-probabilities of some rows `of` a step, in the engine's batches."""
+        """Return sequence -> [T] float64 log-probabilities, for some `rows` out of a step's rows `of`, in the engine's
+        batches.
+        """
         # Decoding samples the last token without running it; one more token makes it run.
         asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
         scored = self._scorer.score(self._scorer.together(asked, of))
@@ -137,7 +144,7 @@ class VllmExecution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """The same, and the inputs and outputs of the operators that `wanted` selects."""
+        """Score as in `score`; also return the inputs and outputs of the operators selected by `wanted`."""
         taps = _EngineTaps(self.model, wanted)
         with self.following(rows, taps.begin), taps.heard():
             values = self.score(rows, of)
@@ -145,7 +152,7 @@ class VllmExecution:
 
     @contextmanager
     def following(self, rows: Sequence[RecordedRow], begin: Callable[[list[Span], Any], None]) -> Iterator[None]:
-        """Call `begin` before each forward within, with its sequences' spans and its positions [W]."""
+        """Call `begin` before each forward in this context, with its sequences' spans and its positions [W]."""
         runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         batch = _Batch(runner, rows, self._scorer.decodes)
         lengths = {row.seq_id: row.num_tokens for row in rows}
@@ -166,37 +173,37 @@ AnyExecution = Execution | VllmExecution
 
 
 class _EngineNumerics(NamedTuple):
-    """How vLLM computes behind the last hidden states: the head in the engine's dtype, and a log-softmax in float32."""
+    """vLLM's arithmetic after the last hidden states: the head in the engine's dtype, and a log-softmax in float32."""
 
     temperature: float
     projection_dtype: None = None
 
 
 class _EagerScorer(VllmScorer):
-    """An engine that runs every operator by itself, on every token."""
+    """An engine that runs every operator separately, on every token."""
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
 
     @property
     def decodes(self) -> bool:
-        """Whether tokens are decoded one by one."""
+        """True if tokens are decoded one by one."""
         return self._decodes
 
 
 class _Batch:
-    """Finds the sequences' tokens in the forward that is about to run."""
+    """Finds the sequences' tokens in the next forward."""
 
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        """Tokens -> sequences of these tokens whose request was not seen yet."""
+        """Tokens -> sequences with these tokens whose request has not been seen yet."""
         for row in rows:
             self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
         self._known: dict[str, str] = {}
 
     def spans(self, positions_W: Any) -> list[Span]:
-        """The sequences of a forward."""
+        """Return the spans of a forward's sequences."""
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
@@ -224,17 +231,17 @@ class _Batch:
 
 
 def _without(values: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
-    """Settings without one in a part of them."""
+    """Return settings without one entry of one part."""
     return {**values, part: {key: value for key, value in (values.get(part) or {}).items() if key != name}}
 
 
 def _longer(row: RecordedRow) -> RecordedRow:
-    """A row with one more token."""
+    """Return a row with one more token."""
     return replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:]))
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Module of vLLM -> the operators that transformers has in its place. Raises CannotReplay for a module without any."""
+    """Return vLLM module -> transformers' operators in its place. Raises CannotReplay for a module without any."""
     packed = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[str]] = {}
     of_experts = mixtures(model)
@@ -258,19 +265,19 @@ def names(model: Any) -> dict[str, list[str]]:
             found[name] = [name]
         elif not any(True for _ in module.children()):
             raise CannotReplay(
-                f"engine vllm: {name} ({type(module).__name__}) has no counterpart in transformers that is known here; "
+                f"engine vllm: {name} ({type(module).__name__}) has no known counterpart in transformers; "
                 f"compare arms of {option('engine', 'hf')}"
             )
     return found
 
 
 def _computes(module: Any) -> bool:
-    """Whether a module has weights of its own; then transformers has it, too."""
+    """Return True if a module has weights of its own, in which case transformers has it, too."""
     return any(True for _ in module.parameters(recurse=False))
 
 
 def states_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Queries, keys and values among the arguments of an attention."""
+    """Return queries, keys and values among the arguments of an attention."""
     return [*args, *(kwargs[word] for word in ("query", "key", "value") if word in kwargs)][:3]
 
 
@@ -278,9 +285,10 @@ def states_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
 def mixture_around(
     module: Any, choose: Callable[[Select, Any, Any], tuple[Any, Any]], computed: Callable[..., Any]
 ) -> Iterator[None]:
-    """Call a mixture's choice of experts through `choose`, and `computed(hidden, weights, experts, given)` behind the mixture.
+    """Call a mixture's choice of experts through `choose`, and `computed(hidden, weights, experts, given)` after the
+    mixture.
 
-    What that returns takes the place of the mixture's output, unless it is None.
+    Its return value replaces the mixture's output, unless it is None.
     """
     chosen: list[tuple[Any, Any]] = []
 
@@ -296,22 +304,22 @@ def mixture_around(
 
 
 class _EngineTaps:
-    """Keeps the inputs and outputs of vLLM's operators, by sequence, in the order of its tokens."""
+    """Records the inputs and outputs of vLLM's operators, by sequence, in token order."""
 
     def __init__(self, model: Any, wanted: Callable[[str], bool]):
         self._modules, self._wanted = dict(model.named_modules()), wanted
         self._names = names(model)
         self._spans: list[Span] = []
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
-        """Sequence -> operator -> its calls, each with the first token's place."""
+        """Sequence -> operator -> its calls, each with the index of its first token."""
 
     def begin(self, spans: list[Span], _positions_W: Any) -> None:
-        """A forward is about to run."""
+        """Set the spans of the next forward."""
         self._spans = spans
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Listen to the forwards within."""
+        """Observe the forwards in this context."""
         hooks = {"attn": self._attention, _ROTARY: self._rotary}
         with ExitStack() as stack:
             for name, module in self._modules.items():
@@ -324,7 +332,7 @@ class _EngineTaps:
             yield
 
     def found(self, rows: Sequence[RecordedRow]) -> dict[str, RowTaps]:
-        """What was heard of each row."""
+        """Return the recorded calls of each row."""
         found = {}
         for row in rows:
             calls = {name: _joined(pieces) for name, pieces in self._pieces.pop(row.seq_id, {}).items() if pieces}
@@ -335,7 +343,7 @@ class _EngineTaps:
         if not self._wanted(name):
             return
         for seq_id, where, first in self._spans:
-            # Copied: vLLM writes over what it gave.
+            # Cloned, since vLLM overwrites its outputs.
             took, gave = (
                 tuple(None if value is None else value[where].clone() for value in of) for of in (takes, gives)
             )
@@ -377,14 +385,14 @@ class _EngineTaps:
         outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
         adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
         if adds:
-            taken = outputs[1]  # a norm that adds to the residual stream first gives the sum as well
+            taken = outputs[1]  # a norm that first adds to the residual stream returns the sum as well
         parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
         for each, part in zip(theirs, parts, strict=True):
             self._keep(each, [taken], [part], adds=adds)
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
-    """Join the calls of parts of a sequence; tokens that were dropped and computed again count once."""
+    """Join the calls for parts of a sequence; tokens that were dropped and computed again count once."""
     import torch
 
     def whole(values: list[tuple[int, Any]]) -> Any:

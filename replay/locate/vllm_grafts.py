@@ -1,4 +1,4 @@
-"""Operators of vLLM computed by transformers' code, and of transformers by vLLM's, on the first one's own inputs.
+"""Computes operators of vLLM with transformers' code, and vice versa, on the replaced operator's own inputs.
 
 Shapes: W tokens of a forward, N heads, G key-value heads, D head width.
 """
@@ -25,12 +25,12 @@ from .taps import attention_layers, hooked, operators
 from .vllm_execution import AnyExecution, Span, VllmExecution, mixture_around, names, states_of
 
 _ROTATES = "apply_rotary_pos_emb"
-"""transformers' function that turns queries and keys, in the module of each model."""
+"""transformers' function that rotates queries and keys, in the module of each model."""
 _ACTIVATION = "act_fn"
 
 
 class VllmTaker:
-    """Puts operators of transformers, or of the exact engine, into vLLM's model while it runs."""
+    """Replaces operators in vLLM's running model with those of transformers, or of the exact engine."""
 
     def __init__(self, taker: VllmExecution, giver: Execution):
         self.taker = taker
@@ -44,7 +44,7 @@ class VllmTaker:
         self._masks: dict[str, dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """The operators that can be put in; attention if vLLM has whole sequences in a forward."""
+        """Return the operators that can be replaced; attention only if vLLM runs whole sequences in one forward."""
         found = [each for parts in self._names.values() for each in parts if each in self._by.theirs]
         found += [name for name in self._by.theirs if name.endswith(f".{_ACTIVATION}")]
         if not self._is_exact and self._rotation(self._layers[0]) is not None:
@@ -56,7 +56,9 @@ class VllmTaker:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Sequence -> vLLM's log-probabilities, [T] float64, of some rows `of` a step, with these operators the giver's."""
+        """Return sequence -> vLLM's [T] float64 log-probabilities with the giver's operators, for some `rows` out of a
+        step's rows `of`.
+        """
         self._rows = {row.seq_id: row for row in rows}
         with self.taker.following(rows, self._begin), self._put(names):
             return self.taker.score(rows, of)
@@ -97,7 +99,7 @@ class VllmTaker:
             yield
 
     def _called(self, name: str, *values: Any) -> Any:
-        """The result of the giver's operator for inputs of vLLM's."""
+        """Return the result of the giver's operator for vLLM's inputs."""
         theirs = self._by.theirs[name]
         dtype = next(theirs.parameters(), self._by.first).dtype
         with self._by.as_giver():
@@ -157,7 +159,7 @@ class VllmTaker:
 
     @contextmanager
     def _rotated(self, layer: str) -> Iterator[None]:
-        """Within it vLLM's rotary, one module for all layers, gives in this layer what transformers' gives."""
+        """Make vLLM's rotary, one module for all layers, return transformers' result in this layer, in this context."""
         attention = dict(self.taker.model.named_modules())[layer]
         rotate, tables = self._rotation(layer), self._modules["model.rotary_emb"]
         assert rotate is not None
@@ -181,7 +183,7 @@ class VllmTaker:
             attention._modules["rotary_emb"] = before
 
     def _heads(self, state: Any, width: int) -> Any:
-        """Queries, keys or values [W, N D] of vLLM's as the giver takes them, [1, N, W, D]."""
+        """Return vLLM's queries, keys or values [W, N D] in the giver's layout, [1, N, W, D]."""
         return cast(state, self._by.first.dtype).reshape(1, len(state), -1, width).transpose(1, 2)
 
     def _attention(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
@@ -195,7 +197,7 @@ class VllmTaker:
         return new
 
     def _masks_of(self, seq_id: str) -> dict[str, Any]:
-        """transformers' attention functions and masks for a sequence alone."""
+        """Return transformers' attention functions and masks for a single sequence."""
         if seq_id not in self._masks:
             row = self._rows[seq_id]
             ids = np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64)[None]
@@ -207,14 +209,16 @@ class VllmTaker:
 
 
 class VllmGiver(Graft):
-    """Puts vLLM's projections, norms and embedding into transformers' model while it runs; vLLM's other operators need its cache."""
+    """Replaces projections, norms and the embedding in transformers' running model with vLLM's; vLLM's other operators
+    need its cache.
+    """
 
     def __init__(self, taker: Execution, giver: VllmExecution):
         self.taker = taker
         self._ours = operators(taker.model)
         modules = dict(giver.model.named_modules())
         self.theirs: dict[str, Callable[..., Any]] = {}
-        """transformers' name -> what vLLM computes of the same inputs."""
+        """transformers' name -> vLLM's computation on the same inputs."""
         for name, parts in names(giver.model).items():
             if is_mixture(modules[name]):
                 gate, experts = parts
@@ -239,7 +243,7 @@ class VllmGiver(Graft):
 
 
 def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
-    """A module of vLLM's, or one of the parts that it computes at once."""
+    """Return the computation of a vLLM module, or of one of the projections it fuses."""
 
     def computed(taken: Any) -> Any:
         flat = cast(taken, next(module.parameters()).dtype)
@@ -251,7 +255,7 @@ def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
 
 
 def _gate(gate: Any, module: Any) -> Callable[..., Any]:
-    """The router of a mixture of vLLM's, which gives logits, weights and experts as transformers' does."""
+    """Return the router of a vLLM mixture, with transformers' outputs: logits, weights and experts."""
 
     def computed(taken: Any) -> Any:
         hidden = cast(taken, gate.weight.dtype).reshape(-1, taken.shape[-1])
@@ -263,7 +267,7 @@ def _gate(gate: Any, module: Any) -> Callable[..., Any]:
 
 
 def _experts(module: Any) -> Callable[..., Any]:
-    """The experts of a mixture of vLLM's."""
+    """Return the experts of a vLLM mixture."""
     experts = module.routed_experts
 
     def computed(taken: Any, ids: Any, weights: Any) -> Any:
@@ -278,12 +282,12 @@ AnyGraft = Graft | VllmTaker
 
 
 def can_patch(taker: AnyExecution, giver: AnyExecution) -> bool:
-    """Whether operators of a giver can be put into a taker: vLLM's go into transformers' model alone."""
+    """Return True if a giver's operators can be put into a taker: vLLM's only into transformers' model."""
     return not isinstance(giver, VllmExecution) or type(taker) is Execution
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> AnyGraft:
-    """What puts operators of a giver into a taker that `can_patch` allows."""
+    """Return the graft for a giver and a taker that `can_patch` allows."""
     if isinstance(giver, VllmExecution):
         assert isinstance(taker, Execution)
         return VllmGiver(taker, giver)

@@ -1,4 +1,4 @@
-"""Which sequences and layers are listened to at a time, so that the numbers of their operators fit into memory."""
+"""Splits sequences and layers into parts whose recorded operator values fit into memory."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ _UNKNOWN_FREE = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Layers whose operators' numbers exist together."""
+    """Layers whose operators' values are in memory together."""
 
     first: int | None = None
     """None for all layers."""
     last: int | None = None
     is_first: bool = True
-    """Whether what comes before all layers belongs to it."""
+    """True if operators before all layers belong to the window."""
     is_last: bool = True
-    """Whether what comes behind all layers belongs to it."""
+    """True if operators after all layers belong to the window."""
 
     def has(self, layer: int) -> bool:
-        """Whether a layer belongs to it."""
+        """Return True if a layer belongs to the window."""
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
     def needs(self, name: str) -> bool:
-        """Whether judging its layers takes the numbers of an operator: the next layer's norms take what the last one leaves."""
+        """Return True if judging the window's layers needs an operator's values: the next layer's norms take the last
+        layer's output.
+        """
         layer = layer_of(name)
         if layer is None:
             return self.is_last or bool(_BEFORE_LAYERS.search(name))
         return self.has(layer) or (self._is_next(layer) and bool(_NORM_OF_LAYER.search(name)))
 
     def runs(self, layer: int) -> bool:
-        """Whether float64 has to run a layer."""
+        """Return True if the float64 model has to run a layer."""
         return self.has(layer) or self._is_next(layer)
 
     def _is_next(self, layer: int) -> bool:
@@ -57,9 +59,10 @@ EVERY_LAYER = Window()
 def parts(
     rows: Iterable[RecordedRow], operators: Iterable[str], num_bytes: int, most_bytes: int
 ) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
-    """Sequences that fit into memory together, those of one forward side by side, and the windows of layers to listen to in turns.
+    """Yield sequences that fit into memory together, those of one forward next to each other, and the windows of layers
+    to process in turn.
 
-    `num_bytes` is what a token takes. There is one window unless a single sequence's numbers do not fit.
+    `num_bytes` is the memory per token. There is one window unless a single sequence's values do not fit.
     """
     layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
     part: list[RecordedRow] = []
@@ -87,12 +90,12 @@ def _windows(layers: Sequence[int], number: int) -> list[Window]:
 
 
 def place_in(windows: Sequence[Window], layer: int) -> int:
-    """The number of the window that a layer belongs to."""
+    """Return the index of the window that contains a layer."""
     return next((number for number, window in enumerate(windows) if window.has(layer)), 0)
 
 
 def bytes_per_token(model: Any) -> int:
-    """About how many bytes the numbers that a model's operators take and give have per token."""
+    """Return the approximate memory per token for the inputs and outputs of a model's operators, bytes."""
     text = model.config.get_text_config()
     hidden = getattr(text, "hidden_size", 1024)
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -101,7 +104,7 @@ def bytes_per_token(model: Any) -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Free memory; _UNKNOWN_FREE if the system does not report it."""
+    """Return the free memory, bytes; _UNKNOWN_FREE if the system does not report it."""
     import torch
 
     if device == "cuda":
