@@ -23,7 +23,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
         ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
         ("mismatch", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
         ("correlation", f"{found.correlation:.3g} of the two errors"),
-        ("resolution", f"{found.resolution:.1g} nats: the reference is stored as float32"),
+        ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),
     ]
     parts = [
         sentence(found),

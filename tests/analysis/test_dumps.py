@@ -364,7 +364,7 @@ def test_layouts_that_nothing_tells_apart_are_refused():
     assert np.array_equal(*turned)
     square = np.arange(36.0).reshape(3, 3, 4)
     tokens = DumpTokens.of(np.arange(9).reshape(3, 3), None)
-    with pytest.raises(Unmatched, match="which axis is which"):
+    with pytest.raises(Unmatched, match="axes cannot be told apart"):
         reconciled(square, square, tokens, tokens)
 
 
@@ -519,7 +519,7 @@ def test_what_is_no_tensor_of_numbers_is_not_judged(tmp_path):
     a, b = save_sglang(tmp_path / "a", tensors | {"seq_len": 7}), save_sglang(tmp_path / "b", others | {"seq_len": 7})
     found = locate_dumps(a, b)
     assert {each.place: each.reason for each in found.not_compared} == {
-        "empty": "it has no values", "seq_len": "what was dumped is no tensor",
+        "empty": "it has no values", "seq_len": "the dumped value is not a tensor",
     }  # fmt: skip
     assert [(row.place, row.num_different) for row in found.tensors] == [("x", None), ("layers.0.mlp.topk_ids", 2)]
     assert found.first is None

@@ -594,13 +594,13 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"operators": "q_prj"}, InvalidOption, r"has such a name; their kinds are: .*q_proj.*"),
-        ({"operators": "proj"}, InvalidOption, "has such a name"),
-        ({"operators": "q_proj,"}, InvalidOption, "write words of names with commas"),
+        ({"operators": "q_prj"}, InvalidOption, r"in these layers matches; kinds: .*q_proj.*"),
+        ({"operators": "proj"}, InvalidOption, "in these layers matches"),
+        ({"operators": "q_proj,"}, InvalidOption, "give comma-separated words of names"),
         ({"against": "mode=decode"}, CannotReplay, "leave mode decode out"),
-        ({"sequences": "nobody"}, InvalidOption, "'nobody' is no scored sequence of step 1"),
+        ({"sequences": "nobody"}, InvalidOption, "'nobody' is not a scored sequence of step 1"),
         ({"steps": "7"}, InvalidOption, "names no recorded step"),
-        ({"layers": "a"}, InvalidOption, "write a layer, or FIRST:LAST"),
+        ({"layers": "a"}, InvalidOption, "give a layer, or FIRST:LAST"),
         ({"patch": "some"}, InvalidOption, "use kinds, layers, all or none"),
     ],
 )

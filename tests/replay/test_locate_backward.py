@@ -305,7 +305,7 @@ def test_the_parameters_differences_are_those_of_the_gradients_by_hand(traces):
         ({"arm": "engine=vllm"}, InvalidOption, "has no backward"),
         ({"against": "padding=packed"}, CannotReplay, "use padding=left"),
         ({"steps": "7"}, InvalidOption, "names no recorded step"),
-        ({"sequences": "nobody"}, InvalidOption, "is no scored sequence"),
+        ({"sequences": "nobody"}, InvalidOption, "is not a scored sequence"),
     ],
 )
 def test_what_cannot_be_done_is_said(traces, options, error, message):
@@ -331,7 +331,7 @@ def test_the_command_says_where_and_refuses_what_makes_no_sense(traces):
     command = ("locate", traces("gemma2"), "--backward", "--against", "attention=math")
     ended = tim_trace(*command)
     assert ended.code == 1, ended.stderr
-    assert ended.stdout.startswith("The first divergence on the way back is model.layers.1.self_attn.attention in b")
+    assert ended.stdout.startswith("The first divergence in the backward pass is model.layers.1.self_attn.attention in b")
     refused = tim_trace(*command, "--patch", "kinds")
     assert refused.code == 2
     assert "--patch: does not go with --backward" in refused.stderr

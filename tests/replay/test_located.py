@@ -178,7 +178,7 @@ def test_rows_that_locate_never_writes_are_damage(run):
     left = pa.array([[0.0]] * pq.read_metadata(path).num_rows, pa.list_(pa.float64()))
     rewrite_table(path, lambda rows: rows.set_column(3, rows.schema.field("squares_left"), left))
     reseal(run)
-    with pytest.warns(DamageWarning, match="rows that no result of locate has"):
+    with pytest.warns(DamageWarning, match="rows that locate does not write"):
         assert sql(run, "FROM patches").rows == []
 
 

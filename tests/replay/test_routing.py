@@ -184,7 +184,7 @@ def test_routing_is_refused_where_it_cannot_be(trace, tmp_path):
 def test_without_routing_one_notice_says_how_to_record_it(tmp_path):
     run = train("--moe", capture="logprobs")
     assert run.done.stderr.count("router choices are not recorded") == 1
-    assert "record with --routing, about 48 bytes a token, to keep them" in run.done.stderr
+    assert "record with --routing, about 48 bytes per token, to keep them" in run.done.stderr
     done = tim_trace("replay", copy(run, tmp_path), "--routing", "recorded")
     assert done.code == 2
     assert "holds no router choices of pass 'train'; record them with tim-trace record --routing" in done.stderr

@@ -264,7 +264,7 @@ def test_what_is_attached_already_stays_unless_it_is_replaced(dumped, tmp_path, 
     attach(dumped, 0, tmp_path / "model")
     save(make_model(1), tmp_path / "other")
     with pytest.raises(
-        InvalidOption, match=r"has weights of version 0 already, of .*model; replace them with force=True"
+        InvalidOption, match=r"already has weights of version 0, attached from .*model; replace them with force=True"
     ):
         attach(dumped, 0, tmp_path / "other")
     assert replay(dumped)[0].identity_held
@@ -282,7 +282,7 @@ def test_recorded_weights_are_not_replaced(tmp_path, model):
         batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2]], policy_version=0)
         recorder.add_scores("train", batch, logprobs=[[-1.0]])
         recorder.add_weights(0, model.state_dict())
-    with pytest.raises(InvalidOption, match="that were recorded, and these are not replaced"):
+    with pytest.raises(InvalidOption, match="that were recorded and cannot be replaced"):
         attach(tmp_path / "run", 0, tmp_path / "model", force=True)
 
 
@@ -294,7 +294,7 @@ def test_a_loop_that_recorded_no_weights_takes_them_and_only_of_its_model(tmp_pa
         recorder.add_contract("train", {"engine": "mine"})
         recorder.add_scores("train", batch, logprobs=[alone(model, [[1, 5, 2, 9]])[0][1:]])
     save(make_model(num_hidden_layers=1), tmp_path / "small")
-    with pytest.raises(InvalidOption, match=r"is not the model of .*: num_hidden_layers 1, not 2"):
+    with pytest.raises(InvalidOption, match=r"does not match the model of .*: num_hidden_layers 1, not 2"):
         attach(tmp_path / "run", 0, tmp_path / "small")
     attach(tmp_path / "run", 0, tmp_path / "model")
     assert replay(tmp_path / "run")[0].identity_held
@@ -339,12 +339,12 @@ def _of(**changes):
 @pytest.mark.parametrize(
     ("break_it", "sentence"),
     [
-        (_without_weights, r"holds no \*\.safetensors"),
-        (_pickled, r"holds no \*\.safetensors"),
-        (_without_config, "holds no config.json"),
-        (_adapter, "holds an adapter; merge it"),
+        (_without_weights, r"has no \*\.safetensors"),
+        (_pickled, r"has no \*\.safetensors"),
+        (_without_config, "has no config.json"),
+        (_adapter, "contains an adapter; merge it"),
         (_cut, "cannot be loaded"),
-        (_of(architectures=["Qwen3Model"]), "names the architecture Qwen3Model, which is no language model"),
+        (_of(architectures=["Qwen3Model"]), "names the architecture Qwen3Model, which is not a language model"),
         (_of(architectures=["Mine"], auto_map={"AutoModelForCausalLM": "mine.Mine"}), "names the architecture Mine"),
         (
             _of(num_hidden_layers=3, layer_types=["full_attention"] * 3),
@@ -367,7 +367,7 @@ def test_a_folder_that_cannot_be_taken_is_refused_and_nothing_is_written(dumped,
 
 def test_a_tokenizer_of_its_own_folder_is_taken_and_what_is_none_refused(dumped, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InvalidOption, match=r"tokenizer: .*holds no tokenizer that can be loaded"):
+    with pytest.raises(InvalidOption, match=r"tokenizer: .*no tokenizer can be loaded from it"):
         attach(dumped, 0, tmp_path / "model", tokenizer=tmp_path / "empty")
     (tmp_path / "words").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):

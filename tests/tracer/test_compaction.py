@@ -223,7 +223,7 @@ def test_replays_keep_files_of_their_own(tmp_path):
 def test_what_is_damaged_is_not_merged(tmp_path):
     trace = make_run(tmp_path / "run")
     next((trace / "scores").iterdir()).unlink()
-    with pytest.raises(DamagedTrace, match="merging would lose"):
+    with pytest.raises(DamagedTrace, match="merging would make the loss permanent"):
         compact(trace)
 
 

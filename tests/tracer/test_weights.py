@@ -193,7 +193,7 @@ def test_a_row_that_is_said_to_change_a_later_one_is_refused(tmp_path):
     document["base_row"] = 2
     del document["checksum"]
     path.write_text(json.dumps(document))
-    with pytest.raises(DamagedTrace, match="version 1 is said to change row 2, which does not come before it"):
+    with pytest.raises(DamagedTrace, match="version 1 is recorded as a change to row 2, which does not come before it"):
         WeightReader(Store(tmp_path)).load(1)
 
 
@@ -360,7 +360,7 @@ def test_a_damaged_or_missing_delta_names_itself_and_gives_no_wrong_weights(tmp_
 
 def test_a_version_that_is_missing_is_named_with_what_there_is(tmp_path):
     record(tmp_path, 4)
-    with pytest.raises(WeightsMissing, match=r"no weights of version 9; it has 4 of them, 0 to 3"):
+    with pytest.raises(WeightsMissing, match=r"no weights of version 9; it has 4 versions, 0 to 3"):
         WeightReader(Store(tmp_path)).load(9)
     (tmp_path / "weights" / "p1-abc-000000.1.json").unlink()
     reader = WeightReader(Store(tmp_path))
