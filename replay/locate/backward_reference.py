@@ -115,8 +115,7 @@ class _Backward(Visited):
         self._held += [value, put]
         return put
 
-    # --- forward
-    # ----------------------------------------------------------------------------------------------------------
+    # --- forward ------------------------------------------------------------------------------------------------------
 
     def takes(self, name: str, values: list[Any]) -> list[Any]:
         call = self._own.get(name)
@@ -198,8 +197,7 @@ class _Backward(Visited):
 
         return self._put(value, self._logprobs.gives[0], note)
 
-    # --- backward
-    # ---------------------------------------------------------------------------------------------------------
+    # --- backward -----------------------------------------------------------------------------------------------------
 
     def _judge_between(
         self, name: str, call: BackwardCall, exact: Any, rounding: BackwardRounding, address: int, own: Any

@@ -161,8 +161,7 @@ class Heard:
         is_renamed = own is None and recorded is not None
         return {"weight": self._coarsest if is_renamed else own, "recorded": recorded}
 
-    # --- operators that were not observed
-    # ---------------------------------------------------------------------------------
+    # --- operators that were not observed -----------------------------------------------------------------------------
 
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
         """Note an operator that was not observed: its exact output, and a function from dtype to its bound."""

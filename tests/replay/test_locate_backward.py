@@ -331,7 +331,9 @@ def test_the_command_says_where_and_refuses_what_makes_no_sense(traces):
     command = ("locate", traces("gemma2"), "--backward", "--against", "attention=math")
     ended = tim_trace(*command)
     assert ended.code == 1, ended.stderr
-    assert ended.stdout.startswith("The first divergence in the backward pass is model.layers.1.self_attn.attention in b")
+    assert ended.stdout.startswith(
+        "The first divergence in the backward pass is model.layers.1.self_attn.attention in b"
+    )
     refused = tim_trace(*command, "--patch", "kinds")
     assert refused.code == 2
     assert "--patch: does not go with --backward" in refused.stderr

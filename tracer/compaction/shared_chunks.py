@@ -90,7 +90,7 @@ def _moved(source: BinaryIO, chunks: list[Struct], end: int) -> dict[int, int] |
     for chunk in chunks:
         start, size = _place(chunk)
         if start != expected or _has_other_places(chunk):
-            return None  # the file has more than consecutive column chunks
+            return None  # not just consecutive column chunks
         expected += size
         source.seek(start)
         key = size, whole_hash(source.read(size))

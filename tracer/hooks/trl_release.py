@@ -50,7 +50,7 @@ def _of_tokenizer(name: str) -> tuple[str, ...]:
 
 
 # From 1.14 on a trainer has several end tokens.
-END_TOKENS = Attribute("why responses ended", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
+END_TOKENS = Attribute("finish reasons", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
 PAD_TOKEN = Attribute("responses that end with padding, which count as cut off", _of_tokenizer("pad_token_id"))
 TEMPERATURE = Attribute("the temperature of the trainer's passes", ("temperature", "args.temperature"))
 NUM_GENERATIONS = Attribute("which responses share a prompt", ("num_generations", "args.num_generations"))

@@ -26,12 +26,12 @@ NAIVE = "naive"
 """verl's weight transfer to an engine on the same devices."""
 
 _APART = (
-    "the engine's weights are not accounted for: verl's checkpoint engine {} sends them to engines in other processes; "
-    "they are with trainer.v1.trainer_mode=sync, which sends them from the worker itself"
+    "the engine's weights are not compared: verl's checkpoint engine {} sends them to engines in other processes; "
+    "use trainer.v1.trainer_mode=sync, which sends them from the worker itself"
 )
-_ADAPTER = "the engine's weights are not accounted for: verl transfers an adapter separately from its base model"
-_STRATEGY = "the engine's weights are not accounted for: verl's strategy {} uses its own names and shards"
-_NOT_HELD = "the engine's own copy of its weights is not read: {}; what it is given is recorded"
+_ADAPTER = "the engine's weights are not compared: verl transfers an adapter separately from its base model"
+_STRATEGY = "the engine's weights are not compared: verl's strategy {} uses its own names and shards"
+_NOT_HELD = "the engine's own copy of its weights is not read: {}; the weights sent to it are recorded"
 
 
 class VerlEngineWeights(EngineWeights):

@@ -69,7 +69,7 @@ class Conditions:
     def sentences(self) -> list[str]:
         """Notes on what is not recorded for such rollouts."""
         found = [
-            f"weights of the LoRA adapter {name} of vLLM's requests are not recorded: the rollouts' contract names it and its path"
+            f"weights of the LoRA adapter {name} of vLLM's requests are not recorded: the rollouts' contract has its name and path"
             for name, _, _ in self.adapters
         ]
         if self.has_grammar:

@@ -115,7 +115,7 @@ class WeightReader:
             self._note_lost(name, str(unreadable(where, error)), known.get(segment.writer))
             return
         if name != f"{record.segment}.{record.version}.json":
-            self.damaged.append(f"{where}: belongs to {record.segment}.{record.version}.json; remove it")
+            self.damaged.append(f"{where}: contains the record of {record.segment}.{record.version}.json; remove it")
             return
         writer = known.get(segment.writer)
         if needs_checksums and writer is None:
