@@ -33,12 +33,11 @@ def locate(
 ) -> Location:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
-    Sequences of one recorded step run through two executions of the recorded weights: a, `arm` (by default as
-    recorded), and b, `against` (by default the recorded model in float64). `engine=vllm` selects vLLM for either,
-    `engine=exact` the exact engine. Each operator's output is compared with a float64 model on the same inputs, so
-    earlier errors do not count. The divergence is the first operator whose error exceeds what rounding can cause, given
-    its dtype and the length of its sums. `carried` is the share of the mismatch that each operator's own error accounts
-    for.
+    Sequences of one recorded step run through two executions of the recorded weights: a, `arm` (by default as recorded), and b,
+    `against` (by default the recorded model in float64). `engine=vllm` selects vLLM for either, `engine=exact` the exact
+    engine. Each operator's output is compared with a float64 model on the same inputs, so earlier errors do not count. The
+    divergence is the first operator whose error exceeds what rounding can cause, given its dtype and the length of its sums.
+    `carried` is the share of the mismatch that each operator's own error accounts for.
 
     `steps` selects one step. `sequences` is a number (those with the largest mismatch between trainer and engine, if
     both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators` (comma-separated words

@@ -26,8 +26,7 @@ class LocatedResult:
     """Id of the question."""
     location: Location
     shares: Mapping[tuple[str, str], float]
-    """(side, operator) -> share of the mean square mismatch it accounts for; operators without a gradient are missing.
-    """
+    """(side, operator) -> share of the mean square mismatch it accounts for; operators without a gradient are missing."""
 
 
 @cached

@@ -74,9 +74,7 @@ class Location(Result):
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a), nats."""
     explained: float | None
-    """Share that all operators' own errors account for together: 1 if the model is linear in them; None without a
-    mismatch.
-    """
+    """Share that all operators' own errors account for together: 1 if the model is linear in them; None without a mismatch."""
     first: Divergence | None
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]

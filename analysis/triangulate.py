@@ -1,9 +1,8 @@
 """Splits the mismatch between trainer and engine, measured against a replay of higher precision.
 
-With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f,
-and the mismatch is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a
-side is its own square minus the common term: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to
-1.
+With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and the
+mismatch is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a side is its own
+square minus the common term: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
 """
 
 from __future__ import annotations
@@ -75,9 +74,7 @@ class Triangulation(Result):
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int
-    """Number of resampling units for the intervals: sequences of a step with the same group_id, or one sequence without
-    a group_id.
-    """
+    """Number of resampling units for the intervals: sequences of a step with the same group_id, or one without."""
     no_interval: str | None
     """Reason why shares have no interval; None if they have one."""
     num_tokens: int
@@ -95,9 +92,7 @@ class Triangulation(Result):
     by_probability: Rows
     by_position: Rows
     arms: Rows
-    """One row per arm: its mismatch with the rollout when it replaces the trainer, and the share of mean d^2 this
-    removes.
-    """
+    """One row per arm: its mismatch with the rollout when it replaces the trainer, and the share of mean d^2 this removes."""
 
 
 def triangulate(
@@ -114,12 +109,11 @@ def triangulate(
 ) -> Triangulation:
     """Split the mismatch between trainer and engine, and measure how much of it each single change removes.
 
-    Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
-    has these replays. It compares the tokens that count in the loss and have a finite logprob on both sides and in the
-    reference. `weights_from` is the folder of the run's checkpoints, if the trace has no weights of its own;
-    `allow_kernel` lists recorded attention kernels that may be downloaded from the hub and run. `ray` and
-    `gpus_per_arm` distribute the replays, and then measuring the errors, over the actors of a Ray cluster, as in
-    `replay`.
+    Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already has these
+    replays. It compares the tokens that count in the loss and have a finite logprob on both sides and in the reference.
+    `weights_from` is the folder of the run's checkpoints, if the trace has no weights of its own; `allow_kernel` lists recorded
+    attention kernels that may be downloaded from the hub and run. `ray` and `gpus_per_arm` distribute the replays, and then
+    measuring the errors, over the actors of a Ray cluster, as in `replay`.
 
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
     """

@@ -26,8 +26,7 @@ from .sources import Pair, Shards, pairs, shards, whole
 _GROWTH = 4.0
 """Factor by which the operators between two dumped tensors may amplify the largest error so far."""
 _ROUNDINGS, _WORST_ROUNDINGS = 8.0, 16.0
-"""Rounding error allowed on top, in unit roundoffs of the coarsest dtype: for a whole tensor, and for a single token.
-"""
+"""Rounding error allowed on top, in unit roundoffs of the coarsest dtype: for a whole tensor, and for a single token."""
 _FLOAT32 = 2.0**-24
 
 
@@ -54,17 +53,13 @@ class TensorDifference:
     units: float | None
     """`rms` in unit roundoffs of the coarsest dtype among the tensors so far."""
     ratio: float | None
-    """The larger of `rms` and `worst`, each divided by its bound: what rounding can cause given the errors of earlier
-    tensors.
-    """
+    """The larger of `rms` and `worst`, each divided by its bound, given the errors of earlier tensors."""
     num_different: int | None
     """Number of integers that differ; None for floating-point tensors."""
     num_nonfinite_a: int
     num_nonfinite_b: int
     why: str | None
-    """nonfinite, beyond, or differs (positions only); None if rounding explains it, and for integers that may differ by
-    rounding.
-    """
+    """nonfinite, beyond, or differs (positions only); None if rounding may explain it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

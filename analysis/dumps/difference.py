@@ -17,8 +17,7 @@ class DumpDifference:
     rms: float
     """Error of the whole tensor."""
     worst: float
-    """Largest error of a single token, relative to the RMS of that token or of the median token, whichever is larger.
-    """
+    """Largest error of a single token, relative to the RMS of that token or of the median token, whichever is larger."""
     token: int
     """Index of the token in `worst`."""
     max_abs: float

@@ -72,9 +72,7 @@ class DumpFolder:
         return 1 + max(spot.forward for spot in self.spots)
 
     def read(self, entry: Entry) -> Value:
-        """Read the tensor of an entry. Raises ImportFailed, and Unmatched if the dumper wrote a number, a string or a
-        dictionary.
-        """
+        """Read the tensor of an entry. Raises ImportFailed, and Unmatched if the dumped value is not a tensor."""
         file = self._file(entry.path)
         if entry.key not in file.names():
             raise Unmatched("the dumped value is not a tensor")

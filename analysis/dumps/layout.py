@@ -122,8 +122,7 @@ def _fits(shape: tuple[int, ...], axis: int, whole: tuple[int, ...]) -> bool:
 
 
 def part(fused: Sequence[np.ndarray], place: int, widths: Sequence[int]) -> list[np.ndarray]:
-    """Return one projection's columns of a fused one, per rank; `widths` are the full widths of its projections, in
-    order.
+    """Return one projection's columns of a fused one, per rank; `widths` are those of all its projections, in order.
 
     Each rank holds its slice of every projection, side by side. Raises Unmatched.
     """

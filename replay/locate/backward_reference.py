@@ -1,9 +1,8 @@
 """The recorded model in float64, which checks each operator's backward on the execution's own incoming gradient.
 
-It repeats an execution's forward and backward. At every operator's inputs and outputs, and at the residual stream into
-each layer, the execution's values are substituted in the forward, and its gradients in the backward. So each
-vector-Jacobian product, and each computation between two operators, is computed from the execution's own values, and no
-earlier error counts.
+It repeats an execution's forward and backward. At every operator's inputs and outputs, and at the residual stream into each
+layer, the execution's values are substituted in the forward, and its gradients in the backward. So each vector-Jacobian
+product, and each computation between two operators, is computed from the execution's own values, and no earlier error counts.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ class BackwardReference:
     """Float64 model that checks the backward of executions."""
 
     def __init__(self, scorer: GradientScorer, tensors: Mapping[str, Tensor], executed: Any):
-        """`scorer` has a float64 arm with unfused attention. The weights are copied from the `executed` model, since
-        rounded or wrong weights are not an error of its backward.
-        """
+        """`scorer` has a float64 arm with unfused attention. The weights are copied from the `executed` model."""
         import torch
 
         self.scorer = scorer
@@ -301,9 +298,7 @@ def _found(own: Any, exact: Any) -> Any:
 
 
 def _function() -> Any:
-    """Return an autograd function that substitutes a value in the forward, and the gradient that a note returns in the
-    backward.
-    """
+    """Return an autograd function that substitutes a value in the forward, and the result of `note` in the backward."""
     import torch
 
     class Put(torch.autograd.Function):  # type: ignore[misc]

@@ -15,18 +15,14 @@ the one that reaches it from later operators (residual stream, rotary, product o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardError:
-    """Error introduced by one operator's backward, over all forwards of one execution, against float64 on the same
-    inputs.
-    """
+    """Error introduced by one operator's backward, over all forwards of one execution, against float64 on the same inputs."""
 
     side: str
     """`a` or `b`."""
     order: int
     """Position in the backward pass, from 0."""
     operator: str
-    """Name of the module; `<operator>.output` for computations between it and the next ones, `<layer>.residual` for the
-    stream.
-    """
+    """Name of the module; `<operator>.output` for computations after it, `<layer>.residual` for the stream."""
     kind: str
     layer: int | None
     """Layer index from 0; None outside the layers."""

@@ -46,9 +46,7 @@ class Visited:
         raise NotImplementedError
 
     def gives(self, name: str, more: Any, values: list[Any]) -> list[Any]:
-        """Return the tensors to use as outputs of an operator; `more` are an attention core's weights and scaling, else
-        None.
-        """
+        """Return the tensors to use as outputs of an operator; `more` are a core's weights and scaling, else None."""
         raise NotImplementedError
 
     def enters(self, name: str, value: Any) -> Any:

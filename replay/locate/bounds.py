@@ -1,11 +1,10 @@
 """Bounds of an operator's rounding error, computed from its inputs.
 
-u is the unit roundoff of a dtype (half the distance from 1 to the next number). A sum of n products in precision u
-differs from the exact sum by at most g(n) u sum|a||b|, in any order of addition: with certainty for g(n) = n (Higham,
-Accuracy and Stability of Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero
-with a probability of at least 1 - 2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019,
-theorem 3.1). The smaller one is used. sum|a||b| is bounded by the product of the two vectors' norms (Cauchy and
-Schwarz).
+u is the unit roundoff of a dtype (half the distance from 1 to the next number). A sum of n products in precision u differs from
+the exact sum by at most g(n) u sum|a||b|, in any order of addition: with certainty for g(n) = n (Higham, Accuracy and Stability
+of Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero with a probability of at least 1 -
+2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller one is used.
+sum|a||b| is bounded by the product of the two vectors' norms (Cauchy and Schwarz).
 
 Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs of a product.
 """
@@ -25,9 +24,7 @@ _SAFETY = 8.0
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that are a single operation and round once."""
 _STEPS_OF_CODE = 4.0
-"""Allowance for code other than the recorded model's, in roundoffs of a token's largest element: partial sums that
-cancel, split products.
-"""
+"""Allowance for other code than the recorded model's, in roundoffs of a token's largest element, e.g. for split sums."""
 _ROWS = 64
 """Number of queries whose scores are in memory at a time."""
 
@@ -70,9 +67,7 @@ class Rounding:
 
     @property
     def sums(self) -> float:
-        """Unit roundoff of its sums, which are float32 for narrower dtypes, as in every matrix product of torch and
-        vLLM.
-        """
+        """Unit roundoff of its sums: float32's for narrower dtypes, as in every matrix product of torch and vLLM."""
         return min(max(self.out, 2.0**-53), 2.0**-24)
 
     @property
@@ -226,8 +221,7 @@ def of_attention(
 def of_logprobs(
     hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float, casts: float = 0.0
 ) -> Any:
-    """Bound [T] of a projection (none without a weight) and a log-softmax; logits [T, V] are exact and after
-    temperature.
+    """Bound [T] of a projection (none without a weight) and a log-softmax; logits [T, V] are exact, after temperature.
 
     `casts` is as in `Rounding.casts`, for the projection.
     """
@@ -259,9 +253,7 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
-    """Bound a projection with LoRA or DoRA, separate or merged into its weight: W x + s B A x, with rows rescaled in
-    DoRA.
-    """
+    """Bound a projection with LoRA or DoRA, separate or merged: W x + s B A x, with rows rescaled in DoRA."""
     base = module.base_layer
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
@@ -357,9 +349,7 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
 
 
 def _gated(module: Any, both: Any) -> tuple[Any, Any]:
-    """Return the sizes of an expert's gated product, from its first product [T, 2 I], and of the derivatives by each of
-    its elements.
-    """
+    """Return the sizes of an expert's gated product, from its first product [T, 2 I], and of its derivatives."""
     import torch
 
     with torch.enable_grad():

@@ -47,9 +47,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a core in float64 on the execution's queries, keys and values, [1, N, T, D] each; return the execution's
-        output.
-        """
+        """Run a core in float64 on the execution's queries, keys and values, [1, N, T, D]; return the execution's output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)
@@ -94,8 +92,7 @@ class Cores:
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
-                # The same tables rotate both: if queries are right and keys are not, keys were changed after the
-                # rotary.
+                # The same tables rotate both: if queries are right and keys are not, keys were changed after the rotary.
                 is_right = ratio(taken, exact, bound) <= 1.0
                 # A rotation, or its absence, preserves the norm of each head's vector.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
@@ -127,9 +124,7 @@ class Cores:
         return f"layers.{layer_of(core)}.{kind}" + (f".{'qk'[slot]}" if kind == ROTARY else ""), kind
 
     def wrong_before(self, layer: int | None) -> tuple[str, str] | None:
-        """Return the operator that causes wrong queries or keys of a custom attention, and its kind; None if they are
-        right.
-        """
+        """Return operator and kind of the cause of wrong queries or keys in a custom attention; None if they are right."""
         for core, states in self._states.items():
             taken = self._heard.taps.multiplied.get(core)
             if taken is None or layer_of(core) != layer or not self.has_rotary:
@@ -149,8 +144,7 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return [D]: the execution's index of each dimension of queries and keys, if both are in the same, different order
-    than the reference's.
+    """Return [D]: index of each dimension in the execution, if its queries and keys share one order other than the reference's.
 
     Scores do not depend on that order: some code rotates neighbouring pairs and leaves them in place.
     """
@@ -176,9 +170,7 @@ def _relative(found: Any, exact: Any) -> float:
 
 
 def _as_heads_of(found: Any, exact: Any) -> Any:
-    """Return queries or keys [T, M, D] as [T, N, D], if heads are repeated for the queries of a group; None if they are
-    not.
-    """
+    """Return queries or keys [T, M, D] as [T, N, D], if heads are repeated per group; None if they are not."""
     if found.shape == exact.shape:
         return found
     if found.shape[-1] != exact.shape[-1] or found.shape[1] % exact.shape[1]:

@@ -69,8 +69,7 @@ def locate(
     unfinished: Unfinished | None = None,
     progress: Progress = no_progress,
 ) -> Located:
-    """Find where two executions of recorded sequences diverge: `analysis.locate` before shares and intervals are
-    computed.
+    """Find where two executions of recorded sequences diverge: `analysis.locate` without shares and intervals.
 
     Additional options: `prepare` and `prepare_against` modify a model built by transformers after its weights are
     loaded; such a side counts as user code, as with `model_factory`. `tapped_bytes` is the memory for recorded operator
@@ -148,9 +147,7 @@ class _Location:
         is_asked: Callable[[str], bool],
         progress: Progress,
     ):
-        """`wanted` selects operators to observe, since others are judged with their values; `is_asked` those to judge
-        and patch.
-        """
+        """`wanted` selects operators to observe, whose values judge others; `is_asked` those to judge and patch."""
         import torch
 
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress

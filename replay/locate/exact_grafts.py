@@ -70,9 +70,7 @@ class ExactGiver(Graft):
             yield
 
     def masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
-        """Return the attention cores for a forward of the taker, with the signature of transformers' attention
-        functions.
-        """
+        """Return the attention cores for a forward of the taker, called like transformers' attention functions."""
         import torch
 
         _, positions_BW, rows_BW = (torch.from_numpy(part).to(self._exact.device) for part in laid(batch))

@@ -127,9 +127,7 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext(),
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> [T] float64 log-probabilities, for some `rows` out of a step's rows `of`, in the arm's
-        batches; each forward runs within `around`.
-        """
+        """Return sequence -> [T] float64 log-probabilities of `rows`, in batches of `of`; each runs within `around`."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:

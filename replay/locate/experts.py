@@ -1,8 +1,7 @@
 """Compares mixtures of experts with float64: the router's choice, the weights used by the experts, and their sum.
 
-Logits alone do not determine how a router chooses experts (by the highest logits, or by groups, with a bias, from
-scaled scores). So the router is run again, and its logits are replaced by the execution's as soon as it has computed
-them.
+Logits alone do not determine how a router chooses experts (by the highest logits, or by groups, with a bias, from scaled
+scores). So the router is run again, and its logits are replaced by the execution's as soon as it has computed them.
 
 Shapes: T tokens, E experts, S chosen ones.
 """
@@ -98,8 +97,7 @@ def judge_router(
 
 
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
-    """Judge the weights [T, S] used by experts if they are not the router's output, e.g. because the router was not
-    observed.
+    """Judge the weights [T, S] used by experts if they are not the router's output, as when it was not observed.
 
     Tokens with a different choice are skipped, unless there are more of them than rounding causes in any router.
     """
@@ -128,9 +126,7 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Return True, and judge the sum, if a mixture's output is not the sum of its experts and a shared one; otherwise
-    its rounding counts for the residual.
-    """
+    """Return True, and judge a mixture's output, if it is not the sum of its experts."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:
@@ -142,8 +138,7 @@ def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
 
 
 def _going_on(made: Any, given: Any, moved_TE: Any) -> Any:
-    """Return a context that replaces the first result equal to `made` by `given`, and shifts every value of an expert
-    from there on.
+    """Return a context that replaces the first result equal to `made` by `given`, and shifts expert values from there on.
 
     `has_begun` is True once such a result was found.
     """
@@ -171,8 +166,7 @@ def _going_on(made: Any, given: Any, moved_TE: Any) -> Any:
 def follows(
     again: Callable[[], Sequence[Any]], made_TE: Any, given_TE: Any, ids_TS: Any, ids_slot: int, unit: float
 ) -> Any:
-    """Return [T] bool: True if the code makes these choices from these logits, in float64, in the logits' dtype, or
-    within rounding.
+    """Return [T] bool: True if the code makes these choices from these logits, in float64, in their dtype, or within rounding.
 
     `again` runs the router and returns its tensors; the one at `ids_slot` has the choices. `made_TE` are the logits
     that it computes itself, `given_TE` those of the execution with its choice `ids_TS`, `unit` the roundoff of its

@@ -42,9 +42,7 @@ class Graft:
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the operators that can be replaced: those that both have, and attention in padded forwards, which have
-        a mask.
-        """
+        """Return the replaceable operators: those that both have, and attention in padded forwards, which have a mask."""
         common = [name for name in self._ours if name in self.theirs]
         return [*common, *self.cores(rows, of, map(core_name, attention_layers(self.taker.model)))]
 
@@ -57,9 +55,7 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> the taker's [T] float64 log-probabilities with the giver's operators, for some `rows` out
-        of a step's rows `of`.
-        """
+        """Return sequence -> the taker's [T] float64 logprobs of `rows`, in batches of `of`, with the giver's operators."""
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager

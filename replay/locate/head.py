@@ -19,13 +19,9 @@ from .taps import RowTaps
 from .vllm_execution import AnyExecution
 
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
-"""Kinds of operators after the head. With user code it is `logits`: a scale or a cap of the head's result, since the
-log-softmax is ours.
-"""
+"""Kinds of operators after the head; with user code `logits`: a scale or cap of the head's result."""
 Head = list[tuple[Judged, np.ndarray]]
-"""Operators after the last hidden states, each with the contribution of its own error to the log-probabilities, [T]
-nats.
-"""
+"""Operators after the last hidden states, each with the contribution of its own error to the log-probabilities, [T] nats."""
 _LAST = 1 << 40
 """Order of the head among operators: after all layers."""
 
@@ -33,9 +29,7 @@ _LAST = 1 << 40
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states: as a single operator if the projection is not called
-    separately.
-    """
+    """Judge the operators after the last hidden states, as one operator if the projection is not called separately."""
     import torch
 
     name = execution.head

@@ -66,9 +66,7 @@ class Heard:
         self.branches: list[Any] = []
         """Outputs of attention and MLP since the last addition to the residual stream."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
-        """(layer, kind) of an operator that was not observed -> its exact output, and a function from dtype to its
-        bound in the same shape.
-        """
+        """(layer, kind) of an unobserved operator -> its exact output, and a function from dtype to its bound."""
 
     # --- calls ----------------------------------------------------------------------------------------------------------
 
@@ -91,9 +89,7 @@ class Heard:
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
-        """Return the rounding of values of these dtypes; dtypes coarser than the execution's coarsest count as that
-        one.
-        """
+        """Return the rounding of values of these dtypes; dtypes coarser than the execution's coarsest are replaced by it."""
         coarsest = self._coarsest
 
         def finer(dtype: Any) -> Any:
@@ -112,9 +108,7 @@ class Heard:
         given: Any,
         made_in: Any = None,
     ) -> Any:
-        """Return the bound of an operator's output, in the shape of `given`; `made_in` is the dtype it was computed in,
-        if different.
-        """
+        """Return the bound of an operator's output, in the shape of `given`; `made_in` is its compute dtype, if different."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -123,9 +117,7 @@ class Heard:
     def attention_bound(
         self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
     ) -> Any:
-        """Return the bound of a core's output [T, N, D]; with `turns` rotating its queries and keys may have rounded,
-        too.
-        """
+        """Return the bound of a core's output [T, N, D]; with `turns` it includes rounding in the rotation."""
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
         last = self.first_position + len(query)
@@ -151,9 +143,7 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """Return the dtypes of an operator's weight: in this execution (the coarsest of all if no weight has that name)
-        and recorded.
-        """
+        """Return the dtypes of an operator's weight, used (the coarsest of all if no weight has that name) and recorded."""
         own, recorded = (
             dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
             for dtypes in (self._dtypes, self._recorded)
@@ -180,9 +170,7 @@ class Heard:
         self.miss(name, value, bound)
 
     def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
-        """Return output and bound, in the shape of `exact`, of an operator that was not observed; None if it was, or
-        has another size.
-        """
+        """Return output and bound, in the shape of `exact`, of an unobserved operator; None if observed, or of another size."""
         value, bound = self.unheard.get((layer, kind), (None, None))
         if value is None or bound is None or value.numel() != exact.numel():
             return None
@@ -194,9 +182,7 @@ class Heard:
         return 0.0 if core is None else core[1]
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return the addition to the bound of the input of an activation, or of an MLP's last projection, for
-        unobserved projections.
-        """
+        """Return the addition for unobserved projections to the bound of an activation's or last projection's input."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
         if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation

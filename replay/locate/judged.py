@@ -32,8 +32,7 @@ class Judged:
     largest: float
     """The same for the token with the largest error."""
     ratio: float
-    """Largest introduced error divided by its bound; inf if only one of the two values is finite, or a choice differs.
-    """
+    """Largest introduced error divided by its bound; inf if only one of the two values is finite, or a choice differs."""
     token: int
     """Index of the token with that error in the row (prompt and response)."""
     dtype: str
@@ -77,9 +76,7 @@ class Judgement:
         self.operators.append(_judged(operator, kind, layer, self._next_order(), found, off, exact, bound, point))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        """Add integers that have to be equal, such as positions and choices; `differs` [T, ...] marks those that are
-        not.
-        """
+        """Add integers that have to be equal, such as positions and choices; `differs` [T, ...] marks unequal ones."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs

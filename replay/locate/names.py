@@ -19,9 +19,7 @@ def layer_of(name: str) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """Return an operator's kind, the last word of its name: q_proj, input_layernorm, act_fn; for an item of a list the
-    list's name.
-    """
+    """Return an operator's kind, the last word of its name (q_proj, input_layernorm); list items have the list's name."""
     return re.sub(r"(\.\d+)+$", "", name.partition("#")[0]).rpartition(".")[2]
 
 

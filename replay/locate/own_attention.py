@@ -13,8 +13,7 @@ States = tuple[Any, Any]
 
 
 def hearing(shape: tuple[int, int]) -> Any:
-    """Return a context for one call of an attention layer; its `states` are the queries and keys of a forward [B, W],
-    or None.
+    """Return a context for one call of an attention layer; `states` are its queries and keys of a forward [B, W], or None.
 
     `pass_over` stops the observation.
     """
@@ -60,9 +59,7 @@ def hearing(shape: tuple[int, int]) -> Any:
 
 
 def _of_forward(query: Any, key: Any, shape: tuple[int, int]) -> States | None:
-    """Return the two factors of scores, if their axes are the rows, heads and tokens of one forward and the head width;
-    else None.
-    """
+    """Return the two factors of scores, if their axes are rows, heads, tokens and head width; else None."""
     B, W = shape
     is_product = query.dim() == key.dim() > 2 and query.shape[-1] == key.shape[-1]
     if not is_product or not query.shape[-2] == key.shape[-2] == W:
@@ -74,9 +71,7 @@ def _of_forward(query: Any, key: Any, shape: tuple[int, int]) -> States | None:
 
 
 def _of_einsum(equation: Any, first: Any, second: Any, shape: tuple[int, int]) -> States | None:
-    """Return the same for an einsum that sums over one letter, with rows before all other axes and two letters for
-    tokens.
-    """
+    """Return the same for an einsum that sums over one letter, with rows first and two letters for tokens."""
     if not isinstance(equation, str) or "." in equation:
         return None
     terms, _, result = equation.replace(" ", "").partition("->")

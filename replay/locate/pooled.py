@@ -13,9 +13,7 @@ from .judged import Judged
 from .sequence import Apart, JudgedSequence
 
 CODE_DIFFERS = 4e-6
-"""Relative error of a token above which code run in float64 computes something different; code that uses float32
-internally stays below.
-"""
+"""Relative error of a token above which code run in float64 differs; float32 inside such code stays below."""
 _UNDONE = (
     "differs from the recorded model, but this has no effect: in float64 this code gives the same log-probabilities"
 )

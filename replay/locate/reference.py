@@ -1,8 +1,7 @@
 """The recorded model in float64, which judges each operator of an execution on its own inputs.
 
-It runs a row with the execution's values substituted before and after each operator (module `forward`), so that each
-operator, and each computation between two operators, starts from the execution's own values, and no earlier error
-counts.
+It runs a row with the execution's values substituted before and after each operator (module `forward`), so that each operator,
+and each computation between two operators, starts from the execution's own values, and no earlier error counts.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ class Reference:
     """Float64 model that judges the operators of executions."""
 
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has the recorded weights in float64, with unfused attention; `recorded_dtypes` are the weights' own
-        dtypes.
-        """
+        """`model` has the recorded weights in float64, and unfused attention; `recorded_dtypes` are the weights' own dtypes."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
@@ -85,8 +82,8 @@ class Reference:
         windows: Sequence[Window],
         errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
     ) -> list[dict[Point, float]]:
-        """Return the contribution of errors to sum(weights_T * logprobs) of a row's response, to first order: each
-        error times the gradient there.
+        """Return each error's contribution to sum(weights_T * logprobs) of a row's response, to first order: error
+        times gradient.
 
         This takes one forward and backward of the float64 model. `errors_of` returns the errors of some executions in a
         window of layers; it is called from the last window to the first, and only one window's errors are kept. Each

@@ -26,8 +26,7 @@ from .vllm_execution import AnyExecution, Span, VllmExecution
 def choices(
     giver: AnyExecution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
 ) -> dict[str, Routing]:
-    """Return sequence -> ids [T, L, S] and weights [T, L, S] chosen by an execution's routers, for some `rows` out of a
-    step's rows `of`.
+    """Return sequence -> ids and weights, [T, L, S] each, chosen by an execution's routers for `rows`, in batches of `of`.
 
     `wanted` selects routers by name; the ids of others are NOT_ROUTED.
     """
@@ -63,8 +62,7 @@ def choices(
 def score_with(
     taker: AnyExecution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow], of: list[RecordedRow]
 ) -> dict[str, np.ndarray]:
-    """Return sequence -> the taker's [T] float64 log-probabilities, with these choices wherever it would use other
-    experts.
+    """Return sequence -> the taker's [T] float64 log-probabilities, with these choices where it would use other experts.
 
     A token with the same set of experts keeps the taker's own weights and order, so that no earlier difference is
     included. Other rows of a forward choose for themselves.

@@ -1,5 +1,4 @@
-"""Runs one sequence through both executions, judges each operator, and computes its error's contribution to the
-mismatch.
+"""Runs a sequence through both executions, judges each operator, and computes its error's share of the mismatch.
 
 Shapes: T response tokens, S sums over tokens.
 """

@@ -1,7 +1,6 @@
 """Records the inputs and outputs of a forward's operators, for some of its rows.
 
-Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response), N heads, G key-value heads, D head
-width.
+Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response), N heads, G key-value heads, D head width.
 """
 
 from __future__ import annotations
@@ -133,10 +132,9 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """Return [T, ...]: a row's part of a forward's tensor [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; None
-    without a token axis.
+    """Return a row's part [T, ...] of a forward's tensor; None without a token axis.
 
-    With `heads_first` the tensor is [B, N, W, D], for any N.
+    The tensor is [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; with `heads_first` [B, N, W, D] for any N.
     """
     import torch
 
@@ -188,9 +186,7 @@ def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the tensors among a call's arguments, also in lists, dicts and dataclasses, in order; keywords come last,
-    sorted by name.
-    """
+    """Return the tensors among a call's arguments, also nested, in order; keywords come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
@@ -283,8 +279,7 @@ def hooked(
     *,
     after_errors: bool = False,
 ) -> Iterator[None]:
-    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around each call of
-    these modules.
+    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around these modules' calls.
 
     Their return values replace the arguments and the result, as with torch's hooks. With `after_errors`, `after` is
     also called after a call that raised.
@@ -429,9 +424,7 @@ class _HeardForward:
 
 
 def attention_layers(model: Any) -> list[str]:
-    """Return the names of attention layers: modules with a query projection, or a fused one of queries, keys and
-    values.
-    """
+    """Return the names of attention layers: modules with a query projection, or a fused one."""
     words = ("q_proj", "query_key_value", "c_attn", "qkv_proj")
     return [
         name

@@ -136,9 +136,7 @@ class Unfinished:
 
 
 def question_id(question: LocateQuestion) -> str:
-    """Return the XXH3-64 of a question's canonical JSON, 16 hexadecimal digits; arms count by their changes, not their
-    spelling.
-    """
+    """Return the XXH3-64 of a question's canonical JSON, 16 hexadecimal digits; arms count by their changes."""
     asked: dict[str, Any] = asdict(question) | {"arm": _changes(question.arm), "against": _changes(question.against)}
     if question.operators is None:  # questions of earlier releases had none
         del asked["operators"]

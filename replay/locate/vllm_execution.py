@@ -1,8 +1,7 @@
 """vLLM as one of the two executions: its own model, observed under transformers' names.
 
-vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens arrive in one forward,
-in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split into transformers'
-projections.
+vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens arrive in one forward, in
+chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split into transformers' projections.
 
 Shapes: W tokens of a forward, T tokens of a sequence (prompt and response), N heads, G key-value heads, D head width.
 """
@@ -35,9 +34,7 @@ VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")
 """Modules that run only for the response's tokens, after the forward."""
 _FUSED = ("act_fn",)
-"""Modules that fuse a module of transformers with other code; their outputs are observed as inputs of the next
-operator.
-"""
+"""Modules that fuse a module of transformers with other code; their outputs are observed as inputs of the next operator."""
 _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
@@ -46,9 +43,7 @@ Span = tuple[str, slice, int]
 
 
 class VllmExecution:
-    """A vLLM engine with the weights of a step, in eager mode: neither compiled nor in CUDA graphs, and without a
-    prefix cache.
-    """
+    """vLLM engine with the weights of a step, in eager mode: not compiled, no CUDA graphs, no prefix cache."""
 
     is_other_code = False
     rounds_scores = True
@@ -130,9 +125,7 @@ class VllmExecution:
                 yield name, value
 
     def score(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, np.ndarray]:
-        """Return sequence -> [T] float64 log-probabilities, for some `rows` out of a step's rows `of`, in the engine's
-        batches.
-        """
+        """Return sequence -> [T] float64 log-probabilities of `rows`, in the engine's batches of the step's rows `of`."""
         # Decoding samples the last token without running it; one more token makes it run.
         asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
         scored = self._scorer.score(self._scorer.together(asked, of))
@@ -285,8 +278,7 @@ def states_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
 def mixture_around(
     module: Any, choose: Callable[[Select, Any, Any], tuple[Any, Any]], computed: Callable[..., Any]
 ) -> Iterator[None]:
-    """Call a mixture's choice of experts through `choose`, and `computed(hidden, weights, experts, given)` after the
-    mixture.
+    """Call a mixture's choice of experts through `choose`, then `computed(hidden, weights, experts, given)`.
 
     Its return value replaces the mixture's output, unless it is None.
     """

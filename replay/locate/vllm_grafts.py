@@ -56,9 +56,7 @@ class VllmTaker:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> vLLM's [T] float64 log-probabilities with the giver's operators, for some `rows` out of a
-        step's rows `of`.
-        """
+        """Return sequence -> vLLM's [T] float64 log-probabilities of `rows`, in batches of `of`, with the giver's operators."""
         self._rows = {row.seq_id: row for row in rows}
         with self.taker.following(rows, self._begin), self._put(names):
             return self.taker.score(rows, of)
@@ -209,9 +207,7 @@ class VllmTaker:
 
 
 class VllmGiver(Graft):
-    """Replaces projections, norms and the embedding in transformers' running model with vLLM's; vLLM's other operators
-    need its cache.
-    """
+    """Replaces projections, norms and embedding in transformers' model with vLLM's; others need vLLM's cache."""
 
     def __init__(self, taker: Execution, giver: VllmExecution):
         self.taker = taker

@@ -37,9 +37,7 @@ class Window:
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
     def needs(self, name: str) -> bool:
-        """Return True if judging the window's layers needs an operator's values: the next layer's norms take the last
-        layer's output.
-        """
+        """Return True if the window needs an operator's values; the next layer's norms take its last layer's output."""
         layer = layer_of(name)
         if layer is None:
             return self.is_last or bool(_BEFORE_LAYERS.search(name))
@@ -59,8 +57,7 @@ EVERY_LAYER = Window()
 def parts(
     rows: Iterable[RecordedRow], operators: Iterable[str], num_bytes: int, most_bytes: int
 ) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
-    """Yield sequences that fit into memory together, those of one forward next to each other, and the windows of layers
-    to process in turn.
+    """Yield sequences that fit into memory together, grouped by forward, and the windows of layers to process in turn.
 
     `num_bytes` is the memory per token. There is one window unless a single sequence's values do not fit.
     """

@@ -165,7 +165,7 @@ def test_a_result_of_another_run_or_of_a_later_release_is_in_no_answer(run):
     (path,) = (run / "locate").glob("*.json")
     for change, said in (
         ({"format": 2}, "later release"),
-        ({"format": 1, "run_id": "of another"}, "of run of another"),
+        ({"format": 1, "run_id": "of another"}, "to run of another"),
     ):
         change_document(path, lambda values, change=change: values | change)
         with pytest.warns(DamageWarning, match=said):

@@ -1,6 +1,4 @@
-"""Merges the files of a trace: writes the merged files to a separate folder, then moves them into place once all are
-complete.
-"""
+"""Merges the files of a trace: into a separate folder first, then into place once all are complete."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ from .shared_chunks import share_chunks
 FILE_BYTES = 512_000_000
 """Default target size of a merged file, bytes."""
 _SMALL = 0.25
-"""Merged files below this share of the target size are merged again; shared chunks make files smaller than the target.
-"""
+"""Merged files below this share of the target size are merged again; shared chunks make files smaller than the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,7 @@ _CHUNK_OFFSET, _META_DATA = 2, 3
 _SIZE, _DATA_OFFSET, _DICTIONARY_OFFSET = 7, 9, 11
 _KEY, _VALUE = 1, 2
 _OTHER_PLACES = ((4, 6), (10, 14))
-"""Fields of a column chunk and of its metadata with other offsets: page indexes and filters, which tim-trace does not
-write.
-"""
+"""Fields of a column chunk and of its metadata with other offsets: page indexes and filters, which tim-trace does not write."""
 
 # Thrift's compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12

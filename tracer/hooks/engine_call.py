@@ -75,9 +75,7 @@ class EngineCall:
         return gathered(parts)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions as sequences of a step, and their logprobs as rollouts; `names` has one name per
-        prompt.
-        """
+        """Record the completions as sequences of a step, and their logprobs as rollouts; one of `names` per prompt."""
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

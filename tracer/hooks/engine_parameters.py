@@ -9,9 +9,8 @@ from typing import Any
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
     """Yield each given name that can be mapped to the model's parameters, and the tensor that the model holds.
 
-    `shapes` is the shape of every given tensor. A fused parameter (qkv, gate and up) is split in the model's order, and
-    the padding of a vocabulary is cut off. Tensors that are sharded, packed for a kernel, or stacked as experts are
-    left out.
+    `shapes` is the shape of every given tensor. A fused parameter (qkv, gate and up) is split in the model's order, and the
+    padding of a vocabulary is cut off. Tensors that are sharded, packed for a kernel, or stacked as experts are left out.
     """
     parameters = dict(model.named_parameters())
     parts_of: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}

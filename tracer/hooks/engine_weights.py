@@ -42,10 +42,9 @@ _NO_OWN = (
 class EngineWeights:
     """Compares the weights of one process's engine and trainer, tensor by tensor.
 
-    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read the
-    first time and after 1, 2, 4, 8, ... versions, whenever the engine was sent something other than the trainer's
-    weights, and at every version once it differed from what was sent. An error ends this comparison only, not the
-    recording.
+    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read the first
+    time and after 1, 2, 4, 8, ... versions, whenever the engine was sent something other than the trainer's weights, and at
+    every version once it differed from what was sent. An error ends this comparison only, not the recording.
     """
 
     def __init__(self, session: Any):
@@ -210,9 +209,7 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return tensor -> the dtype that explains the difference from the trainer's, or the number of distinct values
-        per row.
-        """
+        """Return tensor -> the dtype that explains its difference from the trainer's, or the distinct values per row."""
         import torch
 
         engine = None if self._model is None else self._model()

@@ -27,8 +27,7 @@ def numerics(model: Any) -> dict[str, Any]:
 
 
 def fsdp_casts(model: Any) -> dict[str, str]:
-    """Return the dtypes to which FSDP's mixed precision casts in a forward: `parameters_dtype`, `buffers_dtype`,
-    `outputs_dtype`.
+    """Return FSDP's mixed-precision dtypes in a forward: `parameters_dtype`, `buffers_dtype`, `outputs_dtype`.
 
     Only casts that happen are included; empty for a model without FSDP. Autocast applies on top.
     """

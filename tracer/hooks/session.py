@@ -46,9 +46,7 @@ class Order:
     routing: bool = False
     """True if a mixture of experts' router choices are recorded."""
     engine_weights: str = "given"
-    """Digests recorded in addition to the trainer's: of the weights `given` to the engine, also of those it `held` at
-    every version, or `none`.
-    """
+    """Digests besides the trainer's: of weights `given` to the engine, also of those `held` at every version, or `none`."""
     max_wait: float = MAX_WAIT_S
     """Maximum wait for a file system that does not respond, seconds; then recording stops."""
 
@@ -87,9 +85,7 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """The error that makes the trace unwritable (it could not be opened, or its file system stalled); there is no
-        retry.
-        """
+        """The error that makes the trace unwritable (it could not be opened, or its file system stalled); there is no retry."""
         self.spent_s = self.cpu_s = 0.0
 
     @property
@@ -176,8 +172,7 @@ class Session:
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
         """Keep recording errors from the program; `what` names what is lost if one occurs.
 
-        An error ends this process's recording, or is passed to `otherwise`. The time spent inside counts as recording
-        overhead.
+        An error ends this process's recording, or is passed to `otherwise`. The time spent inside counts as recording overhead.
         """
         begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:

@@ -62,9 +62,7 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
 
 
 def lacks(trainer_class: type, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence on an untested TRL release and missing functions of a recorded class; None if there is nothing
-    to report.
-    """
+    """Return a sentence on an untested TRL release and a class's missing functions; None without any."""
     version = trl_version()
     return None if version is None else version_sentence("trl", version, missing)
 

@@ -51,8 +51,7 @@ def is_quantised(parameter: Any) -> bool:
 
 
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, tensor, and the tensor without its adapter (None if no adapter changes it), except for quantised
-    tensors.
+    """Yield name, tensor, and the tensor without its adapter (None if no adapter changes it); skip quantised tensors.
 
     PEFT merges the adapter itself, in a temporary copy of the layer.
     """

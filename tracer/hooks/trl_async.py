@@ -1,5 +1,4 @@
-"""Records TRL's AsyncGRPO trainers: samples come from a queue, rows pack several samples, and old logprobs are the
-engine's.
+"""Records TRL's AsyncGRPO trainers: queued samples, several packed in a row, with the engine's logprobs as old ones.
 
 Shapes: S samples of a packed row, N its tokens, T tokens of the longest response, M terms of the loss.
 """
@@ -242,9 +241,7 @@ class AsyncTrainerHooks(TrainerHooks):
         entropy: Any = None,
         version: int | None = None,
     ) -> None:
-        """Record a pass's value for each term of the loss. `version` is that of the trainer's weights; None for the
-        engine's.
-        """
+        """Record a pass's value for each term of the loss. `version` is the trainer weights'; None for the engine."""
         count = len(row.samples)
         forward = None
         if version is not None:

@@ -111,9 +111,7 @@ def server_contract(trainer: Any, server: Any) -> Contract:
 
 
 def worker_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings that determine the rollouts in a trainer's queue. `server` is the worker's server
-    configuration, or None.
-    """
+    """Return the settings that determine the rollouts in a trainer's queue. `server` is the worker's configuration, or None."""
     return {
         "engine": "vllm" if uses_server(trainer) else None,
         "function": class_path(trainer.rollout_worker),
@@ -144,9 +142,7 @@ def sampling_columns(trainer: Any) -> dict[str, Any]:
 
 
 def model_identity(trainer: Any) -> dict[str, Any]:
-    """Return the identity of the trained model; with PEFT adapters, of the base model, plus the adapters' configs by
-    name.
-    """
+    """Return the identity of the trained model; with PEFT adapters, the base model's, and the adapters' configs."""
     model = trained_model(trainer)
     configs = _adapters(model)
     below = model.get_base_model() if configs else model

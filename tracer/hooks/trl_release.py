@@ -1,7 +1,6 @@
 """Names in TRL that recording uses, by release, and what is not recorded if they are missing.
 
-Code that reads a trainer looks names up here, so that a renamed attribute costs only its own values and is reported in
-a note.
+Code that reads a trainer looks names up here, so that a renamed attribute costs only its own values and is reported in a note.
 """
 
 from __future__ import annotations

@@ -147,9 +147,7 @@ class TrainerState:
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Return the index under which a loss finds a recorded batch, and drop the oldest; only the newest evaluation
-        batch is kept.
-        """
+        """Store a recorded batch for a loss and return its index; keeps the newest batches, and one of evaluation."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED

@@ -215,9 +215,7 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record metrics not yet recorded for this step; `only_new` compares names only, since a value may be on a
-        device.
-        """
+        """Record metrics new for this step; `only_new` compares names only, since a value may be on a device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}

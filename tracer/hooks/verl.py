@@ -112,9 +112,7 @@ def install_older(session: Session, module: Any) -> Patches:
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a trainer started with `python -m` under its module's name, so that it is hooked in the process where Ray
-    runs it.
-    """
+    """Import a trainer started with `python -m` under its module's name, so that it is hooked where Ray runs it."""
     patches = Patches()
 
     def run_ppo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

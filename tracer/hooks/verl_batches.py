@@ -74,9 +74,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B]: the value shared by all counted tokens of each row, 0.0 if none counts; None if values differ within
-    a row.
-    """
+    """Return [B]: the value shared by a row's counted tokens, 0.0 if none counts; None if values differ within a row."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]

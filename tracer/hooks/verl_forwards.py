@@ -22,9 +22,7 @@ FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)
 
 
 class Forwards:
-    """Forwards of one engine call: each row's forward, its position there, the number of rows in it, and the padding
-    after the row.
-    """
+    """Forwards of one engine call: each row's forward, position in it, number of rows in it, and padding after the row."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         """`numbers` yields the numbers of this process's forwards."""
@@ -61,9 +59,7 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return a tensor [B, 4] int64: forward, position, rows and padding of each row; None if a row was in no
-        forward.
-        """
+        """Return a tensor [B, 4] int64: each row's forward, position, rows and padding; None if a row was in no forward."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
@@ -76,9 +72,7 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return the number of tokens per padded row that attention sees, for a contract: verl before 0.8 uses this mask's
-    width.
-    """
+    """Return the number of tokens per padded row that attention sees; verl before 0.8 uses this mask's width."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}

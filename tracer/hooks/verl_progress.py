@@ -46,9 +46,7 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """Return the progress of FullyAsyncTrainer, which counts updates in global_steps, from 1, and logs the number of
-    transfers as step.
-    """
+    """Return the progress of FullyAsyncTrainer, whose global_steps counts updates, from 1, and which logs transfers as steps."""
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps

@@ -90,9 +90,7 @@ _GRAMMAR = (
 
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
-    """Return what determines the logprobs of vLLM's offline engine: versions, arguments, configuration, kernels,
-    sampling.
-    """
+    """Return what determines the logprobs of vLLM's offline engine: versions, arguments, configuration, sampling."""
     config = getattr(llm.llm_engine, "vllm_config", None)
     return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
@@ -107,8 +105,7 @@ def async_contract(
 ) -> Contract:
     """Return the same for a serving engine. It runs in other processes, so its kernels are unknown.
 
-    `model_patches` are the calls with which the caller changed the engine's model. Settings of single requests are left
-    out.
+    `model_patches` are the calls with which the caller changed the engine's model. Settings of single requests are left out.
     """
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,
@@ -193,9 +190,7 @@ def _model_class(llm: Any) -> str | None:
 
 
 def _device(config: Any) -> str | None:
-    """Return the engine's device. vLLM gives the GPU's name, since torch would initialize CUDA, after which engines
-    cannot be forked.
-    """
+    """Return the engine's device. vLLM names a GPU, since torch would initialize CUDA, which prevents forking."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)

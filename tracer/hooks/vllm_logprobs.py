@@ -17,9 +17,7 @@ ROOM_FOR_ALL = 1 << 30
 """`max_logprobs` larger than any vocabulary; -1 would disable other engine features."""
 
 DELTA = "DELTA"
-"""vLLM's kind of output with only the new tokens. vLLM joins waiting outputs position by position, which loses flat
-logprobs.
-"""
+"""vLLM's output kind with new tokens only; vLLM joins waiting ones by position, which loses flat logprobs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,9 +108,7 @@ def gathered(parts: Sequence[dict[str, np.ndarray] | None]) -> TopK | Logits | N
 
 
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without the extra entry of a sampled token with a
-    lower rank.
-    """
+    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without a sampled token of lower rank."""
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
         # Flat positions that vLLM joined from several outputs hold the sampled token once, at its rank.

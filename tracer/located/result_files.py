@@ -159,9 +159,7 @@ def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
 
 
 def read_result(store: Store, result: str) -> KeptResult:
-    """Read a result. Raises DamagedTrace if its content has changed, NewerTrace, and FileNotFoundError if it does not
-    exist.
-    """
+    """Read a result. Raises DamagedTrace if its content has changed, NewerTrace, and FileNotFoundError."""
     header = read_header(store, result)
     try:
         return _read_tables(store, header)

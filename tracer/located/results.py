@@ -126,9 +126,7 @@ class Patch:
     """Mismatch left when operators of one execution are computed by the other's code, on their own inputs."""
 
     patch: str
-    """Patched operators: a kind of operator, `layers 0 to 7`, `all operators`, or `routes` for differing expert
-    choices.
-    """
+    """Patched operators: a kind of operator, `layers 0 to 7`, `all operators`, or `routes` for differing expert choices."""
     taker: str
     """Side whose operators were replaced."""
     num_operators: int
@@ -145,9 +143,7 @@ class Divergence:
     kind: str
     layer: int | None
     why: str
-    """`weights`: it has other weights; `beyond`: its own error exceeds its bound; `code`: its code computes something
-    different in float64.
-    """
+    """`weights`: it has other weights; `beyond`: its own error exceeds its bound; `code`: it differs in float64."""
     ratio: float | None
     version: int | None
     """For `weights`: the policy version whose weights it has."""

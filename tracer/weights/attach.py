@@ -53,8 +53,7 @@ def attach(
     tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Attached:
-    """Keep the weights of a Hugging Face folder as those of a policy version, so that a trace of a dump can be
-    replayed.
+    """Keep the weights of a Hugging Face folder as a policy version's, so that a trace of a dump can be replayed.
 
     `folder` holds config.json and safetensors, as written by `save_pretrained`, for one of transformers' own model
     classes; no code in it is run. The model's config and the tokenizer of the folder, or of `tokenizer`, are stored

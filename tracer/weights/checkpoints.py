@@ -45,8 +45,7 @@ class CheckpointReader:
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
         """Load every tensor of a version. Raises WeightsMissing.
 
-        A run saves each version once, so `attempt` is ignored. Tensors are always memory-mapped, so unread ones take no
-        memory.
+        A run saves each version once, so `attempt` is ignored. Tensors are always memory-mapped, so unread ones take no memory.
         """
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
@@ -84,9 +83,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a recorded model with `architectures`, which vLLM needs; a model not loaded from a
-    checkpoint has none.
-    """
+    """Return a recorded model's config with `architectures`, which vLLM needs; a model never loaded has none."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}

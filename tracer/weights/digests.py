@@ -25,10 +25,9 @@ _coefficients: dict[Any, Any] = {}
 def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
     """Return the digest of a tensor, first rounded to a floating `dtype` and moved to a device if given.
 
-    On a CPU it is the XXH3-64 of the bytes. Elsewhere it is the sum of the bytes as 32-bit lanes, each multiplied by an
-    odd number that depends on its position, modulo 2^64, so only the sum leaves the device. Digests of different device
-    types are not comparable. A tensor is cast and moved in pieces. `through` is an intermediate dtype that it is
-    rounded to first.
+    On a CPU it is the XXH3-64 of the bytes. Elsewhere it is the sum of the bytes as 32-bit lanes, each multiplied by an odd
+    number that depends on its position, modulo 2^64, so only the sum leaves the device. Digests of different device types are
+    not comparable. A tensor is cast and moved in pieces. `through` is an intermediate dtype that it is rounded to first.
     """
     tensor = tensor.detach()
     if device is None or tensor.device.type == device.type:

@@ -350,9 +350,7 @@ class WeightReader:
         return self._paths[key]
 
     def _chunks_of(self, record: WeightVersion) -> dict[str, frozenset[int]]:
-        """Return dtype -> indices of the chunks stored for one version. Raises DamagedTrace for chunks outside of the
-        tensors.
-        """
+        """Return dtype -> indices of a version's stored chunks. Raises DamagedTrace for chunks outside of the tensors."""
         key = record.segment, record.row
         if key not in self._chunk_sets:
             counts = self._elements(record)

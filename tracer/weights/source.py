@@ -16,9 +16,8 @@ FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
 def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:
     """Return a reader of a trace's policy versions: `.versions`, `.load(version)`.
 
-    Checkpoints outside the trace are read only from a folder given by the user: `weights_from` or
-    TIM_TRACE_WEIGHTS_FROM. The folder recorded in the trace itself is reported but not read, since the trace may come
-    from an untrusted source.
+    Checkpoints outside the trace are read only from a folder given by the user: `weights_from` or TIM_TRACE_WEIGHTS_FROM. The
+    folder recorded in the trace itself is reported but not read, since the trace may come from an untrusted source.
     """
     manifest = store.manifest()
     writers, damaged = store.writers()

@@ -44,13 +44,9 @@ MOST_A_KEYFRAME = 256
 FEW = 1 / 8
 """Maximum share of changed elements for storing sparse changes."""
 STRIDE = 4
-"""Row r of a segment stores changes relative to row r - STRIDE ** n, the largest power that divides r, so paths stay
-short.
-"""
+"""Row r of a segment stores changes relative to row r - STRIDE ** n, the largest power that divides r, so paths stay short."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum of changed shares on the path from a keyframe to a version: applying that many takes as long as reading
-the keyframe.
-"""
+"""Maximum sum of changed shares from a keyframe to a version; applying them takes as long as reading the keyframe."""
 
 PINNED_BYTES = 512 << 20
 """Largest version copied to pinned memory, bytes; up to this size the caller need not wait. Pinned memory is
@@ -100,9 +96,7 @@ class WeightWriter:
         self._is_few = True
         """True if all rows of the segment after the keyframe are sparse."""
         self._recent: list[list[ChunkChanges]] = []
-        """Changes of recent rows per level (single rows, sums of STRIDE rows, ...), each since the last sum of the next
-        level.
-        """
+        """Changes of recent rows per level (single rows, sums of STRIDE rows, ...) since the next level's last sum."""
         self._on_the_way: list[int] = []
         """[rows] number of changed elements on the path from the keyframe to each row of the segment."""
         self._segment = Segment(writer, -1)
