@@ -36,7 +36,7 @@ def patched(
     unfinished: Unfinished | None,
     progress: Progress,
 ) -> Iterator[Patch]:
-    """Patch either execution for `rows`, in batches of `of`; `wanted` selects routers to follow, `is_asked` operators."""
+    """Patch either execution for `rows`, in batches of `of`; `wanted` selects routers, `is_asked` operators."""
     if not pooled.are_whole:  # after an interruption vLLM may not have run yet
         for engine in executions.values():
             if isinstance(engine, VllmExecution):

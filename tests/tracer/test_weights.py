@@ -170,7 +170,7 @@ def test_changes_come_back(tmp_path, dtype):
         apply_changes(moved_C, (places_K, differences_K), undo=True)
         assert (moved_C == bits_C).all()
         for wrong in (encoded[:-3], encoded[:20], b"", encoded[:8] + encoded[9:]):
-            with pytest.raises(ValueError, match=r"hold|match|incomplete|decompress"):
+            with pytest.raises(ValueError, match=r"hold|match|incomplete"):
                 decode_changes(wrong, dtype, 3000)
         claiming = bytearray(encoded)
         claiming[12:16] = (1 << 31).to_bytes(4, "little")  # what blosc would make room for
