@@ -506,7 +506,7 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_prints(csv=False)
 def info(traces: Sequence[str], form: _Form) -> None:
-    """Say what a trace holds, who wrote it, what is missing and what is damaged."""
+    """Summarize a trace: contents, writers, and missing or damaged data."""
     from dataclasses import asdict
 
     from .analysis import info as look
@@ -526,7 +526,7 @@ def info(traces: Sequence[str], form: _Form) -> None:
 @_ray
 @_prints()
 def verify(trace: str, ray: str | None, form: _Form) -> None:
-    """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
+    """Read a whole trace and check every byte, row count, chunk and version against the records of its writers.
 
     The exit code is 2 if something is damaged or missing. Other verbs check only what they read.
     """
@@ -761,7 +761,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @_ray
 @_prints()
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
-    """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
+    """Show what each correction for the mismatch would have cut from the recorded tokens, and at what cost.
 
     The thresholds are the published ones; presets of verl keep verl's own. Every row writes its rule out, the ratio that
     the source's bounds are on (verl's k1 bounds are on the inverse ratio), and what is kept in terms of rho = exp(d).
@@ -808,7 +808,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_ray
 @_prints(json="Print JSON, with every digit and every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
-    """Say what the mismatch does to the objective that a run trained on: does it push one way, by how much, and where.
+    """Measure how the mismatch biases the objective that a run trained on: in which direction, by how much, and where.
 
     It holds the contribution of each token under the ratio that the loss used against the one that the samples call for,
     current / rollout, by the sign of the advantage, with clip decisions, corrections and policy drift told apart. The loss is
@@ -1373,7 +1373,7 @@ def export_(trace: str, **options: Any) -> None:
 )
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
-    """Say whether a run passes conditions on its numbers: for the checks of training code.
+    """Fail if a number of a run violates a condition, for use in CI of training code.
 
     Conditions on columns of stats write sums into the trace, as stats does.
 

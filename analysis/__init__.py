@@ -1,4 +1,4 @@
-"""Questions to traces: every verb of the command line as a function. Importing it imports none of them.
+"""Analysis of traces: every verb of the command line as a function, imported on first use.
 
 Everything here runs without torch, except for replays.
 """

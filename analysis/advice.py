@@ -1,10 +1,10 @@
-"""What to do next: a command to copy, and what is said of it."""
+"""Next steps for the user: a command to copy and a remark."""
 
 from __future__ import annotations
 
 
 class Advice(str):
-    """A text whose command and remark are known apart.
+    """A text made of a command and a remark, which are also kept separately.
 
     >>> advice = Advice("tim-trace record -- X", "keeps weights")
     >>> str(advice), advice.command, advice.remark
@@ -12,18 +12,18 @@ class Advice(str):
     """
 
     command: str
-    """As a shell takes it; empty where there is none."""
+    """Shell command; empty if no command applies."""
     remark: str
-    """What it is for, or what to do where no command does it; empty where the command says all."""
+    """Purpose of the command, or what to do if no command applies; empty if the command is self-explanatory."""
 
     def __new__(cls, command: str = "", remark: str = "") -> Advice:
         made = super().__new__(cls, f"{command}  # {remark}" if command and remark else command or remark)
         made.command, made.remark = command, remark
         return made
 
-    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # a copy has both parts
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # copies keep both parts
         return self.command, self.remark
 
 
 NOTHING = Advice()
-"""Where there is nothing left to do."""
+"""No next step."""

@@ -27,24 +27,23 @@ COLUMNS = ("table", "files_before", "files_after", "bytes_before", "bytes_after"
 FILE_SIZE = "512MB"
 
 _Sums = dict[tuple[str, Pair], pa.Table]
-"""Kind and pair -> their kept sums."""
+"""(kind, pair) -> the stored sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compaction(Result):
-    """What was merged."""
+    """The result of a compaction."""
 
     _text = "tim_trace.analysis.compact:compaction_text"
 
     trace: str
     """Folder or URL of the merged files."""
     tables: Rows
-    """One row per table: files and bytes merged, what they became, and files left alone: those of open steps, of replays,
-    and merged ones that are large already."""
+    """One row per table: files and bytes before and after, and files left alone (of open steps, of replays, or already large)."""
 
     @property
     def has_changed(self) -> bool:
-        """Whether anything was merged."""
+        """True if anything was merged."""
         return any(row[1] for row in self.tables.rows)
 
 
@@ -59,13 +58,12 @@ def compact(
 ) -> Compaction:
     """Merge the files of all writers into few of about `file_size` each, ordered by step and pass.
 
-    Every verb answers the same afterwards, bit for bit. The trace is changed in place, or written to `output`, a folder or a
-    URL; `force` replaces a trace in that folder. A process that dies leaves a complete trace, and the next call continues. A
-    trace that is being recorded is merged up to the step that all of its writers have closed. Replays, distributions and
-    weights keep files of their own.
+    Results of all verbs stay the same, bit for bit. The trace is changed in place, or written to `output`, a folder or a URL;
+    `force` replaces a trace there. If the process dies, the trace stays complete and the next call continues. A live trace is
+    merged up to the last step closed by all its writers. Replays, distributions and weights keep separate files.
 
-    `ray` divides the steps among the actors of a Ray cluster: `local` starts one here, an address (`auto`, `host:port`) names a
-    running one whose nodes see the trace at the same path. File boundaries then differ from those of one process.
+    `ray` divides the steps among the actors of a Ray cluster: `local` starts one here, an address (`auto`, `host:port`) is that
+    of a running one whose nodes see the trace at the same path. File boundaries then differ from those of one process.
 
     Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part of the trace is
     missing.
@@ -87,7 +85,7 @@ def compact(
 
 
 def _kept_sums(trace: str) -> _Sums:
-    """Read the sums over all sealed rows, which stay valid when rows are merged."""
+    """Read the sums over all sealed rows, which stay valid after merging."""
     try:
         source = open_source(trace)
         return {
@@ -120,5 +118,5 @@ def _keep_sums(trace: str, sums: _Sums) -> None:
 def compaction_text(found: Compaction, width: int | None = None) -> str:
     """Render a compaction."""
     if not found.has_changed:
-        return f"{found.trace}: nothing to merge: it has few files, or their steps are still open"
+        return f"{found.trace}: nothing to merge: few files, or steps still open"
     return to_text(found.tables, width)

@@ -1,4 +1,4 @@
-"""Corrections of off-policy tokens: which weight a ratio gets, and which sequences are thrown out."""
+"""Corrections of off-policy tokens: weights of ratios, and rejection of sequences."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ _INFINITY = math.inf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """A rule: weights for the ratios of tokens or sequences, and bounds that a sequence must keep.
+    """A rule: weights from token or sequence ratios, and bounds that reject sequences.
 
-    d = logprob(a) - logprob(b). A ratio is rho = exp(d), of a token or, with the sum of d, of a sequence. Every bound here
-    is on d or rho; a framework that bounds the inverse ratio is turned around when its rule is made.
+    d = logprob(a) - logprob(b). The ratio is rho = exp(d) of a token, or exp(sum of d) of a sequence. All bounds are on d or
+    rho; bounds that a framework puts on the inverse ratio are converted.
     """
 
     name: str
     rule: str
     """Weight and bounds as the source writes them."""
     bound_on: str
-    """Which ratio the source's bounds are on: a/b or b/a; empty where there is none."""
+    """The ratio that the source bounds: a/b or b/a; empty without bounds."""
     kept: str
-    """What is kept, in terms of rho = exp(d)."""
+    """Condition for keeping a token or sequence, in terms of rho = exp(d)."""
     level: str = "none"
-    """What the weight is a ratio of: `token`, `sequence`, or `none` for a weight of 1."""
+    """Level of the weight's ratio: `token`, `sequence`, or `none` for a weight of 1."""
     low: float = 0.0
     """Ratios below it get a weight of 0."""
     high: float = _INFINITY
-    """Ratios above it get `high` where the rule truncates, else 0."""
+    """Ratios above it get `high` if the rule truncates, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
-    """Least sum of d of a sequence that is kept, nats; tokens clamped to 20 nats either way."""
+    """Minimum sum of d of a kept sequence, nats; d clamped to +-20 nats."""
     sum_high: float = _INFINITY
     mean_low: float = -_INFINITY
-    """Least mean of d of a sequence that is kept, nats."""
+    """Minimum mean of d of a kept sequence, nats."""
     mean_high: float = _INFINITY
     k3_high: float = _INFINITY
-    """Largest mean of exp(d) - 1 - d of a sequence that is kept, nats."""
+    """Maximum mean of exp(d) - 1 - d of a kept sequence, nats."""
     k2_high: float = _INFINITY
-    """Largest d^2 / 2 of a token of a sequence that is kept, nats."""
+    """Maximum d^2 / 2 of any token of a kept sequence, nats."""
     token_low: float = 0.0
-    """Least ratio of a token of a sequence that is kept."""
+    """Minimum ratio of any token of a kept sequence."""
 
     @property
     def has_bounds(self) -> bool:
-        """Whether the published bounds of a truncated sequence ratio are about this rule."""
+        """True if the published bounds for a truncated sequence ratio apply to this rule."""
         neutral = Correction(
             name=self.name, rule=self.rule, bound_on=self.bound_on, kept=self.kept,
             level="sequence", high=self.high, truncates=True,
@@ -72,7 +72,7 @@ def published(
     geometric: tuple[float, float] = (0.999, 1.002),
     veto: float = 1e-4,
 ) -> list[Correction]:
-    """The corrections in use, at thresholds that are the published ones; presets of verl keep verl's own."""
+    """Return the published corrections, by default at their published thresholds; verl's presets keep verl's."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [
@@ -109,7 +109,7 @@ def published(
 
 
 def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], zones: str | None = None) -> None:
-    """Define the macros of corrections for these rules; `zones` is a query of zones that were read before."""
+    """Define the correction macros for these rules; `zones` is a query of zones already read."""
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]
     values: list[dict[str, Any]] = [
@@ -136,14 +136,14 @@ MACROS = MacroFile(
 
 
 def token_bounds(rules: Iterable[Correction]) -> Bounds:
-    """The least and the largest ratios of tokens that rules have, ascending; they part ratios into zones."""
+    """Return the lower and upper token bounds of all rules, ascending; they divide ratios into zones."""
     of_tokens = [rule for rule in rules if rule.level == "token"]
     lows = {rule.low for rule in of_tokens if math.isfinite(rule.low)}
     return tuple(sorted(lows)), tuple(sorted({rule.high for rule in of_tokens if math.isfinite(rule.high)}))
 
 
 def _sequence_class(rules: list[Correction]) -> str:
-    """How many of the rules' bounds each statistic of a sequence has passed, as one number, in SQL."""
+    """Return SQL that encodes, as one number, how many of the rules' bounds each sequence statistic exceeds."""
     weighed = [rule for rule in rules if rule.level == "sequence"]
     bounds: dict[str, tuple[list[float], list[float]]] = {
         "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),
@@ -160,7 +160,7 @@ def _sequence_class(rules: list[Correction]) -> str:
 
 
 def _passed(value: str, lows: list[float], highs: list[float]) -> str:
-    """How many bounds a value has passed, in SQL: a least one that it reaches, a largest one that it exceeds."""
+    """Return SQL that counts the lower bounds a value reaches and the upper bounds it exceeds."""
     passed = [f"({value} >= {low!r}::DOUBLE)::INTEGER" for low in sorted(set(lows)) if math.isfinite(low)]
     passed += [f"({value} > {high!r}::DOUBLE)::INTEGER" for high in sorted(set(highs)) if math.isfinite(high)]
     return " + ".join(passed) or "0"
@@ -181,7 +181,7 @@ def _sequence_tis(name: str, threshold: float, ratio: str) -> Correction:
 
 
 def _masked(name: str, weight: str, kept: str, ratio: str, **bounds: Any) -> Correction:
-    """A weight that is 0 unless the bounds that `kept` writes hold."""
+    """Return a rule whose weight is 0 unless the bounds, written in `kept`, hold."""
     return Correction(name=name, rule=f"w = {weight} where {kept}, else 0", bound_on=ratio, kept=kept, **bounds)
 
 
@@ -198,7 +198,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """RolloutCorrectionConfig's presets in verl 0.9.0; the bounds of its k1 = -d are on the inverse ratio."""
+    """Return the presets of verl 0.9.0's RolloutCorrectionConfig; its k1 = -d bounds the inverse ratio."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

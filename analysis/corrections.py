@@ -1,4 +1,4 @@
-"""Apply corrections to a recorded run, as counterfactuals."""
+"""Apply corrections to a recorded run, counterfactually."""
 
 from __future__ import annotations
 
@@ -43,29 +43,28 @@ def corrections(
     ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Rows:
-    """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
+    """Show what each correction for the mismatch would have cut from the recorded tokens, and at what cost.
 
-    One row a correction, of a run, a step, or (by length) a quarter of a run's sequences by their number of tokens. With
-    d = logprob(a) - logprob(b), rho_t = exp(d) of a token, and rho_seq and rho_geo the exponentials of the sum and the mean
-    of d over a sequence; exponents are clamped to 20 nats. `kept` says which are kept in terms of rho, `bound_on` which
-    ratio the source's own bounds are on. `steps` (3:80, -10:, 2:200:2) takes a part of each run.
+    One row per correction, and per run, step, or (by length) quarter of a run's sequences by number of tokens.
+    d = logprob(a) - logprob(b); rho_t = exp(d) of a token; rho_seq and rho_geo are exp of the sum and the mean of d over a
+    sequence; exponents are clamped to 20 nats. `kept` is the condition for keeping in terms of rho, `bound_on` the ratio that
+    the source bounds. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
 
-    - cut: weight 0. truncated: a weight that was lowered to its bound. touched: a sequence with a token cut. Columns of
-      `_positive` and `_negative` are over tokens with advantage above and below 0; NULL where there is none.
-    - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), all tokens or sequences in n; ess_verl: 1 / mean((w / mean w)^2)
-      over tokens, of the weights alone as verl 0.9.0 logs it, what is cut by its rejection counted in.
-    - mass_cut_*: sum of rho over what is cut by the sum of rho: the share of pass a's own probability that is lost, which
+    - cut: weight 0. truncated: weight lowered to its bound. touched: a sequence with a token cut. Columns `_positive` and
+      `_negative` are over tokens with advantage above and below 0; NULL without any.
+    - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), n over all tokens or sequences; ess_verl: 1 / mean((w / mean w)^2)
+      over tokens, as verl 0.9.0 logs it: from the weights alone, including rejected tokens.
+    - mass_cut_*: sum of rho over cut tokens divided by the sum of rho: the share of pass a's probability that is lost, which
       is the bias of a masked ratio (richardli.xyz/rl-collapse: bias of Seq-MIS = -E_a[f 1(rho > C)]).
-    - bias_*: mean |rho - w|, the most by which the mean of a function within [-1, 1] can be off, since
-      E_a[f] - E_b[w f] = E_b[(rho - w) f]; with w = 1 it is twice the total variation. variance_*: mean w^2, the
-      most that the variance of one weighted sample can be. Of tokens or of sequences: NULL at the level where the weight
-      is no function of that ratio.
-    - bias_bound, variance_bound: 2 (1 + chi2) / C and C^2 of a truncated sequence ratio (the same source).
+    - bias_*: mean |rho - w|, the maximum error of the mean of a function within [-1, 1], since
+      E_a[f] - E_b[w f] = E_b[(rho - w) f]; with w = 1 it is twice the total variation. variance_*: mean w^2, an upper bound
+      on the variance of one weighted sample. Per token or sequence; NULL at a level whose ratio does not determine the
+      weight.
+    - bias_bound, variance_bound: 2 (1 + chi2) / C and C^2 of a truncated sequence ratio (same source).
 
-    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` for one that is started here), divides the tokens among its
-    actors, which send back sums.
+    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), divides the tokens among its actors.
 
-    Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     if by not in BY:
@@ -86,9 +85,9 @@ def _rules(
 ) -> list[Correction]:
     for option, value in (("token-threshold", token_threshold), ("sequence-threshold", sequence_threshold)):
         if not value > 0:
-            raise InvalidOption(f"got {value}; give a ratio above 0, as 2", option=option)
+            raise InvalidOption(f"got {value}; give a ratio above 0, e.g. 2", option=option)
     if not veto >= 0:
-        raise InvalidOption(f"got {veto}; give a ratio of at least 0, as 1e-4", option="veto")
+        raise InvalidOption(f"got {veto}; give a ratio of at least 0, e.g. 1e-4", option="veto")
     return published(
         *names,
         token_threshold=token_threshold,
@@ -100,25 +99,25 @@ def _rules(
 
 
 def _bounds(option: str, text: str) -> tuple[float, float]:
-    """Read `low_high`."""
+    """Parse `low_high`."""
     low, _, high = text.partition("_")
     try:
         bounds = float(low), float(high)
     except ValueError:
         bounds = (0.0, 0.0)
     if not 0 < bounds[0] <= bounds[1]:
-        raise InvalidOption(f"got {text!r}; write two ratios above 0 as low_high, as 0.5_5.0", option=option)
+        raise InvalidOption(f"got {text!r}; write two ratios above 0 as low_high, e.g. 0.5_5.0", option=option)
     return bounds
 
 
 @contextmanager
 def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], progress: Progress) -> Iterator[None]:
-    """Read every token of a pair once, here or on a cluster; meanwhile the macros of corrections read what was read."""
+    """Read every token of a pair once, here or on a cluster; inside the context the correction macros use the result."""
     connection = database.connection
     bounds = token_bounds(rules)
     chunks = [chunk for source in database.sources for chunk in run_chunks(database, source.run)]
     units = [(pair, chunk, bounds) for chunk in chunks]
-    connection.execute("SET threads = 1")  # one thread keeps the rows in their order
+    connection.execute("SET threads = 1")  # a single thread preserves row order
     connection.execute(
         f"CREATE OR REPLACE TEMP TABLE read_zones AS SELECT '' AS run, 0::BIGINT AS step, * FROM {_no_zones()} LIMIT 0"
     )
@@ -148,7 +147,7 @@ def _no_zones() -> str:
 
 
 def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[pa.Table]:
-    """The groups of the sequences of some steps, which are numbered from 1."""
+    """Yield the groups of some steps' sequences, numbered from 1."""
     pair, chunk, bounds = unit
     a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
     query = f"SELECT * FROM correction_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})"

@@ -1,7 +1,7 @@
-"""Compare the engine's weights with the trainer's, tensor by tensor, from the recorded digests of both.
+"""Compare the engine's weights with the trainer's, tensor by tensor, using the recorded digests of both.
 
-The engine's tensor is what it was found to hold, else what it was given last. Equal digests mean equal bits in the engine's
-dtype, so nothing here is estimated.
+The engine's digest is that of the tensor read back from it, else of the tensor sent to it last. Equal digests mean equal bits
+in the engine's dtype, so nothing is estimated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COUNTED = f"""
         FROM {{view}}
     ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
 """
-"""Tensors that the engine was given as the trainer had them at every version are only counted."""
+"""Counts of the tensors that the engine received unchanged from the trainer at every version."""
 
 _LISTED = f"""
     SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),
@@ -47,7 +47,7 @@ _LISTED = f"""
     FROM (SELECT *, bool_and({_GIVEN_AS_HAD}) OVER (PARTITION BY tensor) AS is_plain FROM {{view}})
     WHERE {{every}} OR NOT is_plain GROUP BY policy_version, writer
 """
-"""The other tensors, one by one."""
+"""All other tensors, listed individually."""
 
 
 _UNACCOUNTED = """
@@ -57,14 +57,14 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""Steps that a process sampled without digests; an engine in another process serves all processes."""
+"""Steps sampled by a process without digests; an engine in another process serves all processes."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
         SELECT DISTINCT writer FROM scores WHERE pass = 'current' AND writer NOT IN (SELECT DISTINCT writer FROM sequences)
     ) USING (writer)
 """
-"""Steps whose training workers recorded no sequences (as in verl), but the weights of engines of their own."""
+"""Steps whose training workers recorded the weights of their engines but no sequences (as in verl)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,35 +73,35 @@ class EngineTensor:
 
     tensor: str
     causes: tuple[str, ...]
-    """Causes that the bits allow, the more probable first: STALE, ADAPTER, QUANTISED or OTHER."""
+    """Causes consistent with the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
     holds_version: int | None
     """The latest version whose tensor the engine has; None if the trainer never had it."""
     cast: str | None
-    """dtype through which the trainer's tensor was cast to it."""
+    """Intermediate dtype through which the trainer's tensor was cast."""
     is_loaded: bool
-    """Whether the engine was given it last."""
+    """True if the engine holds the tensor it last received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVersion:
-    """One engine as it began to sample with one policy version."""
+    """State of one engine when it started to sample with a policy version."""
 
     version: int
     writer: str
     step: int
     given: dict[str, int]
-    """Tensor -> the version at which it was given last, for listed tensors that were given."""
+    """Tensor -> the version at which the engine last received it, for listed tensors."""
     agreeing: frozenset[str]
     """Listed tensors that equal the trainer's."""
     num_agreeing: int
-    """Of all tensors."""
+    """Number of all tensors, listed or not, that equal the trainer's."""
     differences: tuple[EngineTensor, ...]
     num_unknown: int
-    """Tensors with an unknown side."""
+    """Tensors with a digest missing on one side."""
     num_updated: int
-    """Agreeing tensors that changed since the version before."""
+    """Agreeing tensors that changed since the previous version."""
     was_given: bool
-    """Whether the engine was given anything so far."""
+    """True if the engine has received any tensor so far."""
 
     @property
     def num_known(self) -> int:
@@ -116,17 +116,17 @@ class EngineFault:
     tensor: str
     """The tensor furthest behind at that version."""
     version: int
-    """The trainer's."""
+    """The trainer's version."""
     holds_version: int | None
     given_version: int | None
-    """The version at which it was given last; None if never."""
+    """The version at which the engine last received it; None if never."""
     is_loaded: bool
-    """Whether the engine holds what it was given last."""
+    """True if the engine holds the tensor it last received."""
     num_tensors: int
     """Differing tensors at that version."""
     of_tensors: int
     num_versions: int
-    """Versions at which it was seen."""
+    """Versions with this cause."""
     of_versions: int
     first_version: int
     cast: str | None
@@ -136,18 +136,18 @@ class EngineFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVerdict:
-    """What the digests show for some steps."""
+    """The result of comparing digests for some steps."""
 
     faults: tuple[EngineFault, ...] = ()
-    """The cause of most differences first."""
+    """Faults, the cause of most differences first."""
     agreeing_steps: frozenset[int] = field(default=frozenset())
     """Steps sampled with exactly the trainer's weights."""
 
 
 def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterator[EngineVersion]:
-    """Yield every policy version at which an engine sampled, in order; for repeated steps that of the newest attempt.
+    """Yield every policy version with which an engine sampled, in order; for repeated steps from the newest attempt.
 
-    Tensors that the engine was always given as the trainer had them are only counted, unless `every_tensor`.
+    Tensors that the engine always received unchanged are only counted, unless `every_tensor`.
     """
     view = "every_engine_weights" if database.kept_steps else "engine_weights"
     words = {"view": view, "every": "true" if every_tensor else "false"}
@@ -176,7 +176,7 @@ _NOTHING: tuple[Any, ...] = (None, [], [], [], [], [], [])
 
 
 def _note(had: dict[int, int], own: int, version: int) -> bool:
-    """Note that the trainer had a tensor at a version; return whether it changed."""
+    """Record the trainer's tensor at a version; return True if it changed."""
     is_updated = had.get(own) != version and (not had or own != next(reversed(had)))
     had.pop(own, None)
     had[own] = version
@@ -200,7 +200,7 @@ class _Engine:
         updated: Collection[str],
         plain: Sequence[int],
     ) -> EngineVersion:
-        """Compare the next version; `plain` counts the other tensors that agree, and how many of them were updated."""
+        """Compare the next version; `plain` is (other tensors that agree, how many of them were updated)."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain
@@ -221,7 +221,7 @@ class _Engine:
                 differences.append(
                     EngineTensor(
                         tensor=tensor,
-                        # An engine that was given nothing holds its initial weights, which may be dummies of no version.
+                        # An engine that received nothing holds its initial weights, which may be dummies.
                         causes=_causes(holds, has == unmerged, cast, is_new=has == given)
                         if self._was_given
                         else (STALE,),
@@ -245,18 +245,18 @@ class _Engine:
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
-    """Return the possible causes of an engine's tensor; `is_new`: it is what the engine was just given."""
+    """Return the possible causes of a differing tensor; `is_new` if the engine just received it."""
     changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
-    if not is_new:  # an old tensor is stale first of all
+    if not is_new:  # for an old tensor, staleness is the most probable cause
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
     if is_unmerged:
         return (ADAPTER,) if holds is None else (ADAPTER, STALE)
-    # A tensor of few values, such as a norm of ones, can equal an older version by chance.
+    # A tensor with few distinct values, such as a norm of ones, can equal an older version by chance.
     return changed[:1] if holds is None else (STALE, *changed)
 
 
 def read_engine_verdict(database: Database) -> EngineVerdict:
-    """Read what the digests show for the steps of a database's first trace."""
+    """Compare the digests for all steps of a database's first trace."""
     steps = database.kept_steps.get(database.sources[0].run)
     found = engine_verdict(list(engine_versions(database)), steps)
     if not found.agreeing_steps:
@@ -268,7 +268,7 @@ def read_engine_verdict(database: Database) -> EngineVerdict:
 
 
 def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | None = None) -> EngineVerdict:
-    """Judge some steps, or all."""
+    """Return the verdict for some steps, or all."""
     asked = [each for each in versions if steps is None or each.step in steps]
     is_late = any(each.causes[0] == STALE for version in asked for each in version.differences)
     by_cause: dict[str, list[tuple[EngineVersion, list[EngineTensor]]]] = defaultdict(list)
@@ -282,7 +282,7 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Return cause -> differences of one version. `is_late`: the engine has old tensors that are no adapter's base."""
+    """Return cause -> differences of one version; `is_late` if the engine has old tensors other than an adapter's base."""
     decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)
@@ -327,18 +327,18 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 
 
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
-    """List the engine's tensors beside the trainer's, as the engine last began to sample.
+    """Compare the engine's tensors with the trainer's, as of the last time the engine started to sample.
 
-    A row has the trainer's version, the version at which the tensor was given last, the latest version whose bits the engine
-    has, whether they agree, and at how many versions they differed, and why. By `module`, layers are grouped and a row is that
-    of the tensor furthest behind.
+    A row has the trainer's version, the version at which the engine last received the tensor, the latest version whose bits
+    the engine has, whether they agree, at how many versions they differed, and why. By `module`, layers are grouped, and a row
+    shows the tensor furthest behind.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
     versions = list(engine_versions(open_database(trace), every_tensor=True))
     if not versions:
         raise WeightsMissing(
-            f"{trace}: has no digests of the engine's weights; record TRL or verl with vLLM, and without {option('engine_weights', 'none')}"
+            f"{trace}: has no digests of the engine's weights; record TRL or verl with vLLM, without {option('engine_weights', 'none')}"
         )
     faults = {cause: fault.cause for fault in engine_verdict(versions).faults for cause in (_of_bits(fault.cause),)}
     tables = [
@@ -375,7 +375,7 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name: one that differs, and of these the one furthest behind."""
+    """Keep one row per name, preferring rows that differ, then the one furthest behind."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

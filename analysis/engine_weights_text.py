@@ -1,4 +1,4 @@
-"""Render the engine's weights beside the trainer's: how many agree, and a table of the others."""
+"""Render the comparison of engine and trainer weights: how many agree, and a table of the others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What tokens that trainer, engine and a replay scored add to a triangulation, step by step.
+"""Sums for a triangulation, by step, over tokens scored by trainer, engine and a replay.
 
-With t, r and f their logprobs: e_t = t - f, e_r = r - f, d = t - r. The sums of a step are the same wherever its tokens are read, and
-are added in the order of the steps.
+With their logprobs t, r and f: e_t = t - f, e_r = r - f, d = t - r. A step's sums do not depend on where its tokens are read,
+and steps are added in order, so results are reproducible.
 
 Shapes: N tokens of a step, G groups, B bins.
 """
@@ -21,12 +21,12 @@ from .statistics.correlations import CoMoments
 from .statistics.intervals import numbered
 
 PROBABILITIES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)
-"""Edges of the bins of the replay's probability."""
+"""Bin edges of the replay's probability."""
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-"""Edges of the bins of the token's position."""
+"""Bin edges of the token's position."""
 GAP, REMOVED = "gap", "removed"
-"""Columns of groups: sum of d^2, and of what of it is gone where the replay takes the trainer's place, d^2 - e_r^2. Those of TRAIN and
-ROLLOUT are of e_t^2 - e_t e_r and e_r^2 - e_t e_r."""
+"""Columns of groups: sums of d^2, and of d^2 - e_r^2, the part removed if the replay replaces the trainer. Columns TRAIN and
+ROLLOUT are sums of e_t^2 - e_t e_r and e_r^2 - e_t e_r."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +51,21 @@ class ErrorSums:
     num_sequences: int
     num_tokens: int
     groups: dict[str, np.ndarray]
-    """Name -> [G], groups in the order in which they first come: see GAP."""
+    """Column (see GAP) -> [G], groups in order of first appearance."""
     sides: dict[str, SideSums]
     square_d: float
     spacing: float
-    """Of float32 at the replay's logprobs, nats."""
+    """Sum of the float32 spacing at the replay's logprobs, nats."""
     moments: CoMoments
-    """Of e_t and e_r."""
+    """Moments of e_t and e_r."""
     by_probability: np.ndarray
-    """[4, B] tokens, and sums of d^2, e_t^2 and e_r^2."""
+    """[4, B] token counts, and sums of d^2, e_t^2 and e_r^2."""
     by_position: np.ndarray
-    """[4, B]"""
+    """[4, B], same rows."""
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Of the tokens of one step, of which there is one at least: see the columns of `triangulate`'s query."""
+        """Sum over one step's tokens, at least one; columns as in `triangulate`'s query."""
         error_t, error_r = tokens["train"] - tokens["replayed"], tokens["rollout"] - tokens["replayed"]
         d = tokens["train"] - tokens["rollout"]
         squares = d * d, error_t * error_t, error_r * error_r
@@ -91,7 +91,7 @@ class ErrorSums:
 
 
 def joined(parts: Sequence[ErrorSums]) -> ErrorSums:
-    """The sums of several steps, of which there is one at least, in their order."""
+    """Add the sums of one or more steps, in order."""
     names = parts[0].groups
     return ErrorSums(
         num_sequences=sum(part.num_sequences for part in parts),
@@ -115,7 +115,7 @@ def _joined_side(parts: Sequence[SideSums]) -> SideSums:
 
 
 def _binned(values_N: np.ndarray, edges: Sequence[float], squares: Sequence[np.ndarray]) -> np.ndarray:
-    """[4, B] tokens of each bin, and their sums."""
+    """Return [4, B] token counts and sums per bin."""
     num = len(edges) - 1
     bins_N = np.clip(np.searchsorted(edges, values_N, side="right") - 1, 0, num - 1)
     return np.stack([np.bincount(bins_N, weights, num).astype(np.float64) for weights in (None, *squares)])

@@ -12,7 +12,7 @@ _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "bias_error", "variance")
 
 
 def gradient_text(found: GradientReport, by: str = "step", width: int | None = None) -> str:
-    """Render gradients with one row per step and arm, per kind of module of these, or per arm over all steps."""
+    """Render gradients, one row per step and arm, per step, arm and module, or per arm over all steps."""
     found = shown(found)
     rows = gradient_rows(found, by)
     loss = found.loss
@@ -22,24 +22,26 @@ def gradient_text(found: GradientReport, by: str = "step", width: int | None = N
 
 
 def gradient_sentence(found: GradientReport) -> str:
-    """Say whether the gradients are the recorded ones."""
+    """Say whether the recorded gradient norms were reproduced."""
     logged = [step for step in found.steps if step.reproduced is not None]
     wrong = [step for step in logged if not step.reproduced]
     if not logged:
-        return "No grad norm was logged for these steps, so the gradients cannot be compared with the recorded ones."
+        return (
+            "No gradient norm was logged for these steps, so the gradients cannot be checked against the recorded ones."
+        )
     if not wrong:
         steps = f"all {len(logged)} steps" if len(logged) > 1 else "the step"
-        return f"The recorded gradient norm was reproduced to its last digit in {steps} that logged one."
+        return f"The recorded gradient norm was reproduced to the last digit in {steps} that logged one."
     first = wrong[0]
     why = f" ({'; '.join(first.notes)})" if first.notes else ""
     return (
         f"The recorded gradient norm was reproduced in {len(logged) - len(wrong)} of {len(logged)} steps; step {first.step} gives "
-        f"{first.grad_norm!r}, logged was {first.logged_norm!r}{why}. Distances to a gradient that differs say less."
+        f"{first.grad_norm!r}, but {first.logged_norm!r} was logged{why}. Distances to a gradient that was not reproduced mean less."
     )
 
 
 def gradient_rows(found: GradientReport, by: str = "step") -> Rows:
-    """Return one row per step and arm, per kind of module of these, or per arm over all steps."""
+    """Return one row per step and arm, per step, arm and module, or per arm over all steps."""
     return {"step": _by_step, "module": _by_module, "arm": _by_arm}[by](found.steps)
 
 

@@ -1,4 +1,4 @@
-"""What a trace holds, who wrote it, and what is missing."""
+"""Summarize a trace: contents, writers, and missing data."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class WriterInfo:
 
     writer: str
     state: str
-    """`live`, `finished`, `killed` (exited without closing) or `stopped` (its recording failed)."""
+    """`live`, `finished`, `killed` (exited without closing) or `stopped` (recording failed)."""
     host: str
     pid: int
     rank: int | None
     attempt: int | None
-    """Attempt at training it belongs to; None outside of training, or if not recorded."""
+    """Training attempt it belongs to; None outside of training, or if not recorded."""
     known_by: str
-    """What `state` is based on: it `closed`, its `process` is alive or not, its machine `restarted`, or the `age` of its
+    """Evidence for `state`: the writer `closed`, its `process` is alive or not, its machine `restarted`, or the `age` of its
     last sign of life."""
     silent_s: float | None
     """Seconds since its last sign of life, if `known_by` is `age`."""
     num_sequences: int
     num_tokens: int
     waited_s: float
-    """Time that training waited for the disk, seconds."""
+    """Time training waited for the disk, seconds."""
     error: str | None
 
 
@@ -63,26 +63,26 @@ class PassInfo:
     num_routed: int
     """Rows of scores that have router choices."""
     note: str | None
-    """The contract's note if there are no scores, or that they are a sample."""
+    """The contract's note if there are no scores, or a note that they are a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptInfo:
-    """One attempt at training of a run that resumed."""
+    """One training attempt of a resumed run."""
 
     attempt: int
     first_step: int
     last_step: int
     num_sequences: int
     num_superseded: int
-    """Sequences of steps that a later attempt repeated; views leave them out."""
+    """Sequences of steps that a later attempt repeated; views exclude them."""
     superseded: tuple[tuple[int, int], ...] = ()
-    """The steps that a later attempt repeated, as (first, last) of each range."""
+    """Steps that a later attempt repeated, as (first, last) ranges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceInfo(Result):
-    """What a trace holds."""
+    """A summary of a trace."""
 
     _text = "tim_trace.analysis.info_text:info_text"
 
@@ -125,23 +125,23 @@ class TraceInfo(Result):
     num_located: int = 0
     """Results of `locate`."""
     attempts: tuple[AttemptInfo, ...] = field(default=())
-    """Attempts at training, if the run resumed from a checkpoint."""
+    """Training attempts, if the run resumed from a checkpoint."""
     has_checksums: bool = True
-    """Whether every file has checksums; in files of earlier releases damage inside goes undetected."""
+    """True if every file has checksums; without them (earlier releases) damage inside a file goes undetected."""
     judged: tuple[str, ...] = field(default=())
-    """Why a process that cannot be seen from here counts as live or ended, one sentence each."""
+    """Why a process not visible from here counts as live or ended, one sentence each."""
     missing: tuple[str, ...] = field(default=())
-    """What the trace lacks, one sentence each."""
+    """Data missing from the trace, one sentence each."""
     damaged: tuple[str, ...] = field(default=())
-    """What cannot be read or is missing, and so is in no answer; one sentence each."""
+    """Unreadable or missing files, which no result includes; one sentence each."""
     ignored: tuple[str, ...] = field(default=())
-    """Files that are no part of the trace, one sentence each."""
+    """Files that do not belong to the trace, one sentence each."""
 
 
 def info(trace: str | Database) -> TraceInfo:
-    """Say what a trace holds, who wrote it, what is missing and what is damaged.
+    """Summarize a trace: contents, writers, and missing or damaged data.
 
-    Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look at.
+    Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be opened.
     """
     database = trace if isinstance(trace, Database) else open_database(open_source(os.fspath(trace)))
     source = database.sources[0]
@@ -246,7 +246,7 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Sequences whose names are compared at once; a larger step is compared alone."""
+"""Sequences whose names are compared at once; a larger step is processed alone."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
@@ -258,7 +258,7 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
 
 
 def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:
-    """Return what a reader would look for and not find."""
+    """Return the data that a reader would expect but the trace lacks."""
     found = []
     sequences = dict(database.connection.execute(_STEPS).fetchall())
     ranges, total = step_ranges(sequences, RANGE_SEQUENCES), sum(sequences.values())
@@ -269,11 +269,11 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
     if count:
         found.append(
             f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}): two processes used the same seq_id, so "
-            "their pairs are counted more than once"
+            "they are counted more than once"
         )
     for writer in writers:
         if writer.state == KILLED:
-            found.append(f"writer {writer.writer} ended without closing: rows not yet appended are lost")
+            found.append(f"writer {writer.writer} exited without closing: rows not yet written are lost")
         elif writer.state == STOPPED:
             found.append(f"writer {writer.writer} stopped recording early: {writer.error}")
     for state in source.writers:
@@ -304,7 +304,7 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
 
 
 def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield pass, number of sequences without a row of it, and their first and last step; replays are left out."""
+    """Yield (pass, number of sequences without scores of it, first step, last step), except for replays."""
     names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in names}
     for steps in ranges if names else ():
@@ -317,7 +317,7 @@ def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str
 
 
 def _twice(database: Database, ranges: Sequence[range]) -> tuple[int, int, str]:
-    """Return how many sequence names occur several times, and the step and name of the first."""
+    """Return the number of duplicate sequence names, and the step and name of the first."""
     found = [
         row
         for steps in ranges
@@ -328,7 +328,7 @@ def _twice(database: Database, ranges: Sequence[range]) -> tuple[int, int, str]:
 
 
 def _judged(source: Source) -> list[str]:
-    """Return why open writers whose process cannot be seen from here count as live or ended."""
+    """Return why open writers whose process is not visible from here count as live or ended."""
     found = []
     for state in source.writers:
         judged = source.snapshot.liveness[state.writer]
@@ -355,7 +355,7 @@ def _not_recorded(source: Source) -> list[str]:
 
 
 def attempts(database: Database) -> tuple[AttemptInfo, ...]:
-    """Return the attempts at training of a trace, if there are several."""
+    """Return the training attempts of a trace, if there are several."""
     if not database.sources[0].newest:
         return ()
     rows = database.ask(_ATTEMPTS).dicts()
@@ -419,7 +419,7 @@ def state_of(source: Source) -> str:
 
 
 def _state(source: Source, writers: list[WriterInfo]) -> str:
-    """Return the worst state of a writer, or `live`, also while `tim-trace record` runs and nothing is written yet."""
+    """Return `live` if any writer or `tim-trace record` is still running, else the worst state of the writers."""
     if source.is_live:
         return LIVE
     states = {writer.state for writer in writers}

@@ -18,7 +18,7 @@ _STATES = {
 
 
 def info_text(info: TraceInfo, width: int | None = None) -> str:
-    """Render what a trace holds."""
+    """Render a summary of a trace."""
     info = shown(info)
     facts = _facts(info)
     name_width = max(len(name) for name, value in facts.items() if value)
@@ -36,7 +36,7 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
 
 
 def _facts(info: TraceInfo) -> dict[str, str]:
-    """Return name -> fact, empty if there is nothing to say."""
+    """Return name -> fact; empty facts are not shown."""
     exited = f", the command exited with {info.exit_code}" if info.exit_code is not None else ""
     size = f"{info.num_parameters:,} parameters" if info.num_parameters else ""
     largest = sorted(info.num_bytes.items(), key=lambda item: -item[1])[:4]
@@ -65,11 +65,11 @@ def _facts(info: TraceInfo) -> dict[str, str]:
 
 _NO_CHECKSUMS = "no checksums (format 1): damage inside a file that is still readable goes undetected"
 _WORTH_TELLING = 0.05
-"""Seconds that training waited."""
+"""Waiting time of training from which it is shown, seconds."""
 
 
 def _is_telling(writer: WriterInfo) -> bool:
-    """Whether a writer is worth a row: it did not finish, or training waited for it."""
+    """Return True if a writer deserves a row: it did not finish, or training waited for it."""
     return writer.state != FINISHED or writer.waited_s >= _WORTH_TELLING
 
 
@@ -114,8 +114,8 @@ def _attempts(info: TraceInfo) -> Rows:
 def _newest_counts(info: TraceInfo) -> str:
     left_out = sum(attempt.num_superseded for attempt in info.attempts)
     if not left_out:
-        return f"{len(info.attempts)} attempts at training; no step was repeated."
+        return f"{len(info.attempts)} training attempts; no step was repeated."
     return (
-        f"{len(info.attempts)} attempts at training. Each step uses its newest attempt: {left_out:,} sequences of earlier "
-        "attempts are left out here; all_sequences, all_scores and all_metrics have every row."
+        f"{len(info.attempts)} training attempts. Each step uses its newest attempt: {left_out:,} sequences of earlier "
+        "attempts are excluded; all_sequences, all_scores and all_metrics have every row."
     )

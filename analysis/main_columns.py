@@ -1,4 +1,4 @@
-"""The columns that a table keeps where not all fit the terminal, the most telling first; `--wide` shows all of them."""
+"""Columns to keep if a table does not fit the terminal, most important first; `--wide` shows all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     "onsets": ("series", "step", "95 %", "how", "before", "after", "may be first", "sd", "kind"),
     "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),
 }  # fmt: skip
-"""Table -> column names. A table that is not here keeps the columns that come first."""
+"""Table -> column names. Other tables keep their first columns."""
 
 NO_NEWS = frozenset({"run", "num_nan", "num_inf", "iteration_a", "iteration_b"})
-"""Columns that are left out first where all rows have the same value."""
+"""Columns dropped first if all rows have the same value."""

@@ -1,4 +1,4 @@
-"""SQL over traces, from a call or a prompt; a query can neither write nor read anything else."""
+"""Run SQL over traces, from a call or a prompt. Queries are read-only and confined to the traces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _READING = {
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
-"""Errors in the query itself, whatever the files contain."""
+"""Errors in the query itself, independent of the files' contents."""
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
@@ -35,7 +35,7 @@ def sql(traces: Traces, query: str, *, unsafe: bool = False) -> Rows:
     """Answer a query in DuckDB SQL over one trace or several.
 
     `connect` lists the views and macros. Without `unsafe` a query can only read, and only the traces.
-    Raises InvalidQuery with DuckDB's own words when the query is wrong.
+    Raises InvalidQuery with DuckDB's message if the query is wrong.
     """
     return Session(traces, unsafe=unsafe).ask(query)
 
@@ -82,7 +82,7 @@ class Session:
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
-    """Raise InvalidQuery for a statement that does more than read; EXPLAIN ANALYZE would run what it explains."""
+    """Raise InvalidQuery unless the statement only reads; EXPLAIN ANALYZE counts, since it runs its statement."""
     kind = statement.type
     if kind == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))
@@ -94,7 +94,7 @@ def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
 
 
 def _confine(database: Database) -> None:
-    """Let the connection read the traces' own files and nothing else, and see none of this process's variables."""
+    """Restrict the connection to the traces' own files, without access to this process's variables."""
     connection = database.connection
     connection.execute(f"SET allowed_directories = ['{PROTOCOL}://']")
     connection.execute("SET python_enable_replacements = false")
@@ -117,7 +117,7 @@ GREETING = (
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Split traces from the query: the last argument is a query unless it is a folder or a URL."""
+    """Split arguments into traces and query: the last one is a query unless it is a folder or a URL."""
     last = arguments[-1]
     is_query = (
         not os.path.exists(last) and "://" not in last.split(maxsplit=1)[0] and (len(arguments) > 1 or " " in last)
@@ -126,7 +126,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def prompt(session: Session, show: Callable[[Rows], None]) -> None:
-    """Read and answer queries until the input ends; explain a wrong one and go on."""
+    """Read and answer queries until the input ends; report errors and continue."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     print(GREETING, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Render `tim-trace replay`: its plan, its results, and estimates from a sample.
+"""Render `tim-trace replay`: plan, results, and estimates from a sample.
 
 Shapes: G drawn groups of an arm.
 """
@@ -21,7 +21,7 @@ from .statistics.intervals import NoInterval, Statistic, bootstrap
 
 
 def plan_text(plan: ReplayPlan, width: int | None = None) -> str:
-    """Render what a replay will do: one row per arm."""
+    """Render the plan of a replay: one row per arm."""
     return to_text(plan_rows(plan), width)
 
 
@@ -32,11 +32,11 @@ def plan_rows(plan: ReplayPlan) -> Rows:
 
 
 _LEAST_DEVICE_HOURS = 0.1
-"""Fewer device hours are not shown."""
+"""Minimum device hours to show."""
 
 
 def estimate_sentence(plan: ReplayPlan) -> str:
-    """Say how long a replay takes."""
+    """Render the expected duration of a replay."""
     assert plan.seconds is not None
     tokens, arms = sum(arm.num_tokens for arm in plan), [arm for arm in plan if arm.num_tokens]
     scoring_s = sum(arm.num_tokens / arm.tokens_per_s for arm in arms if arm.tokens_per_s)
@@ -63,7 +63,7 @@ def _duration(seconds: float) -> str:
 
 
 def not_held_reason(code: str) -> str:
-    """Say why replaying as recorded did not give the recorded bits."""
+    """Say why replaying as recorded did not reproduce the recorded bits."""
     return WHY[code].format(name="").replace("  ", " ")
 
 
@@ -82,22 +82,22 @@ CONFIDENCE = 0.95
 class ArmEstimate:
     """An arm's numbers over all sequences, estimated from a sample of groups; d = replay - train, nats.
 
-    Ends of 95% intervals are None if there is no interval.
+    Bounds of 95% intervals are None without an interval.
     """
 
     arm: str
     num_steps: int
     """Steps with a drawn group."""
     num_groups: int
-    """Drawn."""
+    """Drawn groups."""
     of_groups: int
-    """In all requested steps."""
+    """Groups in all requested steps."""
     num_sequences: int
-    """Drawn."""
+    """Drawn sequences."""
     of_sequences: int
-    """In all requested steps."""
+    """Sequences in all requested steps."""
     num_tokens: int
-    """Scored."""
+    """Scored tokens."""
     mean_abs_d: float
     mean_abs_d_low: float | None
     mean_abs_d_high: float | None
@@ -106,7 +106,7 @@ class ArmEstimate:
     k3_low: float | None
     k3_high: float | None
     share_equal: float
-    """Share of tokens with the recorded bits."""
+    """Share of tokens whose logprob equals the recorded one bit for bit."""
     share_equal_low: float | None
     share_equal_high: float | None
     no_interval: str | None
@@ -152,12 +152,11 @@ def replay_estimates(results: ReplayedSteps) -> list[ArmEstimate]:
 
 
 def estimates(groups: Sequence[GroupSums], of_groups: int) -> tuple[dict[str, Any], str | None]:
-    """Return mean |d|, k3 and the share of equal tokens with the ends of 95% intervals, and why mean |d| has none.
+    """Return mean |d|, k3 and the share of equal tokens with 95% intervals, and why mean |d| has none.
 
-    The estimates are ratios of totals weighted by how many groups each drawn group stands for (Cochran 1977, Sampling
-    Techniques, section 6.11). Intervals are bootstrapped over groups and narrowed by the square root of 1 - drawn / all groups
-    (section 2.8), since drawn groups are certain. Steps are not used as strata, so intervals are too wide rather than too
-    narrow.
+    Estimates are ratios of totals, weighted by the number of groups that each drawn group represents (Cochran 1977, Sampling
+    Techniques, section 6.11). Intervals are bootstrapped over groups and scaled by sqrt(1 - drawn / all groups) (section 2.8,
+    finite population correction). Steps are not used as strata, so intervals are too wide rather than too narrow.
     """
     weight_G = np.array([sums.weight for sums in groups])
     columns = {name: weight_G * np.array([getattr(sums, name) for sums in groups], np.float64) for name in _SUMS}

@@ -1,7 +1,7 @@
-"""The recorded weights as an engine of a smaller dtype has them: the trainer's own, rounded to nearest even.
+"""The recorded weights rounded (to nearest even) to a smaller dtype, as an engine of that dtype loads them.
 
-An optimizer moves a float32 master a little at every step; its bfloat16 cast, which the engine loads, stays equal in most
-elements (arXiv 2602.03839).
+An optimizer changes a float32 master slightly at every step; in its bfloat16 cast, which the engine loads, most elements stay
+the same (arXiv 2602.03839).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..tracer.weights.reader import Tensor, WeightReader
 
 
 def torch_name(dtype: str) -> str:
-    """torch's name of a dtype as `--dtype` takes it. Raises InvalidOption."""
+    """Return torch's name for a value of `--dtype`. Raises InvalidOption."""
     if dtype not in ("fp32", "bf16", "fp16"):
         raise InvalidOption(f"got {dtype!r}; use fp32, bf16 or fp16", option="dtype")
     return DTYPES[dtype]
 
 
 def rounded(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Tensors in a dtype, torch's name of it; tied ones stay one, and what holds no fractions stays as it is."""
+    """Cast tensors to a dtype (torch's name); tied tensors stay tied, and integer tensors are unchanged."""
     import torch
 
     made: dict[int, Tensor] = {}
@@ -42,9 +42,9 @@ def rounded(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
 
 
 def changes(reader: WeightReader | CheckpointReader, dtype: str) -> Iterator[tuple[int, int, int, float | None]]:
-    """Of every version: its number, elements, bytes in a dtype, and the share of elements that changed once rounded.
+    """Yield (version, elements, bytes in a dtype, share of elements that changed after rounding).
 
-    The share is None where the version before is not there.
+    The share is None if the previous version is missing.
     """
     before: dict[str, Tensor] = {}
     last: int | None = None

@@ -1,6 +1,6 @@
-"""How far two passes' router choices agree: the numbers behind the macros of sql/routing.sql.
+"""Agreement of two passes' router choices, for the macros of sql/routing.sql.
 
-Shapes: N tokens of a sequence, L layers with a router, S experts of a token.
+Shapes: N tokens of a sequence, L layers with a router, S experts per token.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .trace.macros import sql_file
 from .trace.source import Source
 
 FUNCTIONS = ("routing_sums_of", "routing_counts_of")
-"""Names of the functions in SQL: what a sequence's layers agree in, and its tokens."""
+"""Names of the SQL functions: agreement per layer of a sequence, and per token."""
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
-"""run, group and first row in pass a, group and first row in pass b, tokens."""
+"""run, group and first row in pass a, group and first row in pass b, number of tokens."""
 _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
 }  # fmt: skip
 _COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
-"""Fields of what the functions give, with their types in SQL."""
+"""Fields returned by the functions -> SQL type."""
 
 
 class Agreement(NamedTuple):
@@ -39,19 +39,19 @@ class Agreement(NamedTuple):
     known_NL: np.ndarray
     """bool: both passes routed the token in this layer."""
     same_experts_NL: np.ndarray
-    """bool: the same set of experts."""
+    """bool: same set of experts."""
     same_order_NL: np.ndarray
-    """bool: the same experts in the same slots."""
+    """bool: same experts in the same slots."""
     overlap_NL: np.ndarray
-    """Common experts over S."""
+    """Number of common experts divided by S."""
     num_weights_NL: np.ndarray
-    """Common experts whose weights both passes have."""
+    """Number of common experts with weights in both passes."""
     abs_dweight_NL: np.ndarray
-    """Sum over these of |weight a - weight b|."""
+    """Sum of |weight a - weight b| over these experts."""
 
 
 def compare(a: Routing, b: Routing) -> Agreement:
-    """Compare two routings of the same tokens and layers. Raises InvalidQuery when the layers are not as many."""
+    """Compare two routings of the same tokens and layers. Raises InvalidQuery if the numbers of layers differ."""
     ids_a, ids_b = np.asarray(a.expert_ids, np.int64), np.asarray(b.expert_ids, np.int64)
     if ids_a.shape[1] != ids_b.shape[1]:
         raise InvalidQuery(f"routing: one pass has {ids_a.shape[1]} layers with a router, the other {ids_b.shape[1]}")
@@ -77,7 +77,7 @@ def compare(a: Routing, b: Routing) -> Agreement:
 
 
 def by_layer(found: Agreement) -> list[dict[str, Any]]:
-    """The sums of each layer over the tokens that both passes routed."""
+    """Return sums per layer over the tokens that both passes routed."""
     columns = {
         "num_tokens": found.known_NL,
         "num_same_experts": found.same_experts_NL,
@@ -91,7 +91,7 @@ def by_layer(found: Agreement) -> list[dict[str, Any]]:
 
 
 def by_token(found: Agreement) -> list[dict[str, Any]]:
-    """How many layers both passes routed each token in, and in how many of them to other experts."""
+    """Return, per token, the number of layers routed in both passes, and of those with different experts."""
     known, same = found.known_NL.sum(axis=1).tolist(), found.same_experts_NL.sum(axis=1).tolist()
     return [
         {"num_layers": layers, "num_layers_differing": layers - equal}
@@ -100,9 +100,9 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 
 
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
-    """Give the connection the functions `routing_sums_of` and `routing_counts_of`, which read the traces' Zarr groups.
+    """Register `routing_sums_of` and `routing_counts_of`, which read the traces' Zarr groups, on a connection.
 
-    A query that may read nothing but the traces may call them: they open groups of these traces' dense/ alone.
+    Confined queries may call them: they open only groups in these traces' dense/ folders.
     """
     stores = {source.run: source.store for source in sources}
 
@@ -127,7 +127,7 @@ MACROS = macro_file("routing", sql_file("routing"), _register, functions=FUNCTIO
 
 
 def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: Any) -> list[Agreement]:
-    """Compare rows of scores; each argument is a column, or two."""
+    """Compare rows of scores; `a` and `b` are columns of groups and first rows."""
     runs, counts = run.to_pylist(), num_tokens.to_pylist()
     sides = [_read(stores, runs, group.to_pylist(), start.to_pylist(), counts) for group, start in (a, b)]
     return [compare(one, other) for one, other in zip(*sides, strict=True)]
@@ -136,7 +136,7 @@ def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: An
 def _read(
     stores: dict[str, Store], runs: list[str], groups: list[str], starts: list[int], counts: list[int]
 ) -> list[Routing]:
-    """The routing of rows of scores, each run's read together."""
+    """Read the routing of rows of scores, one batch per run."""
     found: dict[int, Routing] = {}
     for run in set(runs):
         rows = [row for row, name in enumerate(runs) if name == run]

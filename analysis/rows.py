@@ -1,4 +1,4 @@
-"""A table of results, and the ways to write it out."""
+"""A table of results, and its output as JSON, CSV and text."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Rows(Table):
         return self.columns, self.rows
 
     def dicts(self) -> list[dict[str, Any]]:
-        """Each row as column -> value."""
+        """Return each row as column -> value."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def without(self, columns: Collection[str]) -> Rows:
-        """The table less some columns."""
+        """Return the table without some columns."""
         kept = [index for index, name in enumerate(self.columns) if name not in columns]
         return Rows(tuple(self.columns[i] for i in kept), [tuple(row[i] for i in kept) for row in self.rows])
 
     def joined(self, other: Rows, keys: Sequence[str]) -> Rows:
-        """The table with the columns of another one, row by row where their keys agree; NULL where none does."""
+        """Left join another table on `keys`."""
         shared = [name for name in keys if name in self.columns and name in other.columns]
         added = tuple(name for name in other.columns if name not in shared)
         found = {tuple(row[name] for name in shared): tuple(row[name] for name in added) for row in other.dicts()}
@@ -59,14 +59,14 @@ class Rows(Table):
 
 
 def table(values: Sequence[Any]) -> Rows:
-    """Dataclass instances of one class as a table, a row each."""
+    """Return a table of dataclass instances of one class, one row each."""
     columns = tuple(field.name for field in fields(values[0])) if values else ()
     return Rows(columns, [tuple(getattr(value, name) for name in columns) for value in values])
 
 
 def to_json(value: Any) -> str:
-    """Write a value as JSON. NaN and infinities, which JSON has no numbers for, become the strings `NaN`, `Infinity`
-    and `-Infinity`; null stays "not recorded". Characters that would act on a terminal are escaped."""
+    """Return a value as JSON. NaN and infinities, which JSON lacks, become the strings `NaN`, `Infinity` and `-Infinity`; null
+    means "not recorded". Terminal control characters are escaped."""
     text = json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
     if text.isascii() and "\x7f" not in text:
         return text
@@ -74,19 +74,19 @@ def to_json(value: Any) -> str:
 
 
 def to_csv(rows: Rows) -> Iterator[str]:
-    """Write a table as CSV, a line at a time: numbers with all their digits, an empty field for NULL."""
+    """Yield a table as CSV lines: numbers with all digits, NULL as an empty field."""
     for row in (rows.columns, *rows.rows):
         line = io.StringIO()
-        # A cell is quoted where it holds a character that ends lines, so the writer has to know both of them.
+        # The writer quotes cells that contain a character of its line terminator, so it must know both of them.
         csv.writer(line, lineterminator="\r\n").writerow([_csv_cell(value) for value in row])
         yield line.getvalue().removesuffix("\r\n")
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Write a table for reading: numbers with six digits, a line a row, a few long rows as lists of names and values.
+    """Render a table: numbers with six digits, one line per row; a few long rows become lists of names and values.
 
-    Of a table wider than `width` the columns are kept that fit: first those of `main`, in that order, then the others in
-    their own. A ColumnsLeftOut warning names what is missing.
+    If the table is wider than `width`, it keeps the columns that fit: first those of `main`, in that order, then the others in
+    table order. A ColumnsLeftOut warning names the dropped columns.
     """
     if not rows.columns:
         return ""
@@ -117,29 +117,29 @@ class _Column:
         self.width = max(map(cell_len, (*self.head, *self.cells, " ")))
 
     def fold(self) -> None:
-        """Give a long name several lines, so that the values decide the width."""
+        """Wrap a long name, so that the values determine the width."""
         self.head = _folded(self.name, max(_SHORTEST_TEXT, *map(cell_len, self.cells), 1))
         self._measure()
 
     def cut(self, width: int) -> None:
-        """Cut texts at `width`."""
+        """Truncate texts to `width`."""
         self.cells = [text if cell_len(text) <= width else set_cell_size(text, width - 1) + "~" for text in self.cells]
         self._measure()
 
     def padded(self, text: str) -> str:
-        """A cell of full width; numbers stand right."""
+        """Pad a cell to full width; numbers are right-aligned."""
         room = " " * (self.width - cell_len(text))
         return text + room if self.is_text else room + text
 
 
 _SHORTEST_TEXT = 12
-"""Columns of the terminal below which no text and no name is cut."""
+"""Minimum width to which texts and names are cut, characters."""
 _MOST_NAMED = 6
-"""Columns that are left out and named."""
+"""Maximum number of dropped columns named in the warning."""
 _LONG_TEXT = 40
-"""Columns of the terminal from which a text may be broken."""
+"""Minimum length of a text that may be wrapped, characters."""
 _MOST_LISTS = 4
-"""Rows that are written side by side as lists, where they are too long for lines."""
+"""Maximum number of long rows rendered side by side as lists."""
 
 
 def _line_width(columns: Sequence[_Column]) -> int:
@@ -147,7 +147,7 @@ def _line_width(columns: Sequence[_Column]) -> int:
 
 
 def _folded(name: str, width: int) -> list[str]:
-    """The name broken after `/` and `_` into lines of at most `width`, as far as it can be."""
+    """Break a name after `/` and `_` into lines of at most `width`, where possible."""
     lines = [""]
     for part in re.findall(r"[^/_]*[/_]?", name):
         if lines[-1] and len(lines[-1] + part) > width:
@@ -157,7 +157,7 @@ def _folded(name: str, width: int) -> list[str]:
 
 
 def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list[_Column]:
-    """The columns that fit, in their own order. Warns of the others."""
+    """Return the columns that fit, in table order; warn about the others."""
     for column in columns:
         column.fold()
     rank = {name: place for place, name in enumerate(main)}
@@ -204,7 +204,7 @@ def _line(columns: Sequence[_Column], cells: Sequence[str]) -> str:
 
 
 def _list_widths(columns: Sequence[_Column]) -> tuple[int, list[int]]:
-    """The width of the names, and of each row's values; long texts do not count."""
+    """Return the width of the names and of each row's values, ignoring long texts."""
     rows = zip(*(column.cells for column in columns), strict=True)
     values = [max((cell_len(text) for text in row if len(text) < _LONG_TEXT), default=1) for row in rows]
     return max(cell_len(column.name) for column in columns), values
@@ -217,7 +217,7 @@ def _fits_as_lists(columns: Sequence[_Column], width: int) -> bool:
 
 
 def _as_lists(columns: Sequence[_Column], width: int | None) -> str:
-    """Names and values below each other, the rows side by side; a long text goes on below itself."""
+    """Render rows side by side as lists of names and values, with long texts wrapped."""
     names, values = _list_widths(columns)
     lines = []
     for column in columns:
@@ -247,7 +247,7 @@ def _cell(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """The text in one line, with its control characters spelled out: those of a model's output must not act on a terminal.
+    """Return text as one line with control characters escaped, so that model output cannot control the terminal.
 
     >>> printable("a\\x1b[2J")
     'a\\\\x1b[2J'
@@ -262,14 +262,14 @@ def _spelled(code: int) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same of a text of several lines, which stay lines."""
+    """Apply `printable` to each line of a text."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
 def shown(value: Any) -> Any:
-    """A result with every text in it in one line and printable, so that what a trace says cannot pass for a line of ours.
+    """Return a result with all its texts made `printable`, so that text from a trace cannot imitate our output.
 
-    Numbers, and what is neither a dataclass nor a collection, stay as they are.
+    Values other than texts, dataclasses and collections are unchanged.
     """
     if isinstance(value, str):
         return printable(value)

@@ -1,4 +1,4 @@
-"""What a result says, as a code with its numbers; a sentence is made of it where it is printed."""
+"""Statements of a result as codes with numbers; sentences are rendered when printed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Measured = float | int | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """One thing that a result says."""
+    """One statement of a result."""
 
     code: str
-    """Stable, of the catalogue in the text.py of its room."""
+    """Stable code from the catalogue in the text module of its package."""
     values: Mapping[str, Measured] = field(default_factory=dict)
-    """Name -> number or name that the sentence holds."""
+    """Placeholder of the sentence -> number or text."""
 
 
 def sentences(statements: Iterable[Statement], catalogue: Mapping[str, str]) -> tuple[str, ...]:
-    """Their sentences, from a catalogue that holds a format string by code."""
+    """Render statements from a catalogue of code -> format string."""
     return tuple(catalogue[statement.code].format(**statement.values) for statement in statements)

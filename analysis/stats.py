@@ -24,11 +24,11 @@ from .views import open_database
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
 LIKE = ("run", "step")
-"""Rows of a framework's numbers."""
+"""Values of `by` for a framework's numbers."""
 _FEW = 8
-"""Number of traces whose sums are computed together, however large they are."""
+"""Up to this many traces are computed together whatever their size."""
 _TOGETHER = 64
-"""Traces whose sums are computed in one database, where more lack them."""
+"""Maximum number of traces per database when computing missing sums."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
 
 
@@ -46,28 +46,27 @@ def stats(
 ) -> Rows:
     """Compare two passes: how far their log-probabilities differ, in one row per run, step or sequence.
 
-    Writes into a finished, local trace that can be written: `sums/` and `index/` keep the sums of each sequence, so that the
-    next call need not read tokens.
+    Stores the sums of each sequence in a finished, writable local trace (`sums/` and `index/`), so that the next call need not
+    read tokens.
 
     If both have router choices, `routing_agreement` is the share with the same experts, and `by` layer compares them: one
     row per layer, with the columns of the SQL macro `pair_routing_layers`.
 
     `pair` is a:b, and d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite
-    value in both; NaN and infinities are counted. The columns are those of the SQL macros `pair_runs`, `pair_steps` and
-    `pair_sequences`, where each formula is written out; where both passes captured distributions, those of
-    `pair_distribution_runs`, `_steps` and `_sequences` follow. `steps` (3:80, -10:, 2:200:2) takes a part of each run.
+    value in both; NaN and infinities are counted. Columns and formulas are those of the SQL macros `pair_runs`, `pair_steps`
+    and `pair_sequences`; if both passes captured distributions, those of `pair_distribution_runs`, `_steps` and `_sequences`
+    follow. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
 
-    The quantiles of a run of more than 33,554,432 tokens come from histograms of its steps, and are within 2^-10 (0.1 %) of the
-    exact ones: `quantile_error` says so, and is 0 where they are exact. `exact` reads the tokens once more for exact ones.
+    For a run of more than 33,554,432 tokens, quantiles come from histograms of its steps, with a relative error of at most
+    2^-10 (0.1 %), the column `quantile_error` (0 if exact). `exact` reads the tokens once more for exact quantiles.
 
-    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` for one that is started here), divides the tokens among its
-    actors, which send back sums.
+    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), divides the tokens among its actors.
 
-    With `like` the numbers are those of a framework, under its own names and by its own definitions: `verl`, `trl`, `slime`,
-    `nemo-rl`, `prime-rl` or `openrlhf`, one row per step, or the run as one batch. `options` are then the framework's own,
-    under its own names: the fields of `analysis.frameworks`' dataclasses. Pass a of the pair is the trainer, b the engine.
+    `like` returns the numbers of a framework under its own names and definitions: `verl`, `trl`, `slime`, `nemo-rl`,
+    `prime-rl` or `openrlhf`, one row per step, or the run as one batch. `options` are then the framework's options, the fields
+    of its dataclass in `analysis.frameworks`. Pass a of the pair is the trainer, b the engine.
 
-    Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     if by not in BY:
@@ -77,7 +76,7 @@ def stats(
         if exact:
             raise InvalidOption("has no effect on a framework's numbers, which include no quantiles", option="exact")
         if database.ray is not None:
-            raise InvalidOption("has no effect on a framework's numbers, which one process computes", option="ray")
+            raise InvalidOption("has no effect on a framework's numbers, which a single process computes", option="ray")
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
@@ -107,9 +106,9 @@ def stats(
 
 
 def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
-    """Keep the sums of the traces that lack them, some after the others, if they are many; return whether any was kept.
+    """Compute and store missing sums batch by batch, if many traces lack them; return True if any were stored.
 
-    What was kept stays if this is interrupted.
+    Sums stored before an interruption are kept.
     """
     lacking = [source for source in database.sources if pair not in source.run_covered and source.store.is_local]
     if len(lacking) <= _FEW or database.ray is not None:
@@ -124,7 +123,7 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
 
 
 def _batches(sources: Sequence[Source]) -> Iterator[list[Source]]:
-    """Neighbouring traces whose tokens are worked on at once; a larger one is alone."""
+    """Yield batches of neighbouring traces to process together; a large trace is a batch of its own."""
     batch: list[Source] = []
     num_tokens = 0
     for source in sources:
@@ -139,7 +138,7 @@ def _batches(sources: Sequence[Source]) -> Iterator[list[Source]]:
 
 
 def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:
-    """A framework's own numbers."""
+    """Return a framework's numbers."""
     if by not in LIKE:
         raise InvalidOption(
             f"like {framework.name}: no numbers by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
@@ -152,7 +151,7 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
 
 
 def approximate(rows: Rows) -> list[str]:
-    """Say how far quantiles in the rows of `stats` may be off, if they are not exact."""
+    """Report the error of the quantiles in rows of `stats`; empty if they are exact."""
     error = max((row.get("quantile_error") or 0.0 for row in rows.dicts()), default=0.0)
     if not error:
         return []
@@ -170,7 +169,7 @@ def likeness(
     like: str | None = None,
     **options: Any,
 ) -> list[str]:
-    """Name the framework whose numbers `stats` gives, with notes for these traces; empty without `like`.
+    """Name the framework whose numbers `stats` returns, with notes for these traces; empty without `like`.
 
     `options` are those of `stats`.
     """
@@ -185,7 +184,7 @@ def likeness(
 
 
 def _is_routed(database: Database, pair: Pair) -> bool:
-    """Whether both passes have router choices of some sequence."""
+    """Return True if both passes have router choices for some sequence."""
     query = 'SELECT DISTINCT "pass" FROM scores WHERE routing IS NOT NULL'
     return {*pair} <= {name for (name,) in database.connection.execute(query).fetchall()}
 
@@ -193,6 +192,6 @@ def _is_routed(database: Database, pair: Pair) -> bool:
 def _why_not_routed(database: Database, pair: Pair) -> str:
     where = ", ".join(source.run for source in database.sources)
     return (
-        f"{where}: {pair[0]!r} and {pair[1]!r} do not both have router choices; record a mixture of experts with "
-        "--routing, and replay it: every pass replayed with hf has them then"
+        f"{where}: {pair[0]!r} and {pair[1]!r} do not both have router choices; record an MoE model with "
+        "--routing, and replay it: every pass replayed with hf then has them"
     )

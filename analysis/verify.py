@@ -1,4 +1,4 @@
-"""Read all of a trace and compare it with what its writers say they wrote."""
+"""Read a whole trace and check it against the writers' checksums and counts."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ COLUMNS = ("folder", "num_files", "num_bytes", "num_checked", "num_damaged")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(Result):
-    """Which files of a trace are as they were written."""
+    """The result of verifying a trace."""
 
     _text = "tim_trace.analysis.verify:verification_text"
 
     trace: str
     folders: Rows
-    """One row per folder: files read, their bytes, how many have checksums, and how many are damaged."""
+    """One row per folder: files read, bytes, files with checksums, and damaged files."""
     damaged: tuple[str, ...]
-    """What is damaged or missing, one sentence each."""
+    """Damaged or missing files, one sentence each."""
     ignored: tuple[str, ...]
-    """Files that are no part of the trace, one sentence each."""
+    """Files that do not belong to the trace, one sentence each."""
     unchecked_writers: tuple[str, ...]
-    """Writers of earlier releases, whose files have no checksums: they can be read, no more is known."""
+    """Writers of earlier releases, whose files have no checksums: only readability was checked."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is damaged."""
+        """True if nothing is damaged."""
         return not self.damaged
 
 
 def verify(trace: str | os.PathLike[str], *, ray: str | None = None, progress: Progress = no_progress) -> Verification:
-    """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
+    """Read a whole trace and check every byte, row count, chunk and version against the records of its writers.
 
-    Other verbs compare what they read; this one reads everything. With `ray`, an address or `local`, files, groups and versions
-    are divided among the actors of a Ray cluster. Raises TraceNotFound, NewerTrace or DamagedTrace if there is no trace.
+    Other verbs check only the data they read. With `ray`, an address or `local`, files, groups and versions are divided among
+    the actors of a Ray cluster. Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be opened.
     """
     source = open_source(os.fspath(trace))
     found = _Verifier(source)
@@ -75,7 +75,7 @@ def verify(trace: str | os.PathLike[str], *, ray: str | None = None, progress: P
 
 
 def verification_text(found: Verification, width: int | None = None) -> str:
-    """Render a verification: one row per folder, and what is damaged or no part of the trace."""
+    """Render a verification: one row per folder, then damaged and ignored files."""
     lines = [to_text(found.folders, width)]
     lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
     lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
@@ -84,18 +84,18 @@ def verification_text(found: Verification, width: int | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What is read at once and compared with its writer's account."""
+    """A unit that is read and checked against its writer's record."""
 
     folder: str
     name: str
     """Unique in the folder."""
     num_bytes: int
     is_checked: bool
-    """Whether its writer left checksums."""
+    """True if its writer recorded checksums."""
     read: Callable[[], Any]
-    """Raises an error that says what is wrong."""
+    """Reads the unit; raises an error that describes any damage."""
     of_parts: Callable[[], list[str]] = list
-    """Returns what is wrong with its parts if it cannot be read."""
+    """Returns the damage of its parts, if the unit cannot be read."""
 
 
 class _Verifier:
@@ -105,18 +105,18 @@ class _Verifier:
         self.source, self.snapshot, self.store = source, source.snapshot, source.store
         folders = (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE)
         self.counts = {name: [0] * (len(COLUMNS) - 1) for name in folders}
-        """Folder -> the other columns of COLUMNS."""
+        """Folder -> values of COLUMNS after the first."""
         self.damaged: list[str] = []
         self.ignored: list[str] = []
         self._records = self.snapshot.accounted
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to read in the large folders."""
+        """Return the bytes to read in the large folders."""
         return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE))
 
     def run(self, ray: str | None) -> Iterator[int]:
-        """Read everything; yield the bytes of each part after it."""
+        """Read everything; yield the bytes of each part once it is read."""
         entries = list(self.parts())
         parts = [entry for entry in entries if isinstance(entry, _Part)]
         if ray is None:
@@ -135,7 +135,7 @@ class _Verifier:
             yield part.num_bytes
 
     def parts(self) -> Iterator[_Part | str]:
-        """Yield the parts to read, except the results of `locate`; in place of an unreadable part, what is wrong with it."""
+        """Yield the parts to read, except the results of `locate`; for an unreadable part, a sentence on the damage."""
         for table in TABLES:
             for entry in self.snapshot.files[table]:
                 yield self._file(table, entry.relative, entry.file)
@@ -144,11 +144,11 @@ class _Verifier:
             yield self._file(SUMS, file.relative, file)
         if outdated := [name for name in self.store.files(SUMS) if f"{SUMS}/{name}" not in sums]:
             self.ignored.append(
-                f"{self.store.shown(SUMS)}: {len(outdated)} files do not match the trace and are recomputed when needed: "
+                f"{self.store.shown(SUMS)}: {len(outdated)} files do not match the trace and will be recomputed when needed: "
                 f"{', '.join(outdated)}"
             )
         self.ignored += [
-            f"{self.store.shown(relative)}: is outdated or damaged; it is only a copy and is rewritten with the next sums"
+            f"{self.store.shown(relative)}: is outdated or damaged; it is only a copy and will be rewritten with the next sums"
             for relative in passed_over(self.store)
         ]
         for relative, record in self._records.items():
@@ -159,12 +159,12 @@ class _Verifier:
         yield from self._weights()
 
     def damage_of(self, part: _Part) -> list[str]:
-        """Read a part; return what is wrong with it, one sentence each."""
+        """Read a part; return its damage, one sentence each."""
         try:
             part.read()
         except TimTraceError as error:
             found = str(error)
-        except Exception as error:  # whatever a library raises on damaged bytes
+        except Exception as error:  # libraries raise anything on damaged bytes
             found = f"{self.store.shown(part.name)}: {first_line(error)}; restore it from a copy"
         else:
             return []
@@ -209,11 +209,11 @@ class _Verifier:
         return _Part(folder=folder, name=relative, num_bytes=record.num_bytes, is_checked=True, read=read)
 
     def _groups(self) -> Iterator[_Part | str]:
-        """Yield the sealed groups of captured distributions, and the journals of unsealed ones."""
+        """Yield sealed groups of captured distributions, and journals of unsealed ones."""
         for name in self.store.folders(DENSE):
             relative, segment = f"{DENSE}/{name}", Segment.parse(name)
             if segment is None:
-                yield f"{self.store.shown(relative)}: no folder of a trace; remove it"
+                yield f"{self.store.shown(relative)}: not a folder of a trace; remove it"
                 continue
             if self.store.exists(f"{relative}/zarr.json") and not is_sealed(self.store, segment):
                 continue  # its journal is read below
@@ -244,10 +244,12 @@ class _Verifier:
             self.damaged.append(str(error))
 
     def _journal(self, segment: Segment) -> None:
-        """Read captured distributions that are not sealed yet. Raises DamagedTrace."""
+        """Read the journal of captured distributions not sealed yet. Raises DamagedTrace."""
         where, content = self.store.shown(segment.journal(DENSE_TABLE)), read_journal(self.store, segment, DENSE_TABLE)
         if content.damage is not None:
-            raise DamagedTrace(f"{where}: {content.damage}; what follows is in no answer, restore the file from a copy")
+            raise DamagedTrace(
+                f"{where}: {content.damage}; no result includes the records after it; restore the file from a copy"
+            )
         found = self.snapshot.liveness.get(segment.writer)
         if content.torn_bytes and not (found is not None and found.is_alive):
             raise DamagedTrace(torn_record(where, content.torn_bytes))
@@ -258,9 +260,9 @@ class _Verifier:
         SealedGroup(self.store, segment, sealed_root(self.store, segment)).verify()
 
     def _weights(self) -> Iterator[_Part | str]:
-        """Yield every version of the weights, to be rebuilt and compared with its hashes."""
+        """Yield every version of the weights, to be rebuilt and checked against its hashes."""
         reader = open_weights(self.store)
-        if not isinstance(reader, WeightReader):  # checkpoints outside of the trace
+        if not isinstance(reader, WeightReader):  # checkpoints outside the trace
             return
         yield from reader.damaged
         for relative, record in self._records.items():
@@ -277,7 +279,7 @@ class _Verifier:
                 )  # fmt: skip
 
     def _results(self) -> Iterator[_Part]:
-        """Yield the results of `locate`; the tables of a result are known once its header is read."""
+        """Yield the results of `locate`; a result's tables are known once its header is read."""
         seen: set[str] = set()
         for result in result_files.result_ids(self.store):
             relative = result_files.header_path(result)
@@ -310,11 +312,11 @@ class _Verifier:
 
 
 _Names = list[tuple[str, str]]
-"""Folder and name of parts."""
+"""(folder, name) of parts."""
 
 
 def _units(parts: list[_Part]) -> list[_Names]:
-    """Group neighbouring parts for one actor each: a version of the weights is built from those before it."""
+    """Group neighbouring parts into one unit per actor, since a version of the weights builds on earlier ones."""
     most = max(sum(part.num_bytes for part in parts) // UNITS, 1)
     units: list[_Names] = []
     num_bytes = most
@@ -328,7 +330,7 @@ def _units(parts: list[_Part]) -> list[_Names]:
 
 
 def _damages(database: Database, names: _Names) -> Iterator[list[str]]:
-    """Yield what is wrong with each of some parts."""
+    """Yield the damage of each of some parts."""
     verifier, parts = _parts_of(database)
     for name in names:
         yield verifier.damage_of(parts[name])

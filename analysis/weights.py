@@ -1,4 +1,4 @@
-"""The recorded weights: versions, sizes, and how much of them changes."""
+"""List and export the recorded weights: versions, sizes, and shares of changed elements."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ def weights(
 ) -> Rows:
     """List the versions of the weights: their size, and the share of elements that changed.
 
-    By `version` a row has the elements and bytes of the weights, the bytes on disk, the share of elements whose bits differ
-    from the version before (arXiv 2602.03839: 98% and more stay equal in bfloat16 at usual learning rates), and the hash of
-    the version's whole history. With `verify` each version is rebuilt and compared with its hashes; the column `verified` says
-    `ok` or what is wrong. By `module`, layers are grouped, and `num_unchanged` counts the versions without a changed element.
+    By `version`, a row has the elements and bytes of the weights, the bytes on disk, the share of elements whose bits differ
+    from the previous version (arXiv 2602.03839: in bfloat16 at usual learning rates 98% or more stay equal), and a hash of the
+    version's whole history. With `verify` each version is rebuilt and checked against its hashes; the column `verified` is `ok`
+    or describes the damage. By `module`, layers are grouped, and `num_unchanged` counts the versions without changed elements.
 
-    With `engine` a row is a tensor of the engine, or by `module` a group of layers: the trainer's version as the engine last
-    began to sample, the version at which the tensor was given last, the latest version whose bits the engine has, whether they
+    With `engine`, a row is a tensor of the engine, or by `module` a group of layers: the trainer's version when the engine last
+    started to sample, the version at which it last received the tensor, the latest version whose bits it has, whether they
     agree, at how many versions they differed, and why: a code of WEIGHT_CAUSES.
 
-    With `dtype` (fp32, bf16 or fp16) elements, bytes and shares are those of the weights rounded to it, which is what an engine
-    of that dtype loads from a trainer with more bits. `weights_from` is the folder of the run's checkpoints, for a trace
-    without weights.
+    With `dtype` (fp32, bf16 or fp16), elements, bytes and shares are those of the rounded weights, as an engine of that dtype
+    loads them from a trainer with higher precision. `weights_from` is the folder of the run's checkpoints, for a trace without
+    weights.
 
     Raises WeightsMissing if there are no weights, TraceNotFound, NewerTrace.
     """
     if by not in ("version", "module"):
         raise InvalidOption(f"got {by!r}; use version or module", option="by")
     if dtype is not None and by == "module":
-        raise InvalidOption(f"goes with {option('by', 'version')}", option="dtype")
+        raise InvalidOption(f"requires {option('by', 'version')}", option="dtype")
     if engine:
         if dtype is not None or verify:
             raise InvalidOption(
-                f"excludes {option('dtype')} and {option('verify')}, which are about the trainer's weights",
+                f"excludes {option('dtype')} and {option('verify')}, which apply to the trainer's weights",
                 option="engine",
             )
         return engine_weights(trace, by="module" if by == "module" else "tensor")
@@ -83,7 +83,7 @@ def weights(
 
 
 def engine_dtype(trace: str | os.PathLike[str]) -> str | None:
-    """Return the engine's dtype of the weights, as `--dtype` takes it, if it differs from the trainer's."""
+    """Return the engine's dtype of the weights, as a value of `--dtype`, if it differs from the trainer's."""
     store = Store(trace)
     reader = open_weights(store)
     if not isinstance(reader, WeightReader) or not reader.parts:
@@ -110,11 +110,10 @@ def export(
 ) -> Path:
     """Write a version's weights, rounded to `dtype` if given, as a folder that transformers' `from_pretrained` loads.
 
-    A model with adapters becomes the base model, with a folder for each adapter that peft's `PeftModel.from_pretrained` loads
-    on top.
+    A model with adapters is written as the base model plus a folder per adapter for peft's `PeftModel.from_pretrained`.
 
-    Tokenizer files are written only if they can be part of a tokenizer: no code, no pickle, no model config. Load the folder
-    of a stranger's trace without trust_remote_code.
+    Only genuine tokenizer files are written: no code, no pickle, no model config. Load the folder of an untrusted trace without
+    trust_remote_code.
 
     Raises WeightsMissing, DamagedTrace, InvalidOption if `folder` exists.
     """
@@ -176,7 +175,7 @@ def _by_version(reader: WeightReader) -> Rows:
 
 
 def _share(parts: Sequence[WeightVersion], elements: int) -> float | None:
-    """Return the share of elements that changed; None if a part has no version before it."""
+    """Return the share of elements that changed; None if a part has no previous version."""
     counts = [part.num_changed for part in parts]
     known = [sum(count.values()) for count in counts if count is not None]
     return sum(known) / elements if len(known) == len(counts) and elements else None

@@ -1,1 +1,1 @@
-"""Which alerts fire, over which steps: one rule for `diagnose`, `watch` and the report."""
+"""Alert rules, shared by `diagnose`, `watch` and the report."""

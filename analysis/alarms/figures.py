@@ -1,6 +1,6 @@
 """The values that alert rules are evaluated on, by step.
 
-Shapes: n steps, those that have a value; T tokens of a batch, N sequences.
+Shapes: n steps with a value; T tokens of a batch, N sequences.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
 
 Figure = tuple[np.ndarray, Array]
-"""Steps, ascending, and the values at them."""
+"""(steps, values), steps ascending."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
-"""Metrics without a series, computed from the tokens."""
+"""Metrics without a series, computed from tokens."""
 NOT_FINITE = "num_not_finite"
-"""Figure: tokens of a step that count and have a NaN or an infinite logprob under either pass."""
+"""Figure: counted tokens of a step with a NaN or infinite logprob in either pass."""
 _LARGEST = 700.0
-"""|d| whose exponential a double still holds."""
+"""|d| whose exponential still fits a double."""
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
-    """Read mean |exp(a) - exp(b)| and mean exp(|d|) by step, of the tokens that `read_series` has the mismatch of; and NOT_FINITE."""
+    """Read mean |exp(a) - exp(b)|, mean exp(|d|) and NOT_FINITE by step, over the same tokens as `read_series`."""
     lists = ["mask"] if sequence_columns(database, run).mask else []
     query = token_query({"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, lists=lists)
     batches = list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))
@@ -46,7 +46,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    """[N] step, number of finite tokens and of others, and the two sums of each sequence."""
+    """Return [N] step, counts of finite and other tokens, and the two sums of each sequence."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
@@ -88,7 +88,7 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
 
 
 def _with_infinities(series: Series) -> Array:
-    """[n] values of k3 with the infinities that a series leaves out: exp(d) overflows beyond 709 nats."""
+    """Return [n] values of k3 with the infinities that a series omits; exp(d) overflows beyond 709 nats."""
     if series.name != "k3":
         return series.values
     return np.where(np.isin(series.steps, series.not_finite), np.inf, series.values)

@@ -1,4 +1,4 @@
-"""Alert levels of frameworks and papers, each under its own definition: they are not interchangeable."""
+"""Alert levels of frameworks and papers, each with its own definition; they are not interchangeable."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A published level of one metric, or one rule of tim-trace."""
+    """A published level of one metric, or a rule of tim-trace."""
 
     who: str
     """Who published the level; `tim-trace` for its own rules."""
     metric: str
-    """Name of the trace's own figure by step: see alarms.figures."""
+    """Name of the figure by step it is evaluated on; see alarms.figures."""
     definition: str
     level: float | None
     """None if `rule` says when it fires."""
     rule: str = ""
     above: bool = True
-    """Whether it fires above the level; otherwise below."""
+    """True if it fires above the level, False if below."""
     of_size: bool = False
-    """Whether it compares the absolute value."""
+    """True if it compares the absolute value."""
     summary: str
-    """What the source says about a run beyond the level."""
+    """The source's statement about a run beyond the level."""
     source: str
     of_mismatch: bool = True
-    """Whether it is about the size of the mismatch; otherwise about rewards or the optimizer."""
+    """True if it concerns the size of the mismatch, False if rewards or the optimizer."""
 
     @property
     def condition(self) -> str:
-        """When it fires, as `> 0.001`."""
+        """The condition for firing, e.g. `> 0.001`."""
         return self.rule if self.level is None else f"{'>' if self.above else '<'} {self.level:g}"
 
 
@@ -59,7 +59,7 @@ ALARMS = (
         summary="above the acceptable range", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
-        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d); their page says KL", level=1.0,
+        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d); called KL on their page", level=1.0,
         summary="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
     ),
     Alarm(

@@ -1,8 +1,8 @@
 """Every alert rule evaluated at every step of a run.
 
-The levels are of a training step's own figure, as the frameworks log it, so an alert fires if one step passes it.
+Levels apply to the figure of a single training step, as frameworks log it, so one step beyond the level fires the alert.
 
-Shapes: n steps, those that have a value.
+Shapes: n steps with a value.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class AlarmReading:
     own: float | None
     """The run's value at `worst_step`; None for a rule without one."""
     is_raised: bool
-    """Whether it fires at any step."""
+    """True if it fires at any step."""
     worst_step: int | None
-    """The step of that value: the furthest beyond the level, or the nearest to it; None without a value."""
+    """The step furthest beyond the level, or nearest to it if none is beyond; None without a value."""
     first_step: int | None = None
-    """The first step at which it fires; None if it never does, as for the three below."""
+    """The first step at which it fires; None if never."""
     first_value: float | None = None
     last_step: int | None = None
-    """The last step at which it fires."""
+    """The last step at which it fires; None if never."""
     num_steps: int = 0
     """Number of steps at which it fires."""
     still: bool = False
-    """Whether it fires at the last step that has a value."""
+    """True if it fires at the last step with a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class AlarmReadings:
 
     judged: tuple[AlarmReading, ...] = ()
     not_judged: tuple[str, ...] = ()
-    """Published rules whose value the trace does not have."""
+    """Published rules whose metric the trace lacks."""
 
     @property
     def raised(self) -> tuple[AlarmReading, ...]:
-        """Rules that fire, the earliest first."""
+        """Rules that fire, earliest first."""
         return tuple(sorted((each for each in self.judged if each.is_raised), key=lambda each: each.first_step or 0))
 
 
@@ -101,7 +101,7 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 
 
 def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[AlarmReading]:
-    """The four rules of tim-trace, each by itself."""
+    """Yield the readings of tim-trace's four rules."""
     signs = (
         (rule.gap_bends, "mean_abs_d", "mean |d|", f"> {rule.GAP:g} for {rule.TIMES} steps", "a mismatch of this size can bias the run", True),
         (rule.rate_jumps, "learning_rate", "the learning rate", f"> {rule.RATE:g} times its earlier level",
@@ -129,19 +129,19 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
-    """Tokens that the mismatch leaves out, if any."""
+    """Yield a reading if the mismatch excludes tokens that are not finite."""
     if NOT_FINITE in of_tokens and (of_tokens[NOT_FINITE][1] > 0).any():
         steps, counts = of_tokens[NOT_FINITE]
         alarm = Alarm(
             who=OWN, metric=NOT_FINITE, level=None, rule="> 0",
-            definition="tokens that count and have a NaN or infinite logprob under either pass",
-            summary="the figures of the mismatch leave these tokens out", source="logprobs", of_mismatch=True,
+            definition="tokens that count and have a NaN or infinite logprob in either pass",
+            summary="the figures of the mismatch exclude these tokens", source="logprobs", of_mismatch=True,
         )  # fmt: skip
         yield _reading(alarm, steps, counts > 0, counts)
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
-    """Rewards, gradient norms and losses that are not finite."""
+    """Yield readings of rewards, gradient norms and losses that are not finite."""
     series_of_run = (
         ("reward", "most rewards of a step", "nothing can be learned from this step"),
         ("grad_norm", "the logged grad_norm", "the update of this step was not a number"),
@@ -159,7 +159,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
 
 
 def read_alarms(database: Database, pair: Pair) -> AlarmReadings:
-    """Evaluate every rule over the steps of the one open run, as `watch` does once it has read them all."""
+    """Evaluate every rule over all steps of the open run."""
     run = database.sources[0].run
     repeats = Repeats()
     repeats.keep(database, run, ())

@@ -1,4 +1,4 @@
-"""Repeated responses, and the share of them that earned another reward."""
+"""Repeated responses, and the share of them with a different reward."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
 ORDER BY step, place
 """
 WINDOW = 20
-"""Steps that the share is over."""
+"""Steps in the window of the share."""
 FEWEST = 20
-"""Repeated responses in a window below which the share is 0: a few say nothing."""
+"""Minimum number of repeated responses in a window; with fewer the share is 0."""
 
 
 class Repeats:
-    """The responses of a run by their hashes, a step's at a time."""
+    """Hashes and rewards of a run's responses, by step."""
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def keep(self, database: Database, run: str, steps: Sequence[int]) -> None:
-        """Read the responses of some steps, in place of what was read of these before."""
+        """Read the responses of some steps, replacing earlier reads of them."""
         rows = database.connection.execute(_ROWS, {"run": run}).fetchnumpy()
         step = np.asarray(rows["step"])
         reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))
@@ -39,7 +39,7 @@ class Repeats:
                 self._steps[int(own[0])] = (whole, rewards)
 
     def unequal(self) -> tuple[np.ndarray, np.ndarray]:
-        """The steps, and at each the share of unequal rewards: see `unequal_rewards`."""
+        """Return the steps, and the share of unequal rewards at each; see `unequal_rewards`."""
         steps = np.array(sorted(self._steps), np.int64)
         if not len(steps):
             return steps, np.empty(0)
@@ -50,11 +50,10 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Of the responses that repeat an earlier one, over the last 20 steps, the share whose reward is another.
+    """Return the share of repeated responses over the last 20 steps whose reward differs from the earlier one.
 
-    Shapes: N sequences in the order of their recording, n steps. `place` [N] is the number of the step, ascending; `whole`
-    [N] names prompt and response together. Gives [n]: at each step from what was known by then; 0 where fewer than 20
-    responses were repeated.
+    Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] a hash of
+    prompt and response. Returns [n], each step using only earlier data and its own; 0 if fewer than 20 responses repeated.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

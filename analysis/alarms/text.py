@@ -8,7 +8,7 @@ from .reading import AlarmReading
 
 
 def taken_over(reading: AlarmReading) -> str:
-    """Name the step or steps the value was taken from."""
+    """Name the step or steps of a reading's value."""
     return "every step" if reading.worst_step is None else f"worst step {reading.worst_step}"
 
 
@@ -20,7 +20,7 @@ def fired(num_raised: int, num_judged: int) -> str:
 
 
 def value_text(reading: AlarmReading) -> str:
-    """The value of a rule, with the step it came from; it must have one."""
+    """Render a reading's value with its step; requires a value."""
     return (
         f"{reading.own:.3g} over all steps"
         if reading.worst_step is None
@@ -40,7 +40,7 @@ def since(reading: AlarmReading) -> str:
 
 
 def alarm_sentence(reading: AlarmReading) -> str:
-    """Name the rule, its value with the step it came from, and when it fires."""
+    """Render a rule, its value with its step, and when it fires."""
     alarm = reading.alarm
     own = "" if reading.own is None else f" ({value_text(reading)})"
     when = since(reading)
@@ -48,7 +48,7 @@ def alarm_sentence(reading: AlarmReading) -> str:
 
 
 def reading_json(reading: AlarmReading) -> dict[str, Any]:
-    """Return the value of a rule, the step it came from, and where it fires, as JSON."""
+    """Return a reading's value, its step, and where the rule fires, for JSON."""
     return {
         "own": reading.own, "over": taken_over(reading), "worst_step": reading.worst_step, "is_raised": reading.is_raised,
         "sounds": reading.is_raised, "first_step": reading.first_step, "first_value": reading.first_value,

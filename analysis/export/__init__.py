@@ -1,1 +1,1 @@
-"""A trace in the files of other tools."""
+"""Export a trace to the file formats of other tools."""

@@ -1,4 +1,4 @@
-"""Export a trace: its sequences or its figures in the files of other tools."""
+"""Export the sequences or step figures of a trace to the file formats of other tools."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .trackers import EVENTS, MLFLOW_STORE, write_events, write_mlflow, write_wa
 PARQUET, JSONL, TENSORBOARD, WANDB, MLFLOW = "parquet", "jsonl", "tensorboard", "wandb", "mlflow"
 FORMATS = (PARQUET, JSONL, TENSORBOARD, WANDB, MLFLOW)
 _GROWING = {WANDB: write_wandb, MLFLOW: write_mlflow}
-"""Formats that add a new run to what is there -> its writer."""
+"""Format that adds a new run to an existing store -> its writer."""
 
 _Write = Callable[[Path, Iterator[pa.Table | pa.RecordBatch]], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported(Result):
-    """What was written."""
+    """The files and counts of an export."""
 
     _text = "tim_trace.analysis.export.export:exported_text"
 
@@ -44,13 +44,13 @@ class Exported(Result):
     output: str
     """The folder."""
     files: tuple[str, ...]
-    """Names in the folder; for wandb the folder of its run."""
+    """Names in the folder; for wandb the run's folder."""
     num_sequences: int
     """0 if figures were written."""
     num_values: int
-    """Numbers of steps, or logged values beside the sequences."""
+    """Figures written; for sequence formats the logged values."""
     num_texts: int
-    """Logged values that are no numbers, and so in no series."""
+    """Logged texts, which cannot be part of a series."""
 
 
 def export_run(
@@ -67,13 +67,13 @@ def export_run(
 
     `to` parquet or jsonl: `sequences`, one row per sequence with token ids, mask, rewards, advantages, sampling settings, the
     logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`, which is logprob(a) - logprob(b) of
-    `pair` for every response token, NULL if either is; and `metrics`, what was logged. `import parquet` reads both. `to`
+    `pair` for every response token, NULL if either is; and `metrics`, the logged values. `import parquet` reads both. `to`
     tensorboard, wandb or mlflow: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own name, in
-    double precision; W&B's run is written offline with the hyperparameters as its config, MLflow's to the SQLite file
-    mlflow.db with the hyperparameters as its parameters.
+    double precision. The W&B run is written offline, the MLflow run to the SQLite file mlflow.db; both keep the
+    hyperparameters as config or parameters.
 
-    `output` is a folder, created if missing. `steps` (3:80, -10:) selects a part of the run. A few steps are in memory at a
-    time. Existing files are replaced only with `force`; wandb and mlflow always add a new run.
+    `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time. Existing
+    files are replaced only with `force`; wandb and mlflow always add a new run.
 
     Raises InvalidOption, FileThere, StorageError, NotInstalled if the tool's library is missing, TraceNotFound, NewerTrace or
     DamagedTrace.

@@ -23,7 +23,7 @@ from ..trace.tokens import step_ranges
 CHUNK_TOKENS = 1 << 20
 """Tokens of prompts and responses in memory at once; a larger step is read whole."""
 _JSON_ROWS = 256
-"""Rows that are Python objects at once."""
+"""Rows converted to Python objects at once."""
 
 _COLUMNS = tuple(column.name for column in SEQUENCES_TABLE.columns if column.name not in ("attempt", "writer"))
 
@@ -43,7 +43,7 @@ def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
 
 
 def metric_batches(database: Database) -> Iterator[pa.RecordBatch]:
-    """Yield what was logged, by step, after an empty batch."""
+    """Yield the logged values by step, after an empty batch that carries the schema."""
     rows = database.connection.batches(_METRICS)
     yield pa.RecordBatch.from_pylist([], rows.schema)
     yield from rows
@@ -56,7 +56,7 @@ def passes_of(database: Database) -> list[str]:
 
 
 def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
-    """Return the query for the rows of some steps; `passes` are those with scores -> alias."""
+    """Return the query for the rows of some steps; `passes` maps each pass with scores to its alias."""
     within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
     columns = [f"s.{name}" for name in _COLUMNS]
     columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]
@@ -82,7 +82,7 @@ def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
 
 
 def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
-    """Write rows as Parquet, one row group per part; return how many. The first part has the columns."""
+    """Write rows as Parquet, one row group per chunk; return the number of rows. The first chunk sets the schema."""
     first = next(rows)
     num_rows = 0
     with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
@@ -94,7 +94,7 @@ def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
 
 
 def write_lines(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
-    """Write rows as JSON Lines; return how many. NaN and infinities become the texts NaN, Infinity and -Infinity."""
+    """Write rows as JSON Lines; return the number of rows. NaN and infinities become "NaN", "Infinity" and "-Infinity"."""
     num_rows = 0
     with path.open("w", encoding="utf-8") as file:
         for part in rows:
@@ -108,7 +108,7 @@ def write_lines(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
 def _line(row: dict[str, Any]) -> str:
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # NaN or an infinity, which few rows have
+    except ValueError:  # NaN or an infinity, which is rare
         return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
 
 

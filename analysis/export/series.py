@@ -32,12 +32,12 @@ class StepFigures:
 
     step: int
     logged_s: float
-    """When the step was logged, seconds since 1970; for an unlogged step, when the trace was created."""
+    """Time the step was logged, seconds since 1970; if it was not logged, the trace's creation time."""
     values: dict[str, float] = field(default_factory=dict)
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
-    """Yield the numbers of every step in order: the pair's columns as `a-b/NAME`, and the trainer's under its own names."""
+    """Yield the numbers of every step in order: the pair's columns as `a-b/NAME`, and the trainer's under their logged names."""
     begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
     of_pair = _pair_figures(database, pair)
     for step, rows in groupby(_logged(database), key=lambda row: row[0]):
@@ -53,7 +53,7 @@ def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
 
 
 def num_texts(database: Database) -> int:
-    """Return the number of logged values that are no numbers, and so in no series."""
+    """Return the number of logged texts, which cannot be part of a series."""
     return int(database.connection.execute(_TEXTS).fetchall()[0][0])
 
 
@@ -63,7 +63,7 @@ def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]
 
 
 def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]:
-    """Return step -> column -> value, by step; empty if a pass of the pair is missing."""
+    """Return step -> column -> value; empty if a pass of the pair is missing."""
     if not set(pair) <= set(passes_of(database)):
         return {}
     ensure(database, pair, of_run=False)

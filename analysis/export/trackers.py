@@ -1,4 +1,4 @@
-"""Step figures in the files of trackers: TensorBoard's event file, an offline run of W&B, and MLflow's SQLite store."""
+"""Write step figures for experiment trackers: a TensorBoard event file, an offline W&B run, or MLflow's SQLite store."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from .series import StepFigures
 
 EVENTS = "events.out.tfevents.0.tim-trace"
-"""TensorBoard recognizes a file by the word tfevents in its name."""
+"""TensorBoard recognizes its files by `tfevents` in the name."""
 MLFLOW_STORE = "mlflow.db"
 PROJECT = "tim-trace"
 """Name of the W&B project and of the MLflow experiment."""
 _FORBIDDEN = re.compile(r"[^\w.\- :/]")
-"""Characters that MLflow allows in no name."""
+"""Characters that MLflow does not allow in names."""
 _MOST_VALUES, _MOST_PARAMETERS = 1000, 100
 """Maximum numbers and parameters per MLflow request."""
 _LONGEST = 6000
-"""Maximum characters of an MLflow parameter."""
+"""Maximum length of an MLflow parameter, characters."""
 _NO_TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
 
 
@@ -121,7 +121,7 @@ def _parts(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 class _Names:
-    """Names that MLflow allows; a number tells apart two that would become equal."""
+    """Names that MLflow allows; a numeric suffix keeps them distinct."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}

@@ -1,1 +1,1 @@
-"""The numbers that frameworks log, under their own names and by their own definitions: one file a framework."""
+"""The numbers that frameworks log, under their own names and definitions: one module per framework."""

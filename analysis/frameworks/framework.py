@@ -1,4 +1,4 @@
-"""What every framework's numbers are asked through."""
+"""Base class of frameworks: their options and logged numbers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework's options, under its own names, and the numbers that it logs with these.
+    """A framework's options, under its own names, and the numbers that it logs with them.
 
-    A framework is a frozen dataclass that inherits this one; a field is an option, and an `option_field` has its help on the
-    command line and its range.
+    A framework is a frozen dataclass that inherits this one; its fields are options, declared with `option_field`.
     """
 
     name: ClassVar[str]
     version: ClassVar[str]
     """The release whose definitions these are."""
     source: ClassVar[str]
-    """Where it defines them."""
+    """The framework's files with the definitions."""
     columns: ClassVar[str] = ""
-    """SQL that stands for {columns} in the macros."""
+    """SQL that replaces {columns} in the macros."""
 
     def __post_init__(self) -> None:
         for option, value in ((option, getattr(self, option.name)) for option in fields(self)):
@@ -43,82 +42,82 @@ class Framework:
         self.check()
 
     def check(self) -> None:
-        """Raise InvalidOption for options that do not go together."""
+        """Raise InvalidOption for options that cannot be combined."""
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        """A row per run or step; by is `run` or `step`, pass a of the pair the trainer, b the rollout.
+        """Return one row per run or step; `by` is `run` or `step`, pass a of the pair the trainer, b the rollout.
 
-        `only` names the numbers to compute, of those of the macro `<name>_<by>s`, where not all are asked for.
+        `only` names the columns of the macro `<name>_<by>s` to compute; empty for all.
         """
         rows = database.ask(call(self.name.replace("-", "_"), pair, by, only, **options_of(self)))
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
 
     def is_unlogged(self, column: str) -> bool:
-        """Whether the framework logs no such number with these options."""
+        """Return True if the framework does not log this number with these options."""
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Calls of the macros that read tokens: their rows are all that the numbers need, each naming its run, step and seq_id.
+        """Return calls of the macros that read tokens; all numbers follow from their rows, which have run, step and seq_id.
 
-        Options of other kinds may make the numbers read tokens again. A macro may be made of those that come before it.
+        Different options may require reading tokens again. A macro may build on those before it.
         """
         return ()
 
     def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
-        """Macro -> the rows that its call gives, in one order whatever the threads."""
+        """Yield macro -> the rows of its call, in an order independent of the threads."""
         for call in self.row_calls(pair):
             database.connection.use_threads()
             query = f"SELECT * FROM {call} ORDER BY ALL"
             yield call.split("(")[0], database.connection.sql(query).to_arrow_table()
 
     def token_medians(self, pair: Pair) -> TokenMedians | None:
-        """Medians over all tokens among the numbers; None without any."""
+        """Return those numbers that are medians over all tokens; None without any."""
         return None
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
-        """What a reader of these numbers in these traces should know, a sentence each."""
+        """Return caveats on these numbers for these traces, one sentence each."""
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMedians:
-    """Medians over all tokens, which follow from no sums."""
+    """Medians over all tokens, which cannot be computed from sums."""
 
     macro: str
-    """It gives them: run, step, and a column each."""
+    """The macro that computes them: run, step, and one column per median."""
     tokens: str
-    """The call of a macro that gives the values: a row per token, which names its run, step and seq_id."""
+    """Call of the macro with the values: one row per token, with run, step and seq_id."""
     columns: Mapping[str, str]
-    """Column of the medians -> column of the tokens."""
+    """Median column -> token column."""
 
 
 def option_field(
     default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), at_least: float | None = None
 ) -> Any:
-    """A field of a framework's dataclass, with the help of its option, the name of its value, and the values it may take."""
+    """Declare an option of a framework: default, help, name of the value, and allowed values."""
     metadata = {"help": help, "metavar": metavar or "|".join(choices) or None, "choices": choices, "at_least": at_least}
     return field(default=default, metadata=metadata)
 
 
 def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: Any) -> str:
-    """A query of one of the macros `<macro>_steps` and `<macro>_runs`, for all of its columns or some."""
+    """Return a query of the macro `<macro>_steps` or `<macro>_runs`, for all columns or some."""
     columns = ", ".join(f'"{name}"' for name in only) or "*"
     arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
     return f"SELECT {columns} FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
 
 
 def options_of(framework: Framework) -> dict[str, Any]:
-    """Option -> value."""
+    """Return option -> value."""
     return {field.name: getattr(framework, field.name) for field in fields(framework)}
 
 
 def literals(values: Iterable[Any]) -> str:
-    """Values as arguments of a macro."""
+    """Render values as arguments of a macro."""
     return ", ".join(literal(value) for value in values)
 
 
 def literal(value: Any) -> str:
-    """A value in SQL."""
+    """Render a value as an SQL literal."""
     if value is None:
         return "NULL"
     if isinstance(value, bool):

@@ -21,32 +21,34 @@ TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemoRl(Framework):
-    """The options of NeMo-RL's clipped policy-gradient loss that decide these numbers."""
+    """Options of NeMo-RL's clipped policy-gradient loss that affect these numbers."""
 
     reference_policy_kl_type: str = option_field(
         "k3", "Estimator of the two KL errors (k3).", choices=("k1", "k2", "k3")
     )
     """Estimator of gen_kl_error and policy_kl_error."""
-    sequence_level_importance_ratios: bool = option_field(False, "Ratios of sequences.")
-    """Ratios of sequences instead of tokens."""
+    sequence_level_importance_ratios: bool = option_field(False, "Use sequence-level ratios.")
+    """Use ratios of sequences instead of tokens."""
     truncated_importance_sampling_type: str | None = option_field(None, "Truncation.", choices=TRUNCATIONS)
-    """What becomes of ratios outside of the bounds; None: nothing."""
+    """Treatment of ratios outside the bounds; None keeps them."""
     truncated_importance_sampling_ratio: float | None = option_field(None, "Its upper bound.", metavar="C")
     """Upper bound."""
     truncated_importance_sampling_ratio_min: float | None = option_field(None, "Its lower bound.", metavar="C")
-    """Lower bound; None: 0, which `tis` alone allows."""
+    """Lower bound; None means 0, which only `tis` allows."""
     train_micro_batch_size: int = option_field(
-        1, "Multiplies the mean of sequences' ratios (1).", metavar="N", at_least=1
+        1, "Sequences per micro-batch; scales the mean of sequence ratios (1).", metavar="N", at_least=1
     )
-    """Sequences of a micro-batch; NeMo-RL's mean of sequences' ratios is that many times too large."""
-    seq_logprob_error_threshold: float | None = option_field(None, "Mask sequences above it.", metavar="C", at_least=0)
-    """Mask sequences whose mean of exp(|d|) is above it; None: none."""
+    """Sequences per micro-batch; NeMo-RL's mean of sequence ratios is too large by this factor."""
+    seq_logprob_error_threshold: float | None = option_field(
+        None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
+    )
+    """Mask sequences whose mean of exp(|d|) exceeds it; None masks none."""
     ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E", at_least=0)
-    """The policy's ratio is clamped to 1 less this, at least."""
+    """The policy's ratio is clamped to at least 1 - ratio_clip_min."""
     ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E", at_least=0)
-    """The policy's ratio is clamped to 1 plus this, at most."""
-    disable_ppo_ratio: bool = option_field(False, "Logprobs in place of ratios.")
-    """REINFORCE: what stands for the ratio is the logprob inside the loss."""
+    """The policy's ratio is clamped to at most 1 + ratio_clip_max."""
+    disable_ppo_ratio: bool = option_field(False, "Use logprobs instead of ratios (REINFORCE).")
+    """REINFORCE: the logprob inside the loss replaces the ratio."""
 
     name: ClassVar[str] = "nemo-rl"
     version: ClassVar[str] = "0.7.0"
@@ -77,7 +79,7 @@ class NemoRl(Framework):
         mixes_micro_batches = self.sequence_level_importance_ratios and self.train_micro_batch_size > 1
         if self.seq_logprob_error_threshold is not None and mixes_micro_batches:
             raise InvalidOption(
-                "with it the mean of sequences' ratios depends on which sequences shared a "
+                "with it the mean of sequence ratios depends on which sequences shared a "
                 "micro-batch, which is not recorded; drop train_micro_batch_size",
                 option="seq_logprob_error_threshold",
             )

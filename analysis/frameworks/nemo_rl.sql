@@ -1,21 +1,21 @@
--- The numbers of NeMo-RL 0.7.0: ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py and
+-- Numbers of NeMo-RL 0.7.0: ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py and
 -- compute_and_apply_seq_logprob_error_masking of nemo_rl/algorithms/grpo.py. Pass a is the trainer (prev_logprobs), b the
--- generation; d = a - b. Means are over the tokens that count in the loss, of all sequences.
---   token_mult_prob_error = mean(exp(|d|)); *_seq_mult_prob_error the same of each sequence that has a token.
+-- generation; d = a - b. Means are over the tokens of all sequences that count in the loss.
+--   token_mult_prob_error = mean(exp(|d|)); *_seq_mult_prob_error the same per sequence with tokens.
 --   gen_kl_error = mean of k3 = exp(d) - 1 - d, policy_kl_error that of -d; as k1 they are -d and d, as k2 d^2 / 2.
---   js_divergence_error = mean of half the k3 of a against m and half that of b, m = half of both probabilities.
---   sampling_importance_ratio = mean of exp(d), cut or masked by the truncation, infinities and NaN taken as 0; at sequence
---   level that of exp(sum of d) over all sequences, times train_micro_batch_size: NeMo-RL multiplies the weights of a
---   micro-batch by each of its sequences' masks. is_oob_ratio = share of tokens outside of the bounds; of seq-mask-tis
---   that of sequences whose exp(mean of d) is.
---   approx_entropy = -mean(exp(current - b) * current); probs_ratio = mean of exp(current - a), of sequences exp(mean of it),
---   or of current with disable_ppo_ratio; probs_ratio_clamped the same within 1 - ratio_clip_min and 1 + ratio_clip_max. All
---   are NULL without the pass current. NeMo-RL leaves a micro-batch's smallest or largest ratio out where it is infinite, and
---   writes -1 where all are; here that of a sequence.
---   With seq_logprob_error_threshold, sequences whose seq_mult_prob_error is above it are masked, and in no other number;
---   num_masked_seqs_by_logprob_error (num_masked_seqs of the function) counts them, masked_correct_pct is the share of them
---   with a reward of 1, *_seq_mult_prob_error_after_mask are over the others, 0 where there are none.
--- NeMo-RL multiplies by the mask; here a token that does not count is left out, whatever its logprob.
+--   js_divergence_error = mean of half the k3 of a against m plus half that of b, m = mean of both probabilities.
+--   sampling_importance_ratio = mean of exp(d), cut or masked by the truncation, with infinities and NaN as 0; at sequence
+--   level mean of exp(sum of d) over all sequences, times train_micro_batch_size: NeMo-RL multiplies the weights of a
+--   micro-batch by the mask of each of its sequences. is_oob_ratio = share of tokens outside the bounds; for seq-mask-tis
+--   share of sequences with exp(mean of d) outside them.
+--   approx_entropy = -mean(exp(current - b) * current); probs_ratio = mean of exp(current - a), for sequences exp(mean of it),
+--   with disable_ppo_ratio mean of current; probs_ratio_clamped the same, clamped to 1 - ratio_clip_min and 1 + ratio_clip_max.
+--   All are NULL without the pass current. NeMo-RL ignores a micro-batch's smallest or largest ratio if infinite, and logs -1
+--   if all are; here this applies per sequence.
+--   With seq_logprob_error_threshold, sequences whose seq_mult_prob_error exceeds it are masked and excluded from all other
+--   numbers; num_masked_seqs_by_logprob_error (num_masked_seqs in the function) counts them, masked_correct_pct is the share of
+--   them with a reward of 1, *_seq_mult_prob_error_after_mask are over the other sequences, 0 if there are none.
+-- NeMo-RL multiplies by the mask; here tokens that do not count are left out, whatever their logprob.
 
 CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS prev, logprob_b::DOUBLE AS generation, d,
@@ -23,10 +23,10 @@ CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     FROM pair(a, b)
     WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);
 
--- exp(x), 0 where that is no number.
+-- exp(x), 0 if not finite.
 CREATE OR REPLACE MACRO nemo_rl_ratio(x) AS CASE WHEN isfinite(exp(x)) THEN exp(x) ELSE 0.0 END;
 
--- log(exp(x) + exp(y)) - log 2, of the larger and what the smaller adds.
+-- log((exp(x) + exp(y)) / 2), computed from the larger to avoid overflow.
 CREATE OR REPLACE MACRO nemo_rl_mixture(x, y) AS
     CASE WHEN isfinite(greatest(x, y)) THEN greatest(x, y) + ln(0.5 + 0.5 * exp(-abs(x - y))) ELSE x + y END;
 
@@ -35,7 +35,7 @@ CREATE OR REPLACE MACRO nemo_rl_cut(ratio, kind, upper, lower) AS
          WHEN kind = 'icepop' AND (ratio < lower OR ratio > upper) THEN 0.0
          ELSE ratio END;
 
--- nemo_rl_rows(...): what each sequence adds; is_kept, whether its error lets it train.
+-- nemo_rl_rows(...): per-sequence sums; is_kept is true if the sequence's error is within the threshold.
 CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, lower, threshold) AS TABLE
     SELECT *, threshold IS NULL OR (coalesce(mean_mult, 0.0) <= threshold AND NOT isnan(coalesce(mean_mult, 0.0))) AS is_kept,
            CASE WHEN of_sequences THEN nemo_rl_cut(sequence_ratio, kind, upper, lower)
@@ -69,7 +69,7 @@ CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, l
         ) USING (run, step, seq_id, iteration_a, iteration_b)
     );
 
--- nemo_rl_masked(...): the sequences that are not kept; none without a threshold.
+-- nemo_rl_masked(...): the masked sequences; none without a threshold.
 CREATE OR REPLACE MACRO nemo_rl_masked(a, b, threshold) AS TABLE
     SELECT run, step, seq_id
     FROM nemo_rl_tokens(a, b)
@@ -77,7 +77,7 @@ CREATE OR REPLACE MACRO nemo_rl_masked(a, b, threshold) AS TABLE
     GROUP BY run, step, seq_id, iteration_a, iteration_b
     HAVING NOT (sum(exp(abs(d))) / count(*) <= threshold) OR isnan(sum(exp(abs(d))));
 
--- nemo_rl_ratios(...): the ratios of each sequence's loss, over its tokens.
+-- nemo_rl_ratios(...): per-sequence statistics of the loss's ratios.
 CREATE OR REPLACE MACRO nemo_rl_ratios(a, b, of_sequences, clip_min, clip_max, disabled, threshold) AS TABLE
     SELECT run, step, seq_id, num_tokens,
            CASE WHEN of_sequences AND NOT disabled THEN num_tokens * exp(mean_d) ELSE sum_ratio END AS sum_ratio,
@@ -104,7 +104,7 @@ CREATE OR REPLACE MACRO nemo_rl_ratios(a, b, of_sequences, clip_min, clip_max, d
         GROUP BY run, step, seq_id, iteration_a, iteration_b
     );
 
--- nemo_rl_entropies(...): what each sequence adds to the approximate entropy.
+-- nemo_rl_entropies(...): per-sequence sums of the approximate entropy.
 CREATE OR REPLACE MACRO nemo_rl_entropies(a, b, threshold) AS TABLE
     SELECT run, step, seq_id, count(*) AS num_tokens, sum(exp(d) * prev) AS sum_entropy
     FROM nemo_rl_tokens('current', b)
@@ -141,7 +141,7 @@ CREATE OR REPLACE MACRO nemo_rl_groups(
                torch_max(mean_mult) AS max_seq_mult_prob_error,
                avg(mean_mult) AS mean_seq_mult_prob_error,
                torch_min(mean_mult) AS min_seq_mult_prob_error,
-               -- What is kept under a threshold is a number.
+               -- Sequences kept under a threshold have a finite error.
                CASE WHEN threshold IS NULL THEN torch_max(mean_mult) ELSE coalesce(max(mean_mult) FILTER (is_kept), 0.0) END
                    AS max_seq_mult_prob_error_after_mask,
                CASE WHEN threshold IS NULL THEN avg(mean_mult) ELSE coalesce(avg(mean_mult) FILTER (is_kept), 0.0) END

@@ -36,7 +36,7 @@ ORDER BY run, dtype
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
 ) -> list[str]:
-    """Say that these numbers are NULL where a run lacks a pass, or a column of it; empty if every run has it."""
+    """Say which runs lack a pass, or a column of it, so that these numbers are NULL; empty if none."""
     query = _SCORED.format(scored=quoted(scored), column=column)
     known = {run for (run,) in database.connection.execute(query).fetchall()}
     lacking = [source.run for source in database.sources if source.run not in known]
@@ -52,12 +52,12 @@ def masked_out(
     framework: str,
     *,
     rejects: bool = False,
-    effect: str = "what it logged at these steps can be NaN",
+    effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:
-    """Say what a framework that multiplies by the mask makes of NaN and infinities on tokens that do not count.
+    """Warn of NaN and infinities on tokens that do not count, for a framework that multiplies by the mask; empty without any.
 
-    NaN * 0 and inf * 0 are NaN, so that its sums are; here these tokens are left out. Nothing where there are none. With
-    `rejects` the framework's options may mask tokens that are not finite, too. `effect` is what NaN does to its numbers.
+    NaN * 0 and inf * 0 are NaN, which spoils its sums; here these tokens are left out. With `rejects`, the framework's options
+    may also mask tokens that are not finite. `effect` describes the result in its numbers.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),
@@ -75,17 +75,17 @@ def masked_out(
 
 
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
-    """Say where a framework averaged half-precision logprobs in their own dtype, as far as the contract says."""
+    """Name the runs whose contract shows that the framework averaged logprobs in half precision."""
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
     return [
-        f"{run}: {framework} averages the logprobs of {scored} in {dtype}: what it logged has about 3 digits; "
+        f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 digits; "
         "these are float64 sums of the same logprobs"
         for run, dtype in found
     ]
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Say which options a run was trained with, if the recorded ones differ from those of the numbers."""
+    """Name the options a run was trained with, if they differ from those given."""
     told = []
     for source in database.sources:
         trained = read_hyperparameters(database, source.run)
@@ -96,7 +96,7 @@ def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
         }
         if other:
             told.append(
-                f"{source.run}: was trained with other options; for the numbers that it logged: "
+                f"{source.run}: was trained with different options; for the numbers it logged: "
                 f"{options({'by': 'step'} | other)}"
             )
     return told

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRlhf(Framework):
-    """The options of OpenRLHF's policy loss that decide its ratio and clip."""
+    """Options of OpenRLHF's policy loss that affect its ratio and clip."""
 
-    policy_loss_type: str = option_field("ppo", "Ratios of tokens or of sequences (ppo).", choices=("ppo", "gspo"))
+    policy_loss_type: str = option_field("ppo", "Token-level or sequence-level ratios (ppo).", choices=("ppo", "gspo"))
     """Ratios of tokens (`ppo`), or the geometric mean of a sequence's (`gspo`)."""
     eps_clip_low_high: tuple[float, float] = option_field(
         (0.2, 0.2), "Ratios are clipped to 1 - E and 1 + E (0.2 0.2).", metavar="E E"
     )
-    """The ratio is clipped to 1 less the first and 1 plus the second."""
-    is_correction_enable: bool = option_field(False, "Ratios of gspo to the rollout.")
-    """With gspo: ratios to the rollout's logprobs instead of the trainer's old ones."""
+    """(low, high): the ratio is clipped to [1 - low, 1 + high]."""
+    is_correction_enable: bool = option_field(False, "With gspo, divide by the rollout's logprobs.")
+    """With gspo, ratios divide by the rollout's logprobs instead of the trainer's old ones."""
 
     name: ClassVar[str] = "openrlhf"
     version: ClassVar[str] = "0.11.0"
@@ -36,7 +36,9 @@ class OpenRlhf(Framework):
 
     def check(self) -> None:
         if len(self.eps_clip_low_high) != 2 or not all(eps >= 0 for eps in self.eps_clip_low_high):
-            raise InvalidOption(f"got {self.eps_clip_low_high}; give two numbers from 0 on", option="eps_clip_low_high")
+            raise InvalidOption(
+                f"got {self.eps_clip_low_high}; give two numbers of at least 0", option="eps_clip_low_high"
+            )
 
     def is_unlogged(self, column: str) -> bool:
         return column == "vllm_kl" and self.policy_loss_type == "gspo"

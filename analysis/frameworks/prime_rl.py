@@ -16,19 +16,23 @@ if TYPE_CHECKING:
     from ..trace.source import Pair
 
 _OF_SIGNS = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
-"""Numbers by the sign of the advantage, which the loss ipo does not have."""
+"""Numbers by the sign of the advantage, which the loss ipo does not log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrimeRl(Framework):
-    """The options of prime-rl's losses that decide which tokens are masked."""
+    """Options of prime-rl's losses that decide which tokens are masked."""
 
-    dppo_mask_low: float = option_field(0.2, "Largest fall of a probability (0.2).", metavar="P", at_least=0)
-    """Largest fall of a token's probability where its advantage is not positive."""
-    dppo_mask_high: float = option_field(0.2, "Largest rise of a probability (0.2).", metavar="P", at_least=0)
-    """Largest rise where its advantage is positive."""
-    ipo_threshold: float | None = option_field(None, "The loss ipo, and its bound.", metavar="P", at_least=0)
-    """Of the loss `ipo`: largest change of a probability either way; None: the default loss."""
+    dppo_mask_low: float = option_field(
+        0.2, "Mask larger drops of a probability if A <= 0 (0.2).", metavar="P", at_least=0
+    )
+    """Tokens without a positive advantage are masked if their probability drops by more."""
+    dppo_mask_high: float = option_field(
+        0.2, "Mask larger rises of a probability if A > 0 (0.2).", metavar="P", at_least=0
+    )
+    """Tokens with a positive advantage are masked if their probability rises by more."""
+    ipo_threshold: float | None = option_field(None, "Use the loss ipo with this bound.", metavar="P", at_least=0)
+    """Use the loss `ipo`, which masks larger changes of a probability in either direction; None: the default loss."""
 
     name: ClassVar[str] = "prime-rl"
     version: ClassVar[str] = "0.8.0"
@@ -57,7 +61,7 @@ class PrimeRl(Framework):
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [
-            f"prime-rl's trainer is the policy inside the loss: with several updates a step, ask {option('pair', 'current:rollout')}",
+            f"prime-rl's trainer is the policy inside the loss: with several updates per step, use {option('pair', 'current:rollout')}",
             *null_without(database, ("entropy/all", "kl_ent_ratio"), pair[0], column="entropy", what="entropy of pass"),
         ]
 

@@ -1,16 +1,16 @@
--- The numbers of prime-rl 0.8.0: default_loss_fn and ipo_loss_fn of src/prime_rl/trainer/rl/loss.py, train.py, and the
+-- Numbers of prime-rl 0.8.0: default_loss_fn and ipo_loss_fn of src/prime_rl/trainer/rl/loss.py, train.py, and the
 -- statistics of Tensors.compute_stats. Pass a is the trainer, b the inference; d = a - b, over the tokens that count.
---   mismatch_kl/all: of exp(d) - 1 - d of every token. The others: of each sequence's mean over its tokens, 0 where it has
---   none, with every sequence counting once.
---   A token is masked where its advantage is positive and its probability rose by more than dppo_mask_high, or is not
---   positive and it fell by more than dppo_mask_low; with ipo_threshold, where it moved by more than that either way.
---   masked_mismatch_kl and unmasked_mismatch_kl are over the masked and the other tokens; is_masked_low and _high over all,
---   of a negative and of a positive advantage; masked_advantage_* the shares of both signs among the masked.
---   entropy/all: of the entropy that the trainer gave each token; kl_ent_ratio/mean = the mean of mismatch_kl/all by that of
---   entropy/all, where that is above 0. NULL where the trainer gave a token none.
---   median is the lower one of two in the middle, std is of n - 1.
+--   mismatch_kl/all: statistics of exp(d) - 1 - d over tokens. The others are over sequences, each counting once with its mean
+--   over tokens, 0 without tokens.
+--   A token is masked if its advantage is positive and its probability rose by more than dppo_mask_high, or if its advantage is
+--   not positive and its probability dropped by more than dppo_mask_low; with ipo_threshold, if it changed by more than that.
+--   masked_mismatch_kl and unmasked_mismatch_kl are over masked and unmasked tokens; is_masked_low and _high over all tokens,
+--   with negative and positive advantage; masked_advantage_* are the shares of both signs among masked tokens.
+--   entropy/all: statistics of the trainer's entropy over tokens; kl_ent_ratio/mean = mean of mismatch_kl/all divided by mean of
+--   entropy/all, if that is above 0. NULL if the trainer has no entropy for some token.
+--   median is the lower of the two middle values, std divides by n - 1.
 
--- prime_rl_tokens(...): a row a token that counts, with the trainer's entropy.
+-- prime_rl_tokens(...): one row per token that counts, with the trainer's entropy.
 CREATE OR REPLACE MACRO prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
     SELECT *, mask_low AND advantage < 0 AS masked_low, mask_high AND advantage > 0 AS masked_high,
            CASE WHEN ipo_threshold IS NOT NULL THEN above(abs(change), ipo_threshold)
@@ -40,7 +40,7 @@ CREATE OR REPLACE MACRO prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo
 CREATE OR REPLACE MACRO prime_rl_stats(x) AS
     {'mean': avg(x), 'median': torch_median(x), 'std': torch_std(x), 'min': torch_min(x), 'max': torch_max(x)};
 
--- The same but for the median, of all tokens from what each sequence has: their number, mean, squares around it and ends.
+-- The same over all tokens, except the median, from each sequence's count, mean, centred squares, minimum and maximum.
 CREATE OR REPLACE MACRO prime_rl_merged(num, mean, off, spread, smallest, largest) AS
     {'mean': sum(num * mean) / sum(num),
      'std': CASE WHEN bool_and(isfinite(mean)) AND sum(num) > 1
@@ -50,7 +50,7 @@ CREATE OR REPLACE MACRO prime_rl_merged(num, mean, off, spread, smallest, larges
 
 CREATE OR REPLACE MACRO prime_rl_known(num_unknown, x) AS CASE WHEN num_unknown > 0 THEN NULL ELSE coalesce(x, 0.0) END;
 
--- prime_rl_rows(...): each sequence's means; NULL where tokens have no advantage that would decide their mask.
+-- prime_rl_rows(...): per-sequence means; NULL if tokens lack the advantage that decides their mask.
 CREATE OR REPLACE MACRO prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
     SELECT run, step, seq_id, coalesce(num_tokens, 0) AS num_tokens, mean_kl, spread_kl, min_kl, max_kl,
            coalesce(num_entropies, 0) AS num_entropies, mean_entropy, spread_entropy, min_entropy, max_entropy,
@@ -79,7 +79,7 @@ CREATE OR REPLACE MACRO prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_t
         GROUP BY ALL
     ) USING (run, step, seq_id, iteration_a, iteration_b);
 
--- prime_rl_medians(...): what no sums give, of all tokens.
+-- prime_rl_medians(...): medians over all tokens, which cannot be computed from sums.
 CREATE OR REPLACE MACRO prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
     SELECT run, CASE WHEN by_step THEN step END AS step, torch_median(mismatch_kl) AS median_kl,
            torch_median(entropy) AS median_entropy
@@ -114,7 +114,7 @@ CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_
                prime_rl_stats(masked_advantage_positive) AS masked_advantage_positive,
                prime_rl_stats(masked_advantage_negative) AS masked_advantage_negative
         FROM (
-            -- Means are taken around a centre near theirs, so that squares do not cancel.
+            -- Means are taken relative to a nearby centre, so that squares do not cancel.
             SELECT *, mean_kl - median(mean_kl) OVER grouped AS off_kl,
                    mean_entropy - median(mean_entropy) OVER grouped AS off_entropy
             FROM (

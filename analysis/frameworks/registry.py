@@ -1,10 +1,10 @@
-"""The frameworks: each is a module of this package, with a file of SQL of the same name beside it.
+"""Registry of frameworks: each is a module of this package and an SQL file of the same name.
 
-The module has the framework's class as FRAMEWORK, whose fields are its options, on the command line too, and may have
-`register(connection)`, which makes functions known that the macros call. The SQL has its macros: the names of all begin with
-the module's, and `<module>_runs(a, b, {parameters})` and `<module>_steps(a, b, {parameters})` are its numbers. The command
-line and the macros' parameters follow from these two files. Tables of published levels, corrections and figures
-(alarms/published.py, correction.py, diagnosis/figures.py) cite frameworks as their sources; no other code depends on one.
+The module defines the framework's class as FRAMEWORK, whose fields are its options (also on the command line), and optionally
+`register(connection)`, which registers functions used by the macros. The SQL file defines macros prefixed with the module's
+name; `<module>_runs(a, b, {parameters})` and `<module>_steps(a, b, {parameters})` return the numbers. The command line and the
+macros' parameters are derived from these two files. Tables of published levels, corrections and figures
+(alarms/published.py, correction.py, diagnosis/figures.py) cite frameworks as sources; no other code depends on one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
-"""Type of an option -> its cast in a call of a macro. DuckDB refuses aggregates beside a whole number or boolean that is cast."""
+"""Option type -> its cast in a macro call. Integers and booleans have none: DuckDB rejects aggregates next to such a cast."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
@@ -50,7 +50,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """A framework with those of its options that are given: not None, and of another framework's not False."""
+    """Return a framework with the given options; None, and another framework's False, count as not given."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
@@ -63,7 +63,7 @@ def framework_of(name: str, options: dict[str, Any]) -> Framework:
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    """Raise InvalidOption for options of a framework where none is chosen."""
+    """Raise InvalidOption for framework options without a framework."""
     for key, value in options.items():
         if value is not None and value is not False:
             raise InvalidOption(f"needs a framework; {_whose(key)}", option=key)
@@ -76,25 +76,25 @@ def check_name(name: str) -> None:
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """Names of a framework's options."""
+    """Return the names of a framework's options."""
     return tuple(field.name for field in fields(FRAMEWORKS[name]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredOption:
-    """An option of a framework, as a command line needs to know it."""
+    """An option of a framework, for the command line."""
 
     framework: str
     name: str
     type: Any
-    """Of its value, where there is one: str, float, int, bool, or a tuple of such."""
+    """Type of a value other than None: str, float, int, bool, or a tuple of these."""
     default: Any
     help: str
     metavar: str | None
 
 
 def declared_options() -> list[DeclaredOption]:
-    """The options of every framework; all of their modules are imported for it."""
+    """Return the options of every framework; imports all their modules."""
     return [one for name in FRAMEWORKS for one in _declared(name)]
 
 
@@ -124,7 +124,7 @@ def _define(name: str, database: Database) -> None:
 
 
 def _with_options(name: str) -> str:
-    """A framework's SQL, with its options in place of {parameters} of a macro and of {options} of a call."""
+    """Return a framework's SQL with its options filled in for {parameters} of macros and {options} of calls."""
     every = list(_declared(name))
     filled = {
         "parameters": ", ".join(f"{one.name} := {literal(one.default)}" for one in every),
@@ -139,13 +139,13 @@ def _with_options(name: str) -> str:
 
 @cache
 def macros(name: str) -> str:
-    """A framework's SQL, as its file has it: {parameters}, {options} and {columns} are not filled in."""
+    """Return a framework's SQL file as is, without filling in {parameters}, {options} and {columns}."""
     return _files()[name].read_text(encoding="utf-8")
 
 
 @cache
 def _files() -> dict[str, Path]:
-    """Framework -> its file of SQL."""
+    """Return framework -> its SQL file."""
     folders = [Path(folder) for folder in import_module(__package__).__path__]
     files = [folder / f"{name}.sql" for folder in folders for _, name, _ in pkgutil.iter_modules([str(folder)])]
     return {file.stem.replace("_", "-"): file for file in files if file.exists()}

@@ -1,7 +1,7 @@
-"""What a framework's numbers need of each sequence, read once: its numbers, of all sequences or of a part, read no token then.
+"""Per-sequence rows of a framework's numbers, read once, so that leaving out sequences needs no tokens.
 
-A framework's macros that read tokens give rows that name their sequence. Their rows are kept in tables, and stand in the
-macros' place; sequences that are left out are left out of them.
+The rows of a framework's macros that read tokens are kept in temporary tables, which replace these macros; left-out sequences
+are filtered from the tables.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _BIN = """
 CASE WHEN isnan({x}) THEN 2000000 WHEN {x} = 0 THEN 0
      ELSE sign({x}) * (1000000 + greatest(-700000, least(700000, floor(log2(abs({x})) * 512)))) END::INTEGER
 """
-"""Bins in the order of their values, of which each is a 512th of an octave wide; NaN is the largest, as to DuckDB."""
+"""Bin number of a value, ascending with it; bins are 1/512 octave wide. NaN is the largest, as in DuckDB."""
 _OF_NAN = 2_000_000
 
 
 class SequenceRows:
-    """The rows of a framework, as long as they stand in its macros' place."""
+    """The kept rows of a framework, which replace its macros until closed."""
 
     def __init__(self, database: Database, medians: TokenMedians | None):
         self._database, self._medians = database, medians
         self._parameters: dict[str, str] = {}
 
     def keep(self, macro: str, rows: pa.Table) -> None:
-        """Let a macro give these rows."""
+        """Make a macro return these rows."""
         self._make_table(f"kept_{macro}", rows)
         self._stand_in(macro, f"SELECT * FROM temp.kept_{macro}")
 
     def without_parts(self, parts: pa.Table) -> Iterator[None]:
-        """Leave sequences out, one part after the other: `parts` has the keys of sequences, and the number of their `part`.
+        """Leave out one part of the sequences at a time; `parts` has sequence keys and the number of their `part`.
 
-        Tokens are read once more where the numbers have medians over them.
+        Tokens are read once more if the numbers include medians over tokens.
         """
         kept, keys = list(self._parameters), ", ".join(KEYS)
         self._make_table("left_out", parts)
@@ -60,7 +60,7 @@ class SequenceRows:
             yield
 
     def close(self) -> None:
-        """Let the macros read tokens again."""
+        """Restore the macros that read tokens."""
         for macro in self._parameters:
             self._database.connection.execute(f"DROP MACRO TABLE temp.{macro}")
             self._database.connection.execute(f"DROP TABLE temp.kept_{macro}")
@@ -81,7 +81,7 @@ class SequenceRows:
         connection.execute(f"CREATE OR REPLACE TEMP MACRO {macro}({self._parameters[macro]}) AS TABLE {query}")
 
     def _medians_without(self, medians: TokenMedians, num_parts: int) -> pa.Table:
-        """The medians of each run when a part is left out: [num_parts] for each run."""
+        """Return the medians of each run without each part, num_parts rows per run."""
         connection = self._database.connection
         runs = sorted(source.run for source in self._database.sources)
         found = {
@@ -102,7 +102,7 @@ class SequenceRows:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[SequenceRows]:
-    """Read what a framework's numbers of a pair need, so that they read no token meanwhile."""
+    """Read the rows that a framework's numbers of a pair need; inside the context the numbers read no tokens."""
     rows = SequenceRows(database, framework.token_medians(pair))
     try:
         for macro, table in framework.sequence_rows(database, pair):
@@ -119,9 +119,9 @@ def _parameters(connection: Connection, macro: str) -> str:
 
 
 def _lower_medians(connection: Connection, tokens: str, column: str, run: str, num_parts: int) -> list[float | None]:
-    """[num_parts] the lower median of the values of a run's tokens whose sequences are not of this part; NULL are left out.
+    """Return the lower median of a run's token values without each part, [num_parts]; NULL are ignored.
 
-    Two readings: counts in narrow bins tell which bins hold the medians, and only the values in those are gathered.
+    Reads twice: counts in narrow bins locate the medians, then only the values in those bins are gathered.
     """
     within = f"{tokens} JOIN temp.left_out USING ({', '.join(KEYS)}) WHERE run = ? AND {column} IS NOT NULL"
     bin = _BIN.format(x=column)

@@ -29,45 +29,51 @@ _OF_MODES = {
     "clip": {"mis_tis_clip_fraction_low", "mis_tis_clip_fraction_high"},
     "mask": {"mis_tis_mask_fraction_low", "mis_tis_mask_fraction_high"},
 }
-"""tis_mode -> what is logged with this one alone."""
+"""tis_mode -> numbers logged only in this mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """The options of slime's truncated importance sampling, and of its means; then those of its example's mis.py.
+    """Options of slime's truncated importance sampling and averaging, followed by those of mis.py in its examples.
 
-    The defaults of the latter are those of the mis.yaml beside it.
+    Defaults of the latter are from the mis.yaml next to it.
     """
 
     tis_clip: float = option_field(2.0, "Upper bound (2.0).", metavar="C")
     """Upper bound of a token's ratio."""
     tis_clip_low: float = option_field(0.0, "Lower bound (0).", metavar="C")
     """Lower bound of a token's ratio."""
-    calculate_per_token_loss: bool = option_field(False, "Means over tokens.")
-    """Means over tokens instead of over each sequence's mean."""
-    use_tis: bool = option_field(False, "Weights and rejections of its example's mis.py.")
-    """Weights and rejections of mis.py; without, its measures of the mismatch alone, as with get_mismatch_metrics."""
-    tis_level: str = option_field("token", "What a weight is of (token; mis.py).", choices=LEVELS)
-    """Weights of each `token`, of each `sequence`, or the `geometric` mean of a sequence's."""
-    tis_mode: str = option_field("truncate", "What bounds do to weights (truncate; mis.py).", choices=tuple(_OF_MODES))
-    """Weights are cut to the upper bound (`truncate`) or to both (`clip`), or tokens outside of both are rejected (`mask`)."""
-    tis_lower_bound: float | None = option_field(None, "1 / upper, if not given (mis.py).", metavar="C")
-    """None: 1 / tis_upper_bound."""
+    calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
+    """Average over tokens instead of over sequence means."""
+    use_tis: bool = option_field(False, "Weights and rejections of the example mis.py.")
+    """Include weights and rejections of mis.py; otherwise only its mismatch metrics, as with get_mismatch_metrics."""
+    tis_level: str = option_field("token", "Level of the weights (token; mis.py).", choices=LEVELS)
+    """Weights per `token`, per `sequence`, or the `geometric` mean over a sequence."""
+    tis_mode: str = option_field(
+        "truncate", "Treatment of weights beyond the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)
+    )
+    """`truncate` clamps weights to the upper bound, `clip` to both bounds; `mask` rejects tokens outside them."""
+    tis_lower_bound: float | None = option_field(None, "Lower bound of weights (1 / upper; mis.py).", metavar="C")
+    """Lower bound of weights; None: 1 / tis_upper_bound."""
     tis_upper_bound: float = option_field(2.0, "Upper bound of weights (2.0; mis.py).", metavar="C")
-    tis_batch_normalize: bool = option_field(True, "Weights of mean 1 (on; mis.py).")
+    tis_batch_normalize: bool = option_field(True, "Normalize weights to mean 1 (on; mis.py).")
     """Divide the weights by their mean."""
     use_rs: bool = option_field(True, "Reject by weights (on; mis.py).")
-    """Reject tokens whose weight lies outside of the bounds below."""
-    rs_level: str = option_field("token", "What these are of (token; mis.py).", choices=LEVELS)
-    """As tis_level."""
-    rs_lower_bound: float | None = option_field(None, "That of weights, if not given (mis.py).", metavar="C")
-    """None: that of the weights."""
-    rs_upper_bound: float | None = option_field(None, "That of weights, if not given (mis.py).", metavar="C")
-    """None: that of the weights."""
-    rs_veto_threshold: float = option_field(
-        1e-4, "No token's ratio lies below (1e-4; 0: none; mis.py).", metavar="C", at_least=0
+    """Reject tokens whose weight is outside rs_lower_bound and rs_upper_bound."""
+    rs_level: str = option_field("token", "Level of the rejections (token; mis.py).", choices=LEVELS)
+    """Level of the rejections, as tis_level."""
+    rs_lower_bound: float | None = option_field(
+        None, "Lower bound of kept weights (tis_lower_bound; mis.py).", metavar="C"
     )
-    """Reject sequences with a token whose ratio lies below it; 0 for none."""
+    """Lower bound of kept weights; None: tis_lower_bound."""
+    rs_upper_bound: float | None = option_field(
+        None, "Upper bound of kept weights (tis_upper_bound; mis.py).", metavar="C"
+    )
+    """Upper bound of kept weights; None: tis_upper_bound."""
+    rs_veto_threshold: float = option_field(
+        1e-4, "Reject sequences with a token ratio below C (1e-4; 0: none; mis.py).", metavar="C", at_least=0
+    )
+    """Reject sequences with a token ratio below it; 0 rejects none."""
 
     name: ClassVar[str] = "slime"
     version: ClassVar[str] = "0.3.1"
@@ -92,7 +98,7 @@ class Slime(Framework):
             )
 
     def _check_bounds(self) -> None:
-        """Raise InvalidOption for bounds that slime's assertions would stop at."""
+        """Raise InvalidOption for bounds that fail slime's assertions."""
         if self.tis_upper_bound <= 0:
             raise InvalidOption(f"got {self.tis_upper_bound:g}; give a number above 0", option="tis_upper_bound")
         tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound

@@ -1,23 +1,23 @@
--- The numbers of slime 0.3.1: policy_loss_function and vanilla_tis_function of slime/backends/megatron_utils/loss.py,
+-- Numbers of slime 0.3.1: policy_loss_function and vanilla_tis_function of slime/backends/megatron_utils/loss.py,
 -- reduced by get_sum_of_sample_mean and reduce_train_step_metrics of cp_utils.py; and, named mis_*, those of
 -- compute_mis_weights of examples/train_infer_mismatch_helper/mis.py. Pass a is the trainer (log_probs at the sampling
 -- weights), b the rollout; d = a - b over the tokens that count in the loss.
---   Each is the mean over sequences of its mean over tokens; a sequence without a token has 0, and counts. With
---   calculate_per_token_loss it is the sum over tokens by their number, where a sequence without a token counts as one.
---   What has one value a sequence stands at each of its tokens.
---   tis = exp(d), not cut; tis_clipfrac = share of tis outside of [tis_clip_low, tis_clip]; tis_abs = |tis - 1|.
---   ppo_kl = mean of old less current, ois = mean of exp(current - old), of the passes a and current; NULL without current.
---   mis_kl = -d, mis_k3_kl = exp(d) - 1 - d; of the means of a sequence's logprobs: mis_*_log_ppl = -mean, mis_*_ppl its exp,
---   mis_log_ppl_diff = rollout less training, mis_ppl_ratio its exp; mis_chi2_token = mean of rho^2 - 1, mis_chi2_seq that of
---   the sequence's product, rho = exp(d).
---   With use_tis: weights exp(d) of tokens, of sequences exp(sum of d) or exp(mean of d) (geometric); truncated, clipped or
---   masked; tokens rejected (use_rs) by such weights, or with their whole sequence where a token lies below the veto. A
---   rejected token is not in the sums of train_rollout_logprob_abs_diff and ppo_kl, and counts in their divisors.
---   mis_is_ratio_*_final are over a sequence, after division by the batch's mean weight (tis_batch_normalize).
--- slime takes its means over rollouts of several samples, and mean weights over micro-batches; here every sequence is a rollout
--- of its own, and the batch is one. It multiplies by the mask; here a token that does not count is left out.
+--   Each number is the mean over sequences of its mean over tokens; a sequence without tokens counts as 0. With
+--   calculate_per_token_loss it is the sum over tokens divided by their number, where a sequence without tokens counts as one.
+--   A sequence-level value counts once for each of its tokens.
+--   tis = exp(d), not cut; tis_clipfrac = share of tis outside [tis_clip_low, tis_clip]; tis_abs = |tis - 1|.
+--   ppo_kl = mean of old - current, ois = mean of exp(current - old), old is pass a; NULL without the pass current.
+--   mis_kl = -d, mis_k3_kl = exp(d) - 1 - d; from a sequence's mean logprobs: mis_*_log_ppl = -mean, mis_*_ppl its exp,
+--   mis_log_ppl_diff = rollout - training, mis_ppl_ratio its exp; mis_chi2_token = mean of rho^2 - 1, mis_chi2_seq the same for
+--   the product over a sequence, rho = exp(d).
+--   With use_tis: weights exp(d) of tokens, or exp(sum of d) or exp(mean of d) (geometric) of sequences, are truncated, clipped
+--   or masked; tokens are rejected (use_rs) by such weights, or with their whole sequence if a token's ratio is below the veto.
+--   Rejected tokens are left out of the sums of train_rollout_logprob_abs_diff and ppo_kl, but count in the divisors.
+--   mis_is_ratio_*_final are per sequence, after division by the batch's mean weight (tis_batch_normalize).
+-- slime averages over rollouts of several samples, and normalizes weights per micro-batch; here every sequence is a separate
+-- rollout, and there is one batch. slime multiplies by the mask; here tokens that do not count are left out.
 
--- slime_mean(...): of each number, its mean by what slime counts; slime_spread(...) of one that stands at each token.
+-- slime_mean(...): mean of a number with slime's divisor; slime_spread(...): the same for a sequence-level value.
 CREATE OR REPLACE MACRO slime_mean(total, num_tokens, calculate_per_token_loss) AS
     sum(CASE WHEN calculate_per_token_loss THEN total ELSE total / greatest(num_tokens, 1) END)
     / sum(CASE WHEN calculate_per_token_loss THEN greatest(num_tokens, 1) ELSE 1 END);
@@ -31,7 +31,7 @@ CREATE OR REPLACE MACRO slime_weight(level, d, sum_d, num_tokens) AS
                                ELSE error('tis_level and rs_level: token, sequence or geometric') END, -20.0, 20.0));
 CREATE OR REPLACE MACRO slime_inside(x, lower, upper) AS (x >= lower AND x <= upper AND NOT isnan(x));
 
--- slime_kept(...): whether weights outside of the bounds, or the veto, leave a token in the loss. `o` are the options.
+-- slime_kept(...): true unless bounds on weights or the veto reject the token. `o` are the options.
 CREATE OR REPLACE MACRO slime_kept(o, d, sum_d, num_tokens, has_catastrophic) AS
     (o['tis_mode'] <> 'mask'
      OR slime_inside(slime_weight(o['tis_level'], d, sum_d, num_tokens), o['tis_lower'], o['tis_upper']))
@@ -39,13 +39,13 @@ CREATE OR REPLACE MACRO slime_kept(o, d, sum_d, num_tokens, has_catastrophic) AS
          OR (slime_inside(slime_weight(o['rs_level'], d, sum_d, num_tokens), o['rs_lower'], o['rs_upper'])
              AND NOT has_catastrophic));
 
--- slime_tokens(a, b): d of the tokens that count. Of one pass alone, a token is beside itself in the same iteration.
+-- slime_tokens(a, b): d of the tokens that count. A pass is paired with itself within the same iteration.
 CREATE OR REPLACE MACRO slime_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS train, logprob_b::DOUBLE AS rollout, d
     FROM pair(a, b)
     WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);
 
--- slime_sequences(a, b, ...): the sums of each sequence that has a token; slime compares d with a float32 logarithm.
+-- slime_sequences(a, b, ...): sums of each sequence with tokens; slime compares d with a float32 logarithm.
 CREATE OR REPLACE MACRO slime_sequences(a, b, tis_clip, tis_clip_low, veto) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens, sum(d) AS sum_d, sum(abs(d)) AS sum_abs_d,
            sum(exp(d)) AS sum_tis, sum(abs(expm1(d))) AS sum_tis_abs,
@@ -58,7 +58,7 @@ CREATE OR REPLACE MACRO slime_sequences(a, b, tis_clip, tis_clip_low, veto) AS T
     FROM slime_tokens(a, b)
     GROUP BY ALL;
 
--- slime_weights(...): the weights of each sequence's tokens, before and after their bounds.
+-- slime_weights(...): token weights of each sequence, before and after applying the bounds.
 CREATE OR REPLACE MACRO slime_weights(a, b, o) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sum(weight) AS sum_weight,
            sum(bounded) AS sum_bounded, torch_min(bounded) AS min_bounded, torch_max(bounded) AS max_bounded,
@@ -83,7 +83,7 @@ CREATE OR REPLACE MACRO slime_weights(a, b, o) AS TABLE
     )
     GROUP BY ALL;
 
--- slime_kept_kl(...): the sum of a less current over the tokens that are kept.
+-- slime_kept_kl(...): sum of a - current over the kept tokens.
 CREATE OR REPLACE MACRO slime_kept_kl(a, b, o) AS TABLE
     SELECT run, step, seq_id, iteration AS iteration_a, sum(-stale) AS sum_kept_kl
     FROM pair_now(a, b, 'current')
@@ -92,7 +92,7 @@ CREATE OR REPLACE MACRO slime_kept_kl(a, b, o) AS TABLE
       AND slime_kept(o, d, sequences.sum_d, sequences.num_tokens, sequences.num_catastrophic > 0)
     GROUP BY ALL;
 
--- slime_updates(...): what the updates since sampling have moved of each sequence.
+-- slime_updates(...): per-sequence change of logprobs due to the updates since sampling.
 CREATE OR REPLACE MACRO slime_updates(a, b, o) AS TABLE
     SELECT run, step, seq_id, coalesce(CASE WHEN o['use_tis'] THEN sum_kept_kl ELSE sum_kl END, 0.0) AS sum_kl,
            coalesce(num_tokens, 0) AS n, coalesce(sum_ois, 0.0) AS sum_ois
@@ -110,7 +110,7 @@ CREATE OR REPLACE MACRO slime_current(a, b, by_step, per_token, o) AS TABLE
     FROM slime_updates(a, b, o)
     GROUP BY ALL;
 
--- slime_rows(...): what each sequence adds; one without a token adds nothing.
+-- slime_rows(...): per-sequence sums; 0 for a sequence without tokens.
 CREATE OR REPLACE MACRO slime_rows(a, b, tis_clip, tis_clip_low, o) AS TABLE
     SELECT run, step, seq_id, coalesce(num_tokens, 0) AS n,
            coalesce(CASE WHEN o['use_tis'] THEN sum_kept_abs_d ELSE sum_abs_d END, 0.0) AS sum_abs_d,
@@ -186,7 +186,7 @@ CREATE OR REPLACE MACRO slime_groups(a, b, by_step, tis_clip, tis_clip_low, per_
     WHERE total_tokens > 0
     ORDER BY found.run, found.step;
 
--- slime_options(...): the options of mis.py, bounds that are not given derived as there. A veto of 0 rejects nothing.
+-- slime_options(...): the options of mis.py, with its defaults for missing bounds. A veto of 0 rejects nothing.
 CREATE OR REPLACE MACRO slime_options(
     use_tis, tis_level, tis_mode, tis_lower_bound, tis_upper_bound, tis_batch_normalize, use_rs, rs_level, rs_lower_bound,
     rs_upper_bound, rs_veto_threshold

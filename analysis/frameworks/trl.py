@@ -26,7 +26,7 @@ _SAMPLING, _CLIPS, _CISPO, _MASK = "sampling/", "clip_ratio/", "cispo_clip_ratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trl(Framework):
-    """The options of TRL's importance-sampling correction, loss and logs."""
+    """Options of TRL's importance-sampling correction, loss and logging."""
 
     vllm_importance_sampling_mode: str = option_field(
         "sequence_mask",
@@ -34,35 +34,39 @@ class Trl(Framework):
         metavar="MODE",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    """Ratios of tokens or of sequences; those outside of the bounds are cut to them, or become 0."""
+    """Level of the ratios, and whether those outside the bounds are clamped (truncate) or set to 0 (mask)."""
     vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound (3.0).", metavar="C")
     """Upper bound of a ratio; infinity for none."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound.", metavar="C")
-    """Lower bound of a ratio; None: none."""
-    trainer: str = option_field("grpo", "Whose loss clips (grpo).", choices=("grpo", "rloo"))
-    """`grpo` or `rloo`: whose loss clips."""
+    """Lower bound of a ratio; None for none."""
+    trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
+    """`grpo` or `rloo`: the trainer whose loss is used."""
     loss_type: str = option_field(
-        "dapo", "As TRL names it: dapo (the default), cispo and its others.", metavar="TYPE",
+        "dapo", "Loss type in TRL's names: dapo (the default), cispo, ...", metavar="TYPE",
         choices=(*CLIPPING, "cispo", "sapo", "vespo"),
     )  # fmt: skip
-    importance_sampling_level: str = option_field("token", "Ratios of the loss (token).", choices=("token", "sequence"))
-    """Ratios of each `token`, or the geometric mean of a `sequence`'s."""
-    epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E", at_least=0)
-    """Ratios below 1 less this are clipped."""
-    epsilon_high: float | None = option_field(
-        None, "And above 1 + E, of cispo above E (epsilon).", metavar="E", at_least=0
+    importance_sampling_level: str = option_field(
+        "token", "Level of the loss's ratios (token).", choices=("token", "sequence")
     )
-    """Ratios above 1 plus this are clipped, of cispo above this; None: epsilon."""
+    """Ratios per `token`, or their geometric mean per `sequence`."""
+    epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E", at_least=0)
+    """Ratios below 1 - epsilon are clipped."""
+    epsilon_high: float | None = option_field(
+        None, "Ratios are clipped above 1 + E, for cispo above E (epsilon).", metavar="E", at_least=0
+    )
+    """Ratios above 1 + epsilon_high are clipped, for cispo above epsilon_high; None: epsilon."""
     delta: float | None = option_field(None, "Largest ratio of the loss.", metavar="C", at_least=0)
-    """Largest ratio, whatever the advantage; None: none."""
-    off_policy_mask_threshold: float | None = option_field(None, "Drop sequences that lie further off.", metavar="D")
-    """Drop sequences with a negative advantage whose mean of rollout less current is above it; None: none."""
+    """Upper bound of the ratio for any advantage; None for none."""
+    off_policy_mask_threshold: float | None = option_field(
+        None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
+    )
+    """Drop sequences with a negative advantage and mean(rollout - current) above it; None drops none."""
     logging_steps: int | None = option_field(
         None, "Rows as TRL logs them, means over N steps.", metavar="N", at_least=1
     )
-    """Rows stand for what TRL logs: means over that many steps; None: for each step's sequences as one batch."""
-    logging_first_step: bool = option_field(False, "The first step has a log of its own.")
-    """The first step has a log of its own."""
+    """Rows as TRL logs them, means over this many steps; None: one row per step, its sequences as one batch."""
+    logging_first_step: bool = option_field(False, "Log the first step separately.")
+    """Log the first step separately."""
 
     name: ClassVar[str] = "trl"
     version: ClassVar[str] = "1.16.0"
@@ -79,15 +83,17 @@ class Trl(Framework):
         if self.trainer == "rloo":
             for name in ("delta", "off_policy_mask_threshold"):
                 if getattr(self, name) is not None:
-                    raise InvalidOption("TRL's RLOO trainer has none; it belongs to trainer grpo", option=name)
+                    raise InvalidOption("does not exist in TRL's RLOO trainer, only in trainer grpo", option=name)
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         if by == "run" and self.logging_steps is not None:
-            raise InvalidOption(f"TRL logs no row for a whole run; use {option('by', 'step')}", option="logging_steps")
-        # TRL clips without an engine, too; another pass that was asked for and is not there is a mistake.
+            raise InvalidOption(
+                f"TRL does not log values for a whole run; use {option('by', 'step')}", option="logging_steps"
+            )
+        # TRL also clips without an engine, so rollout may be missing; any other missing pass is an error.
         if pair[1] != ROLLOUT and pair[1] not in num_scored(database):
             raise NothingToCompare(why_nothing(database, pair))
-        # No zero-argument super in a dataclass with slots, which is made a second time.
+        # dataclass(slots=True) creates a new class, which breaks zero-argument super().
         return Framework.numbers(self, database, pair, by, only)
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
@@ -132,7 +138,7 @@ class Trl(Framework):
         return column == _MASK and self.off_policy_mask_threshold is None
 
     def _effective(self) -> dict[str, object]:
-        """The options as TRL records them, without those that it decides by others."""
+        """Return the options as TRL records them, without those implied by others."""
         options = options_of(self)
         options["epsilon_high"] = self.epsilon if self.epsilon_high is None else self.epsilon_high
         options["logging_steps"] = 1 if self.logging_steps is None else self.logging_steps

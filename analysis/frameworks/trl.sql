@@ -1,23 +1,22 @@
--- The numbers of TRL 1.16.0. Pass a is the trainer (old_per_token_logps), b vLLM (sampling_per_token_logps), over the tokens
--- that count in the loss.
--- Of the mismatch, by _generate_and_score_completions of trl/trainer/grpo_trainer.py; d = a - b:
---   sampling_logp_difference: mean and largest |d| of the tokens, those without a logprob left out; 0 if all are.
---   importance_sampling_ratio: smallest, mean and largest exp(d) of the tokens, or exp(sum of d) of the sequences; what lies
---   outside of the bounds is cut to them (truncate) or becomes 0 (mask). A token without a logprob has d = 0, a sequence
---   without a token the ratio 1.
--- Of the loss, by _compute_loss of grpo_trainer.py and rloo_trainer.py, NULL without the pass current or without advantages:
---   the ratio is exp(current - a) of a token, with importance_sampling_level sequence exp of a sequence's mean of it, with
---   trainer rloo exp of its sum. low: below 1 - epsilon with a negative advantage; high: above 1 + epsilon_high with a
---   positive one; a ratio above delta is delta. clip_ratio/*_mean is the share of tokens (or sequences), low_min and high_max
---   are the smallest and largest share of a sequence. Where the responses of a micro-batch are one token wide, TRL's shares are
---   of tokens that do not count, too; here not. cispo_clip_ratio: above epsilon_high with a positive advantage.
---   off_policy_mask_ratio: share of the sequences that off_policy_mask_threshold drops, whose advantage is negative and whose
---   mean of b - current lies above it (of a - current where the engine gave no logprobs). TRL computes the mask, and logs no
---   such number.
--- One step is one batch here. With logging_steps a row is what TRL logs, a mean over that many steps: of the generation
--- batches' numbers, each a mean over the processes; and of the micro-batches' numbers of the loss.
+-- Numbers of TRL 1.16.0. Pass a is the trainer (old_per_token_logps), b vLLM (sampling_per_token_logps), over the tokens that
+-- count in the loss.
+-- Mismatch, after _generate_and_score_completions of trl/trainer/grpo_trainer.py; d = a - b:
+--   sampling_logp_difference: mean and maximum of |d| over tokens with logprobs; 0 if none has any.
+--   importance_sampling_ratio: minimum, mean and maximum of exp(d) over tokens, or of exp(sum of d) over sequences; ratios
+--   outside the bounds are clamped (truncate) or set to 0 (mask). A token without a logprob has d = 0, a sequence without
+--   tokens the ratio 1.
+-- Loss, after _compute_loss of grpo_trainer.py and rloo_trainer.py, NULL without the pass current or without advantages:
+--   the ratio is exp(current - a) of a token; with importance_sampling_level sequence, exp of a sequence's mean of current - a;
+--   with trainer rloo, exp of its sum. low: below 1 - epsilon with a negative advantage; high: above 1 + epsilon_high with a
+--   positive one; ratios are capped at delta. clip_ratio/*_mean is the share of tokens (or sequences), low_min and high_max the
+--   smallest and largest share of a sequence. If the responses of a micro-batch are one token wide, TRL's shares include tokens
+--   that do not count; here they do not. cispo_clip_ratio: above epsilon_high with a positive advantage.
+--   off_policy_mask_ratio: share of sequences dropped by off_policy_mask_threshold: negative advantage, and mean of b - current
+--   above it (of a - current if the engine has no logprobs). TRL computes this mask but does not log the share.
+-- Here one step is one batch. With logging_steps a row is what TRL logs: the mean over that many steps of the generation
+-- batches' numbers, each a mean over processes, and of the micro-batches' numbers of the loss.
 
--- trl_tokens(a, b): d of each token that counts, NaN where a logprob is missing.
+-- trl_tokens(a, b): d of each token that counts, NaN if a logprob is missing.
 CREATE OR REPLACE MACRO trl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, coalesce(d, 'NaN'::DOUBLE) AS d
     FROM pair(a, b)
@@ -27,7 +26,7 @@ CREATE OR REPLACE MACRO trl_tokens(a, b) AS TABLE
 CREATE OR REPLACE MACRO trl_finite(d) AS
     CASE WHEN isnan(d) THEN 0.0 WHEN isinf(d) THEN sign(d) * 3.4028234663852886e38::DOUBLE ELSE d END;
 
--- trl_bounded(...): a ratio as the loss uses it.
+-- trl_bounded(...): the ratio used by the loss.
 CREATE OR REPLACE MACRO trl_bounded(ratio, mode, clip_max, clip_min) AS
     CASE WHEN mode IN ('token_truncate', 'sequence_truncate') THEN greatest(least(ratio, clip_max), coalesce(clip_min, 0.0))
          WHEN mode NOT IN ('token_mask', 'sequence_mask')
@@ -35,7 +34,7 @@ CREATE OR REPLACE MACRO trl_bounded(ratio, mode, clip_max, clip_min) AS
          WHEN ratio < coalesce(clip_min, 0.0) OR ratio > clip_max THEN 0.0
          ELSE ratio END;
 
--- trl_rows(...): what each sequence adds to the numbers of the mismatch, and which process recorded it.
+-- trl_rows(...): per-sequence sums for the numbers of the mismatch, and the recording process.
 CREATE OR REPLACE MACRO trl_rows(a, b, mode, clip_max, clip_min) AS TABLE
     SELECT run, step, seq_id, writer, coalesce(num_tokens, 0) AS num_tokens, num_known, sum_abs_d, max_abs_d,
            CASE WHEN of_tokens THEN coalesce(num_tokens, 0) ELSE 1 END AS num_ratios,
@@ -57,11 +56,11 @@ CREATE OR REPLACE MACRO trl_rows(a, b, mode, clip_max, clip_min) AS TABLE
         ) USING (run, step, seq_id, iteration_a, iteration_b)
     );
 
--- The step at which TRL logs what it gathered at a step.
+-- The step at which TRL logs the values of a given step.
 CREATE OR REPLACE MACRO trl_logged_at(step, logging_steps, logging_first_step) AS
     CASE WHEN logging_first_step AND step = 1 THEN 1 ELSE ((step + logging_steps - 1) // logging_steps * logging_steps) END;
 
--- trl_sampling(...): the numbers of the mismatch, a row a step, a run with step NULL, or a logged step.
+-- trl_sampling(...): numbers of the mismatch, one row per step, per run with step NULL, or per logged step.
 CREATE OR REPLACE MACRO trl_sampling(a, b, by_step, mode, clip_max, clip_min, logging_steps, logging_first_step) AS TABLE
     SELECT run, trl_logged_at(batch, coalesce(logging_steps, 1), logging_first_step) AS step, sum(num_tokens) AS num_tokens,
            avg(mean_diff) AS mean_diff, avg(max_diff) AS max_diff,
@@ -85,8 +84,8 @@ CREATE OR REPLACE MACRO trl_sampling(a, b, by_step, mode, clip_max, clip_min, lo
     )
     GROUP BY ALL;
 
--- trl_updates(a): a row a use of a sequence by the loss, with what tells which update and micro-batch it was in.
--- Of the pass current alone, a use is beside itself.
+-- trl_updates(a): one row per use of a sequence by the loss, with the keys of its update and micro-batch.
+-- The pass current is paired with itself per use.
 CREATE OR REPLACE MACRO trl_updates(a) AS TABLE
     SELECT s.run, s.step, s.seq_id, s.advantage, now.iteration, coalesce(now.policy_version + 1, s.step) AS update,
            now.forward_id
@@ -96,11 +95,11 @@ CREATE OR REPLACE MACRO trl_updates(a) AS TABLE
     WHERE now."pass" = 'current' AND now.logprobs IS NOT NULL AND old."pass" = a AND old.logprobs IS NOT NULL
       AND (a <> 'current' OR now.iteration = old.iteration);
 
--- trl_capped(...): a ratio is at most delta; NaN stays NaN.
+-- trl_capped(...): a ratio capped at delta; NaN stays NaN.
 CREATE OR REPLACE MACRO trl_capped(ratio, delta) AS
     CASE WHEN isnan(ratio) OR delta IS NULL THEN ratio ELSE least(ratio, delta) END;
 
--- trl_clips(...): how many of each use's ratios are clipped, and whether the use is dropped; NULL without an advantage.
+-- trl_clips(...): number of clipped ratios per use, and whether the use is dropped; NULL without an advantage.
 CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_high, delta, threshold) AS TABLE
     SELECT run, step, seq_id, update, forward_id,
            CASE WHEN of_tokens THEN coalesce(num_tokens, 0) ELSE 1 END AS num_ratios,
@@ -140,7 +139,7 @@ CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_hig
         ) USING (run, step, seq_id, iteration)
     );
 
--- trl_clipping(...): the numbers of the loss, a row a step, a run with step NULL, or a logged step.
+-- trl_clipping(...): numbers of the loss, one row per step, per run with step NULL, or per logged step.
 CREATE OR REPLACE MACRO trl_clipping(
     a, b, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, threshold, logging_steps, logging_first_step
 ) AS TABLE
@@ -172,15 +171,15 @@ CREATE OR REPLACE MACRO trl_clipping(
 CREATE OR REPLACE MACRO trl_is_rloo(trainer) AS
     CASE trainer WHEN 'grpo' THEN false WHEN 'rloo' THEN true ELSE error('trainer: grpo or rloo') END;
 
--- Whether the loss clips on both sides (true), on one (false), or not at all (NULL).
+-- True if the loss clips on both sides, false if on one, NULL if it does not clip.
 CREATE OR REPLACE MACRO trl_clips_both(of_rloo, loss_type) AS
     CASE WHEN of_rloo OR loss_type IN ('grpo', 'dr_grpo', 'dapo', 'bnpo', 'luspo') THEN true
          WHEN loss_type = 'cispo' THEN false
          WHEN loss_type NOT IN ('sapo', 'vespo') THEN error('loss_type: grpo, dr_grpo, dapo, bnpo, luspo, cispo, sapo or vespo')
     END;
 
--- trl_groups(...): both beside each other; NULL is what TRL does not log. A log of a run's last steps may be of fewer than
--- logging_steps: it has the last step's number.
+-- trl_groups(...): the numbers of mismatch and loss side by side; NULL if TRL does not log them. The last log of a run may cover
+-- fewer than logging_steps steps; its step is the last one.
 CREATE OR REPLACE MACRO trl_groups(
     a, b, by_step, mode, clip_max, clip_min, of_rloo, loss_type, level, epsilon_low, epsilon_high, delta, threshold,
     logging_steps, logging_first_step
@@ -214,7 +213,7 @@ CREATE OR REPLACE MACRO trl_groups(
     ) USING (run)
     ORDER BY run, step;
 
--- trl_numbers(...): the same from TRL's own options; a run is one batch, whatever its logs are over.
+-- trl_numbers(...): the same from TRL's own options; a whole run counts as one batch, whatever logging_steps is.
 CREATE OR REPLACE MACRO trl_numbers(a, b, by_step, mode, clip_max, clip_min, trainer, loss_type, level, epsilon, epsilon_high, delta,
                                     threshold, logging_steps, logging_first_step) AS TABLE
     SELECT * FROM trl_groups(a, b, by_step, mode, clip_max, clip_min, trl_is_rloo(trainer), loss_type, level, epsilon,

@@ -23,29 +23,29 @@ REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-"""What `rollout_rs` can be made of."""
+"""Allowed parts of `rollout_rs`."""
 
 _PREFIX = "rollout_corr/rollout_rs_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verl(Framework):
-    """The options of verl's rollout correction."""
+    """Options of verl's rollout correction."""
 
     rollout_is: str | None = option_field(None, "Importance-sampling weights.", choices=("token", "sequence"))
-    """Importance-sampling weights of each `token` or of each `sequence`; None: none."""
+    """Importance-sampling weights per `token` or per `sequence`; None for none."""
     rollout_is_threshold: str = option_field(
         "2.0", "Cut weights (TIS; 2.0) or mask them (IcePop).", metavar="UPPER|LOWER_UPPER"
     )
-    """Largest weight (TIS), or `lower_upper`: weights outside become 0 (IcePop)."""
-    rollout_is_batch_normalize: bool = option_field(False, "Weights of mean 1.")
+    """Maximum weight (TIS), or `lower_upper`: weights outside become 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = option_field(False, "Normalize weights to mean 1.")
     """Divide the weights by their mean."""
-    rollout_rs: str | None = option_field(None, "Rejections, as token_k1,seq_mean_k3.", metavar="OPTION,...")
-    """Rejections, of REJECTIONS, with commas between; None: none."""
+    rollout_rs: str | None = option_field(None, "Rejections, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
+    """Comma-separated names of REJECTIONS; None for none."""
     rollout_rs_threshold: str | None = option_field(
-        None, "One for all or one each; k1's lie on 1 / rho, as 0.5_2.0.", metavar="BOUND,..."
+        None, "One bound for all or one each; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
     )
-    """A bound for all of them, or one each; of k1 `lower_upper`, bounds on 1 / rho."""
+    """One bound for all rejections, or one each; for k1 `lower_upper`, bounds on 1 / rho."""
 
     name: ClassVar[str] = "verl"
     version: ClassVar[str] = "0.9.0"
@@ -85,7 +85,7 @@ class Verl(Framework):
 
         from .verl_sums import summed
 
-        # The function that DuckDB calls gives them here beside the reading, which it does not wait for.
+        # Sums are computed here in parallel with reading, instead of in a function that DuckDB calls.
         batches = database.connection.mapped_batches(f"SELECT * FROM verl_rows({quoted_pair(pair)})", summed)
         yield "verl_summed", pa.Table.from_batches(list(batches))
 
@@ -93,12 +93,12 @@ class Verl(Framework):
         told = in_half(database, pair[0], "verl")
         if self.rollout_rs is not None and "k1" in self.rollout_rs:
             told.append(
-                "the bounds of k1 lie on 1 / rho, rollout over trainer: 'lower_upper' keeps 1/upper <= rho <= 1/lower"
+                "the bounds of k1 are on 1 / rho, rollout over trainer: 'lower_upper' keeps 1/upper <= rho <= 1/lower"
             )
         return told
 
     def _unlogged(self) -> set[str]:
-        """Columns that verl does not log with these options."""
+        """Return the columns that verl does not log with these options."""
         names = set()
         if "_" not in self.rollout_is_threshold:
             names.add("rollout_corr/rollout_is_oob_ratio")
@@ -111,7 +111,7 @@ FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:
-    """A row a group and option as a row a group: `<option>_<statistic>` for every option."""
+    """Pivot rows per group and option to one row per group, with columns `<option>_<statistic>`."""
     from ..rows import Rows
 
     found: dict[tuple[object, ...], dict[str, object]] = {}
@@ -130,7 +130,7 @@ def _wide(rows: Rows) -> Rows:
 def _check_rejections(options: str | None, thresholds: str | None) -> None:
     if options is None:
         if thresholds is not None:
-            raise InvalidOption(f"rollout_rs_threshold needs rollout_rs: one or some of {', '.join(REJECTIONS)}")
+            raise InvalidOption(f"rollout_rs_threshold needs rollout_rs: one or more of {', '.join(REJECTIONS)}")
         return
     chosen = list(dict.fromkeys(part.strip() for part in options.split(",")))
     for option in chosen:
@@ -141,7 +141,8 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
     bounds = [part.strip() for part in thresholds.split(",")]
     if len(bounds) not in (1, len(chosen)):
         raise InvalidOption(
-            f"got {len(bounds)} bounds for {len(chosen)} options; give 1 or as many", option="rollout_rs_threshold"
+            f"got {len(bounds)} bounds for {len(chosen)} options; give 1, or one per option",
+            option="rollout_rs_threshold",
         )
     for option, bound in zip(chosen, bounds * len(chosen) if len(bounds) == 1 else bounds, strict=False):
         if "_" in bound and not option.endswith("k1"):
@@ -152,19 +153,21 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
 
 
 def _check_bounds(option: str, text: str) -> None:
-    """Raise InvalidOption for what is neither `upper` nor `lower_upper`, both above 0."""
+    """Raise InvalidOption unless the text is `upper` or `lower_upper`, both above 0."""
     try:
         bounds = [float(part) for part in text.split("_", 1)]
     except ValueError:
         bounds = []
     if not bounds or not all(bound > 0 for bound in bounds) or bounds != sorted(bounds):
-        raise InvalidOption(f"got {text!r}; write upper or lower_upper, both above 0, as 2.0 or 0.5_5.0", option=option)
+        raise InvalidOption(
+            f"got {text!r}; write upper or lower_upper, both above 0, e.g. 2.0 or 0.5_5.0", option=option
+        )
 
 
 def register(connection: duckdb.DuckDBPyConnection) -> None:
-    """Give a connection the function `verl_sums(old FLOAT[], rollout FLOAT[], mask BOOLEAN[])`.
+    """Register the function `verl_sums(old FLOAT[], rollout FLOAT[], mask BOOLEAN[])` on a connection.
 
-    An empty mask counts every token. A token without a logprob in one of both counts in no sum.
+    An empty mask counts every token. A token without a logprob in either list is left out of all sums.
     """
     from .verl_sums import STRUCT, verl_sums
 

@@ -1,12 +1,12 @@
--- The off-policy numbers of verl 0.9.0 under its own names: compute_offpolicy_metrics of
+-- Off-policy numbers of verl 0.9.0 under its own names: compute_offpolicy_metrics of
 -- verl/trainer/ppo/rollout_corr_helper.py and calculate_debug_metrics of verl/utils/debug/metrics.py. Pass a is the
 -- trainer (old_log_probs), b the rollout.
---   Token means are over the tokens that count in the loss. Means over sequences are over all of the batch: one that is
---   masked as a whole takes part with a mean logprob of 0. NaN and infinities inside of the mask pass through.
+--   Token means are over the tokens that count in the loss. Sequence means are over the whole batch: a fully masked sequence
+--   counts with a mean logprob of 0. NaN and infinities inside the mask propagate.
 --   kl = mean(-d); k3_kl = mean(exp(d) - 1 - d), not clamped; chi2_token clamps d, chi2_seq the sum of d, to 20 nats;
---   log_ppl_diff is of the means over a sequence's tokens, rollout less trainer: above 0 the trainer is less confident.
+--   log_ppl_diff = rollout - trainer of the means over a sequence's tokens: above 0 the trainer is less confident.
 
--- verl_rows(a, b): sequences that both passes scored, with what of them is compared; an empty mask counts every token.
+-- verl_rows(a, b): sequences that both passes scored, with logprobs and mask; an empty mask counts every token.
 CREATE OR REPLACE MACRO verl_rows(a, b) AS TABLE
     SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
            scores_a.logprobs AS old, scores_b.logprobs AS rollout, coalesce(s.response_mask, []::BOOLEAN[]) AS mask
@@ -16,19 +16,19 @@ CREATE OR REPLACE MACRO verl_rows(a, b) AS TABLE
     WHERE scores_a."pass" = a AND scores_b."pass" = b
       AND scores_a.logprobs IS NOT NULL AND scores_b.logprobs IS NOT NULL;
 
--- verl_summed(a, b): the sums of each sequence.
+-- verl_summed(a, b): sums of each sequence.
 CREATE OR REPLACE MACRO verl_summed(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sums.*
     FROM (SELECT * EXCLUDE (old, rollout, mask), verl_sums(old, rollout, mask) AS sums FROM verl_rows(a, b));
 
 CREATE OR REPLACE MACRO verl_clamped(x) AS torch_clamp(x, -20.0, 20.0);
 
--- verl_sequences(a, b): the same with the means of its logprobs; a sequence without a token has 0.
+-- verl_sequences(a, b): the same with mean logprobs; 0 for a sequence without tokens.
 CREATE OR REPLACE MACRO verl_sequences(a, b) AS TABLE
     SELECT *, sum_old / greatest(num_tokens, 1) AS mean_old, sum_rollout / greatest(num_tokens, 1) AS mean_rollout
     FROM verl_summed(a, b);
 
--- verl_groups(a, b, by_step): a row a step, or a run with step NULL.
+-- verl_groups(a, b, by_step): one row per step, or per run with step NULL.
 CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
     SELECT run, step,
            training_ppl AS "rollout_corr/training_ppl", training_log_ppl AS "rollout_corr/training_log_ppl",
@@ -62,7 +62,7 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
                mean_in_order(expm1(2 * verl_clamped(sum_d)), place) AS chi2_seq,
                torch_max(max_prob_diff) AS diff_max,
                sum_in_order(sum_prob_diff, place) AS total_diff,
-               -- Squares and products of probabilities, taken around a centre near their means.
+               -- Squares and products of probabilities, centred near their means.
                sum_in_order(num_tokens * off_diff, place) AS total_off,
                sum_in_order(spread_prob_diff + num_tokens * off_diff * off_diff, place) AS total_spread,
                sum_in_order(num_tokens * off_a, place) AS total_off_old,
@@ -75,7 +75,7 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
                    exp(top_a) * (fall_a - median(fall_a) OVER grouped) AS off_a,
                    exp(top_b) * (fall_b - median(fall_b) OVER grouped) AS off_b
             FROM (
-                -- NULL of a sequence without a token, which adds nothing to what follows.
+                -- NULL for a sequence without tokens, which the aggregates below ignore.
                 SELECT *, CASE WHEN num_tokens > 0 THEN fall_from(top_a, peak_a, mean_fall_a) END AS fall_a,
                        CASE WHEN num_tokens > 0 THEN fall_from(top_b, peak_b, mean_fall_b) END AS fall_b
                 FROM (
@@ -102,9 +102,9 @@ CREATE OR REPLACE MACRO verl_steps(a, b) AS TABLE
 CREATE OR REPLACE MACRO verl_runs(a, b) AS TABLE
     SELECT * EXCLUDE (step) FROM verl_groups(a, b, false);
 
--- The rollout correction of verl 0.9.0: importance-sampling weights and rejections, by compute_rollout_correction_weights
+-- Rollout correction of verl 0.9.0: importance-sampling weights and rejections, after compute_rollout_correction_weights
 -- and compute_rollout_rejection_mask of verl/trainer/ppo/rollout_corr_helper.py. Pass a is the trainer, b the rollout;
--- rho = exp(d). A log-ratio is clamped to 20 nats before its exp. The options have verl's names and take verl's text.
+-- rho = exp(d). Log-ratios are clamped to 20 nats before exp. Options have verl's names and syntax.
 
 CREATE OR REPLACE MACRO verl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position, verl_clamped(d) AS d
@@ -116,8 +116,8 @@ CREATE OR REPLACE MACRO verl_upper(bounds) AS split_part(bounds::VARCHAR, '_', -
 CREATE OR REPLACE MACRO verl_lower(bounds) AS
     CASE WHEN contains(bounds::VARCHAR, '_') THEN split_part(bounds::VARCHAR, '_', 1)::DOUBLE END;
 
--- verl_is_tokens(a, b, rollout_is, rollout_is_threshold): of each token rho, or that of its sequence, and the weight:
--- at most the upper bound (TIS), or 0 outside of lower_upper (IcePop).
+-- verl_is_tokens(a, b, rollout_is, rollout_is_threshold): rho of each token or of its sequence, and its weight: capped at the
+-- upper bound (TIS), or 0 outside lower_upper (IcePop).
 CREATE OR REPLACE MACRO verl_is_tokens(a, b, rollout_is, rollout_is_threshold) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position, ratio,
            CASE WHEN verl_lower(rollout_is_threshold) IS NULL
@@ -132,7 +132,7 @@ CREATE OR REPLACE MACRO verl_is_tokens(a, b, rollout_is, rollout_is_threshold) A
         JOIN verl_sequences(a, b) USING (run, step, seq_id, iteration_a, iteration_b)
     );
 
--- verl_is_rows(...): the same of each sequence; one without a token has weights and ratios of mean 0.
+-- verl_is_rows(...): the same per sequence; a sequence without tokens has mean weight and ratio 0.
 CREATE OR REPLACE MACRO verl_is_rows(a, b, rollout_is, rollout_is_threshold) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sum_d,
            coalesce(means.num_tokens, 0) AS num_tokens,
@@ -151,8 +151,8 @@ CREATE OR REPLACE MACRO verl_is_rows(a, b, rollout_is, rollout_is_threshold) AS 
         GROUP BY ALL
     ) AS means USING (run, step, seq_id, iteration_a, iteration_b);
 
--- verl_is_groups(...): a row a step, or a run with step NULL. The weights' statistics are those before normalisation.
--- A sequence's sum of d is compared with bounds whose logarithm is a float32, as verl's is.
+-- verl_is_groups(...): one row per step, or per run with step NULL. Statistics of the weights are before normalisation.
+-- A sequence's sum of d is compared with the bounds' float32 logarithm, as in verl.
 CREATE OR REPLACE MACRO verl_is_groups(a, b, by_step, rollout_is, rollout_is_threshold) AS TABLE
     SELECT run, step,
            sum_weight / num_tokens AS "rollout_corr/rollout_is_mean",
@@ -212,7 +212,7 @@ CREATE OR REPLACE MACRO verl_is_steps(a, b, rollout_is := 'token', rollout_is_th
 CREATE OR REPLACE MACRO verl_is_runs(a, b, rollout_is := 'token', rollout_is_threshold := '2.0') AS TABLE
     SELECT * EXCLUDE (step) FROM verl_is_groups(a, b, false, rollout_is, rollout_is_threshold);
 
--- verl_is_weights(a, b): a row a token that counts, with the weight that its loss is multiplied by; normalised by the step.
+-- verl_is_weights(a, b): one row per token that counts, with its weight in the loss, normalised per step.
 CREATE OR REPLACE MACRO verl_is_weights(
     a, b, rollout_is := 'token', rollout_is_threshold := '2.0', rollout_is_batch_normalize := false
 ) AS TABLE
@@ -222,8 +222,8 @@ CREATE OR REPLACE MACRO verl_is_weights(
     FROM verl_is_tokens(a, b, rollout_is, rollout_is_threshold)
     JOIN verl_is_groups(a, b, true, rollout_is, rollout_is_threshold) USING (run, step);
 
--- verl_rs_options(rollout_rs, rollout_rs_threshold): a row an option, with the bounds of its statistic.
--- The statistic of k1 is -d, so that its bounds lie on 1 / rho: 'lower_upper' keeps 1 / upper <= rho <= 1 / lower.
+-- verl_rs_options(rollout_rs, rollout_rs_threshold): one row per option, with the bounds of its statistic.
+-- The statistic of k1 is -d, so its bounds are on 1 / rho: 'lower_upper' keeps 1 / upper <= rho <= 1 / lower.
 CREATE OR REPLACE MACRO verl_rs_options(rollout_rs, rollout_rs_threshold) AS TABLE
     SELECT place, option, taken_over, kind,
            CASE WHEN kind = 'k1' THEN ln(coalesce(verl_lower(bounds), 1 / verl_upper(bounds))) END AS lower,
@@ -245,8 +245,8 @@ CREATE OR REPLACE MACRO verl_rs_options(rollout_rs, rollout_rs_threshold) AS TAB
 CREATE OR REPLACE MACRO verl_kept(x, lower, upper) AS
     (upper IS NULL OR (x <= upper AND NOT isnan(x) AND (lower IS NULL OR x >= lower)));
 
--- verl_rs_rows(...): a row a (sequence, option) of the sequences that have a token. `value` is the sequence's statistic,
--- of token options the mean; what is summed is over its tokens, which share the statistic where it is the sequence's.
+-- verl_rs_rows(...): one row per (sequence, option) for sequences with tokens. `value` is the sequence's statistic, the mean for
+-- token options; sums are over its tokens, which share a sequence-level statistic.
 CREATE OR REPLACE MACRO verl_rs_rows(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, place, option, taken_over, kind, lower, upper, num_tokens, value,
            CASE taken_over WHEN 'token' THEN sum_k ELSE num_tokens * value END AS sum_statistic,
@@ -280,7 +280,7 @@ CREATE OR REPLACE MACRO verl_rs_rows(a, b, rollout_rs, rollout_rs_threshold) AS 
         )
     );
 
--- verl_rs_groups(...): a row a (step, option), or a (run, option) with step NULL. Sequences that have a token count.
+-- verl_rs_groups(...): one row per (step, option), or per (run, option) with step NULL, over sequences with tokens.
 CREATE OR REPLACE MACRO verl_rs_groups(a, b, by_step, rollout_rs, rollout_rs_threshold) AS TABLE
     SELECT run, grouped_step AS step, option,
            sum(sum_statistic) / sum(num_tokens) AS mean, torch_max(max_statistic) AS max, torch_min(min_statistic) AS min,
@@ -315,8 +315,8 @@ CREATE OR REPLACE MACRO verl_rs_steps(a, b, rollout_rs, rollout_rs_threshold) AS
 CREATE OR REPLACE MACRO verl_rs_runs(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
     SELECT * EXCLUDE (step) FROM verl_rs_groups(a, b, false, rollout_rs, rollout_rs_threshold);
 
--- verl_rs_mask(...): a row a response token; keep is whether it stays in the loss: it counts there, and every option keeps
--- it. NULL where a pass gave it no logprob.
+-- verl_rs_mask(...): one row per response token; keep is true if it counts in the loss and every option keeps it, NULL if a pass
+-- has no logprob for it.
 CREATE OR REPLACE MACRO verl_rs_mask(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position, mask,
            CASE WHEN NOT mask THEN false
@@ -339,8 +339,7 @@ CREATE OR REPLACE MACRO verl_rs_mask(a, b, rollout_rs, rollout_rs_threshold) AS 
         FROM verl_rs_options(rollout_rs, rollout_rs_threshold)
     );
 
--- verl_rs_masked(...): the share of tokens that all options together reject, and of sequences, of all of the batch, that
--- lose one.
+-- verl_rs_masked(...): share of tokens rejected by any option, and share of all sequences of the batch that lose a token.
 CREATE OR REPLACE MACRO verl_rs_masked(a, b, by_step, rollout_rs, rollout_rs_threshold) AS TABLE
     SELECT run, grouped_step AS step,
            sum(num_rejected) / sum(num_tokens) AS "rollout_corr/rollout_rs_masked_fraction",

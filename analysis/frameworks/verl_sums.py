@@ -1,7 +1,7 @@
-"""Sums over the tokens of each sequence, of which verl's numbers are made.
+"""Per-sequence token sums for verl's numbers.
 
-Shapes: T tokens of several sequences, one after the other; N sequences. The sums of a sequence depend on its own tokens alone,
-so that they have the same digits whatever is computed beside them, and by how many threads.
+Shapes: T concatenated tokens of N sequences. A sequence's sums depend on its own tokens only, so they are bitwise the same in
+any batch and with any number of threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, p
 from ..trace.ragged import blocks, tokens_of
 
 SAFETY_BOUND = 20.0
-"""verl clamps log-ratios to +-20 nats before it takes their exp."""
+"""verl clamps log-ratios to +-20 nats before exponentiating."""
 
 _KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 
@@ -25,20 +25,20 @@ _SUMS = (
     "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
     "spread_prob_diff", *OF_PROBABILITIES,
 )  # fmt: skip
-"""Sums, the largest, and means with sums of squares around them; pass a of OF_PROBABILITIES is the trainer, b the rollout."""
+"""Sums, maxima, and means with centred sums of squares; pass a of OF_PROBABILITIES is the trainer, b the rollout."""
 
 STRUCT = struct_sql({"num_tokens": "BIGINT"} | dict.fromkeys(_SUMS, "DOUBLE"))
 
 
 def summed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Keys and sums of the sequences of `verl_rows`."""
+    """Return keys and sums for rows of `verl_rows`."""
     sums = verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
     names = [*_KEYS, *(field.name for field in sums.type)]
     return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
 
 
 def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarray) -> np.ndarray:
-    """[16, N] sums over sequences that have so many tokens each, one at least; NaN and infinities pass through."""
+    """Return [16, N] sums over sequences of `num_tokens_N` >= 1 tokens; NaN and infinities propagate."""
     found = np.empty((len(_SUMS), len(num_tokens_N)))
     for sequences, tokens, starts in blocks(num_tokens_N):
         with np.errstate(all="ignore"):
@@ -49,7 +49,7 @@ def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarra
 
 
 def _sums(old_T: np.ndarray, rollout_T: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
-    """Each of `_SUMS` of each sequence of a block."""
+    """Return each of `_SUMS` per sequence of a block."""
     d_T = old_T - rollout_T
     growth_T = np.expm1(d_T)
     num = np.diff(np.append(starts, len(d_T))).astype(np.float64)

@@ -1,4 +1,4 @@
-"""A condition on a number of a run, as `verl.k3_kl>1e-3`."""
+"""A condition on a number of a run, such as `verl.k3_kl>1e-3`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from ...schemas.errors import InvalidOption
 
 OWN = "tim"
-"""Source of tim-trace's own statistics, beside the frameworks."""
+"""Source name of tim-trace's own statistics; other sources are frameworks."""
 
 CHECK = "check"
-"""The condition that the comparison is not valid."""
+"""The condition that fails if the comparison is not valid."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -27,20 +27,20 @@ _FORM = re.compile(r"\s*(?P<source>[a-z][a-z0-9-]*)\.(?P<metric>[^\s<>=]+)\s*(?P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A bound on a number; the gate fails when it is violated."""
+    """A bound on a number; the gate fails if the number is beyond it."""
 
     text: str
-    """As it was given."""
+    """The condition as given."""
     source: str
-    """`tim`, or the framework whose number it is."""
+    """`tim`, or the framework that defines the number."""
     metric: str
-    """Its name, or the last part of it."""
+    """Name of the number, or the last part of it."""
     sign: str
     """`>`, `>=`, `<` or `<=`."""
     bound: float
 
     def holds(self, value: float) -> bool:
-        """Whether the gate fails for a value. NaN and infinities fail every gate: they prove nothing."""
+        """Return True if the gate fails for a value. NaN and infinities always fail: they prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
 
@@ -53,14 +53,14 @@ def parse_condition(text: str) -> Condition:
         bound = math.nan
     if found is None or math.isnan(bound):
         raise InvalidOption(
-            f"got {text!r}; write check, or a number and its bound, as tim.k3>1e-3 or verl.k3_kl>=0.05",
+            f"got {text!r}; write check, or a number and its bound, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05",
             option="fail_on",
         )
     return Condition(text=text, source=found["source"], metric=found["metric"], sign=found["sign"], bound=bound)
 
 
 def metric_named(condition: Condition, names: list[str]) -> str:
-    """The full name of a condition's metric: itself, or the one name that ends in it after a slash. Raises InvalidOption."""
+    """Return the full name of a condition's metric: an exact match, or the only name ending in `/metric`. Raises InvalidOption."""
     if condition.metric in names:
         return condition.metric
     ends = [name for name in names if name.endswith(f"/{condition.metric}")]

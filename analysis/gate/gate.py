@@ -30,37 +30,37 @@ def gate(
     summary: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Gated:
-    """Say whether a run passes conditions on its numbers: for the checks of training code.
+    """Fail if a number of a run violates a condition, for use in CI of training code.
 
     Conditions on columns of `stats` write sums into the trace, as `stats` does.
 
-    A condition is `<source>.<metric><sign><number>` with a sign of > >= < <=, and says what fails: `tim.k3>1e-3` of the
-    columns of `stats`, `verl.k3_kl>1e-3` of those of `stats --like verl` (the last part of a name is enough), or `check`,
-    which fails when the check of the comparison finds a fault.
+    A condition is `<source>.<metric><sign><number>` with a sign of > >= < <=, and describes the failure: `tim.k3>1e-3` for a
+    column of `stats`, `verl.k3_kl>1e-3` for one of `stats --like verl` (the last part of a name is enough), or `check`, which
+    fails if the comparison has a fault.
 
-    Every number has an interval over groups, which are the sequences of a step that share a `group_id`, or one that has
-    none. Numbers computed from sums of sequences have a bootstrap-t; largest values a bootstrap that ends at the value itself;
-    quantiles of |d| are inverted from the bootstrap-t of the share of tokens above them (Woodruff 1952); all else, the
-    frameworks' numbers among it, has a jackknife over 20 parts of whole groups; counts have none. Of fewer than 8 groups
-    there is no interval. Resampling has a fixed seed. How often they hold is measured: docs/evidence/intervals.md.
+    Every number except a count has an interval over groups: sequences of a step with the same `group_id`, or a single sequence
+    without one. Numbers computed from sums use a bootstrap-t; maxima a bootstrap that ends at the value itself; quantiles of
+    |d| invert the bootstrap-t of the share of tokens above them (Woodruff 1952); all others, including the frameworks'
+    numbers, a jackknife over 20 parts of whole groups. Fewer than 8 groups give no interval. Resampling has a fixed seed.
+    Measured coverage: docs/evidence/intervals.md.
 
-    `fails` of a verdict, and so the exit code, goes by the value alone; `verdict` is `cannot tell` where the interval holds
-    both values that fail and values that do not, or where there should be an interval and is none. NaN and infinities fail,
-    and so does a number that leaves out a token with one, or that most tokens have no logprobs for; counts do not.
+    `fails` of a verdict, and so the exit code, depends on the value only; `verdict` is `cannot tell` if the interval contains
+    the bound, or if an interval is expected but missing. NaN and infinities fail, and so does a number that excludes such
+    tokens, or for which most tokens lack logprobs; counts do not.
 
-    `junit` names a file of JUnit XML to write, one test case per condition; an existing file is replaced. `summary` names a file
-    to which a table in Markdown is appended, such as $GITHUB_STEP_SUMMARY.
+    `junit` is a JUnit XML file to write, one test case per condition; an existing file is replaced. `summary` is a file to which
+    a Markdown table is appended, such as $GITHUB_STEP_SUMMARY.
 
-    Raises InvalidOption for a condition that cannot be read or an unknown metric, NothingToCompare when the
-    passes share no token or the trace has no value of a metric, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
-    trace cannot be read or is missing, unless `partial` asks for an answer from the rest.
+    Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token or the
+    trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if a part of the trace is unreadable or
+    missing, unless `partial` accepts an answer from the rest.
     """
     if not fail_on:
         raise InvalidOption(
-            "no condition was given; use check, or a number and its bound, as tim.k3>1e-3", option="fail_on"
+            "no condition was given; use check, or a number and its bound, e.g. tim.k3>1e-3", option="fail_on"
         )
     if not 0 < confidence < 1:
-        raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
+        raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
     target, summary_target = (None if path is None else local(path) for path in (junit, summary))
     open_database(trace).check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
@@ -99,7 +99,7 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """Whether the whole interval fails or none of it does; a value that every group shares decides alone."""
+    """Return True if all of the interval fails or none of it; a value shared by every group needs no interval."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1

@@ -1,4 +1,4 @@
-"""Numbers of a run, with their intervals over groups of sequences."""
+"""Measure numbers of a run, with intervals over groups of sequences."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, left_out
 TAILS = {
     "k2": 0.86, "k3": 0.89, "rms_d": 0.86, "ess_token": 0.84, "ess_sequence": 0.75, "chi2_token": 0.92, "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Numbers that a few tokens can carry -> in what share of such runs an interval of 95 % held the truth, measured where
-errors of logits have tails without a fourth moment: benchmarks/coverage.py, docs/evidence/intervals.md."""
+"""Number that a few tokens can dominate -> measured coverage of a 95 % interval in such runs (logit errors without a fourth
+moment): benchmarks/coverage.py, docs/evidence/intervals.md."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -49,7 +49,7 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""Range of a number and of its interval."""
+"""Possible range of a number and its interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,23 +57,23 @@ class Measured:
     """A number of a run."""
 
     metric: str
-    """Its full name."""
+    """Full name of the number."""
     value: float
     interval: Interval | NoInterval | None
     """None for a count."""
     how: str
-    """How the interval was found, or why there is none."""
+    """How the interval was computed, or why there is none."""
 
 
 class Run:
-    """A run whose numbers are asked for."""
+    """A run whose numbers are measured."""
 
     def __init__(self, trace: str | os.PathLike[str], pair: str, confidence: float, progress: Progress):
         self._trace, self._pair, self._names = trace, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Condition -> its metric, with its value and its interval."""
+        """Return condition -> its metric, with value and interval."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
@@ -81,11 +81,11 @@ class Run:
         return found
 
     def left_out(self) -> str:
-        """Say what the numbers leave out; empty if nothing."""
+        """Say which tokens the numbers exclude; empty if none."""
         return left_out(open_database(self._trace), self._names)
 
     def _own(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Numbers of `stats`."""
+        """Return numbers of `stats`."""
         database = open_database(self._trace)
         asked = _Asked(conditions, stats(database, pair=self._pair, progress=self._progress))
         found = [
@@ -104,7 +104,7 @@ class Run:
         return asked.answered(found)
 
     def _like(self, name: str, conditions: list[Condition]) -> dict[str, Measured]:
-        """Numbers of a framework, with the jackknife's intervals. Tokens are read once, for what each sequence adds."""
+        """Return numbers of a framework with jackknife intervals; tokens are read once, into sums per sequence."""
         database = open_database(self._trace)
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
@@ -123,7 +123,7 @@ class Run:
         return asked.answered(self._jackknifed(asked.values, without, unit_N))
 
     def _of_captured(self, database: Database, values: dict[str, float]) -> list[Measured]:
-        """Numbers of distributions and routing: of each part that is left out what was captured of the others is read again."""
+        """Return numbers of distributions and routing; the jackknife rereads the captured data for each part."""
         sequences, unit_N = self._scored(database)
 
         def parts() -> Iterator[None]:
@@ -136,7 +136,7 @@ class Run:
         )
 
     def _without(self, parts: Iterator[None], numbers: Callable[[], Rows], sequences: pa.Table) -> list[dict[str, Any]]:
-        """The numbers without each part; none where what is left is masked as a whole."""
+        """Return the numbers without each part; none if all remaining tokens are masked."""
         without = []
         with self._progress("resampling", _num_parts(sequences)) as advance:
             for _ in parts:
@@ -161,7 +161,7 @@ class Run:
         return found
 
     def _quantile(self, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """The quantiles of |d| at the ends of what the share of tokens above `value` may be (Woodruff 1952)."""
+        """Return a quantile of |d| whose interval inverts that of the share of tokens above `value` (Woodruff 1952)."""
         connection = open_database(self._trace).connection
         tokens = f"pair_tokens({quoted_pair(self._names)}, NULL, NULL, NULL)"
         query = f"""
@@ -177,12 +177,12 @@ class Run:
             return Measured(metric=name, value=value, interval=cuts, how=_without(cuts, num_groups))
         query = f"SELECT quantile_cont(abs(d), {[*cuts, 1.0]!r}) FROM {tokens} WHERE d IS NOT NULL"
         (((low, high, largest),),) = connection.execute(query).fetchall()
-        how = f"bootstrap-t over {num_groups:,} groups, of the share of tokens above it"
+        how = f"bootstrap-t over {num_groups:,} groups, on the share of tokens above it"
         how += ": ends at the largest value" if high == largest else ""
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
     def _scored(self, database: Database) -> tuple[pa.Table, np.ndarray]:
-        """The sequences that both passes scored, by run, step and seq_id, in order, with their `part`; and their groups."""
+        """Return the sequences that both passes scored, sorted by run, step and seq_id, with their `part`; and their groups."""
         query = f"""
             SELECT run, step, seq_id, {unit("s")} AS unit FROM sequences AS s
             SEMI JOIN (SELECT run, step, seq_id FROM scores WHERE "pass" = ?) AS a USING (run, step, seq_id)
@@ -195,7 +195,7 @@ class Run:
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
-    """The numbers among `values` that follow from sequences' sums, or are the largest of theirs, with their intervals."""
+    """Return those of `values` that follow from sums or maxima of sequences, with intervals."""
     num_groups = numbered(columns.unit_N)[1]
     statistics = {name: FROM_SUMS[name] for name in values if name in FROM_SUMS}
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
@@ -210,7 +210,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
         found.append(Measured(metric=name, value=values[name], interval=interval, how=how))
     for name in [name for name in values if name in LARGEST]:
         largest = largest_interval(columns.largest[LARGEST[name]], columns.unit_N, confidence)
-        how = f"bootstrap over {num_groups:,} groups, of the largest: ends at the value"
+        how = f"bootstrap over {num_groups:,} groups, on the maximum: ends at the value"
         how = _without(largest, num_groups) if isinstance(largest, NoInterval) else how
         found.append(Measured(metric=name, value=values[name], interval=largest, how=how))
     return found
@@ -219,9 +219,9 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """The probabilities whose quantiles are the ends of a quantile's interval, from how many tokens lie above its value.
+    """Return the probabilities whose quantiles bound a quantile's interval, from the tokens above its value.
 
-    Where too few groups have a token above it, the upper one is 1: the interval ends at the largest value.
+    If too few groups have a token above it, the upper one is 1: the interval ends at the largest value.
     """
 
     def share(totals: Totals) -> Array:
@@ -231,7 +231,7 @@ def quantile_cuts(
     found = bootstrap({"share": share}, columns, unit_N, confidence, open_ended=True)["share"]
     if isinstance(found, NoInterval):
         return found
-    # Ties put more or less above the value than 1 - p: only the spread of the share is taken.
+    # With ties the share above the value differs from 1 - p, so only the spread of the share is used.
     above = float(num_above_N.sum() / num_tokens_N.sum())
     low, high = (min(max(probability + above - end, 0.0), 1.0) for end in (found[1], found[0]))
     return low, high
@@ -242,7 +242,7 @@ def _num_parts(sequences: pa.Table) -> int:
 
 
 class _Asked:
-    """The metrics that conditions are on, and their values."""
+    """The metrics of some conditions, and their values."""
 
     def __init__(self, conditions: list[Condition], rows: Rows):
         (row,) = rows.dicts()
@@ -254,13 +254,13 @@ class _Asked:
                 raise NothingToCompare(f"{metric}: the trace has no value for it, so a bound on it proves nothing")
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
-        """Condition -> its metric."""
+        """Return condition -> its metric."""
         of_metric = {measured.metric: measured for measured in found}
         return {text: of_metric[metric] for text, metric in self._metrics.items()}
 
 
 def _number_of(row: dict[str, Any], metric: str) -> float:
-    """A number of a run; NaN if it has none."""
+    """Return a number of a run; NaN if missing."""
     value = row.get(metric)
     return math.nan if value is None else float(value)
 

@@ -1,4 +1,4 @@
-"""A gate's verdicts as text, as JUnit XML and as Markdown, which CI pages show."""
+"""Render a gate's verdicts as text, JUnit XML and Markdown for CI pages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _COLUMNS = ("condition", "verdict", "value", "interval", "how")
 
 
 def gated_text(gated: Gated, width: int | None = None) -> str:
-    """Write the outcome of every condition as a table, one row each."""
+    """Render the outcomes as a table, one row per condition."""
     return to_text(table(gated.verdicts), width)
 
 
 def junit_xml(gated: Gated, trace: str) -> bytes:
-    """Write one test case per condition: a failure if the value violates it."""
+    """Render one test case per condition, a failure if the value violates it."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     counts = {"tests": str(len(gated.verdicts)), "failures": str(failures), "errors": "0", "skipped": "0"}
     suites = ElementTree.Element("testsuites", {"name": SUITE} | counts)
@@ -43,7 +43,7 @@ def _sentence(verdict: Verdict) -> str:
 
 
 def summary_markdown(gated: Gated, trace: str) -> str:
-    """Write a heading that says whether the run passes, and one row per condition."""
+    """Render a heading with the overall result, and one row per condition."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     count = len(gated.verdicts)
     title = f"{failures} of {count} conditions failed" if failures else f"{count} of {count} conditions passed"

@@ -17,19 +17,19 @@ class Verdict:
     """The outcome of one condition."""
 
     condition: str
-    """As it was given."""
+    """The condition as given."""
     metric: str
-    """Its full name; `check` for the validity of the comparison."""
+    """Full name of the number; `check` for the validity of the comparison."""
     value: float
-    """Value for the run; for `check` the number of faults found."""
+    """Value over the run; for `check` the number of faults found."""
     low: float | None
     """Ends of the interval over groups; None without one: `how` says why."""
     high: float | None
     bound: float | None
     verdict: str
-    """`failed`, `passed`, or `cannot tell` if the interval contains the bound or there should be an interval and is none."""
+    """`failed`, `passed`, or `cannot tell` if the interval contains the bound, or is expected but missing."""
     fails: bool
-    """Whether the value violates the condition, or leaves out tokens and so proves nothing: this decides the exit code."""
+    """True if the value violates the condition, or excludes tokens and so proves nothing; decides the exit code."""
     how: str
     """How the interval was computed; for `check` the faults found."""
 
@@ -44,7 +44,7 @@ class Gated(Table):
 
     @property
     def fails(self) -> bool:
-        """Whether a value violates its condition."""
+        """True if any condition fails."""
         return any(verdict.fails for verdict in self.verdicts)
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:

@@ -1,4 +1,4 @@
-"""What the statistics of a run need of each of its sequences, so that resampling these costs a product of matrices.
+"""Per-sequence columns of a run's statistics, so that resampling sequences is a matrix product.
 
 Shapes: N sequences.
 """
@@ -17,10 +17,10 @@ from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
 from ..trace.source import Pair
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
-"""Column of `stats` that is a largest value -> the largest value of each sequence."""
+"""Column of `stats` that is a maximum -> the column of each sequence's maximum."""
 
 MOST_NULL = 0.5
-"""Share of the tokens that count without a logprob of both passes, above which a number says nothing of the run."""
+"""Maximum share of counted tokens without a logprob in both passes; beyond it a number does not represent the run."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 """Column of `stats` that is a quantile of |d| -> its probability."""
@@ -31,23 +31,23 @@ COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceColumns:
-    """What the statistics need of each sequence that has a token to compare."""
+    """Columns of the statistics, for each sequence with a comparable token."""
 
     values: dict[str, Array]
-    """[N] columns that add up to the totals of FROM_SUMS."""
+    """Name -> [N] columns whose sums are the totals of FROM_SUMS."""
     largest: dict[str, Array]
-    """[N] the largest values of LARGEST."""
+    """Name in LARGEST -> [N] maxima."""
     unit_N: np.ndarray
-    """A number for each group."""
+    """[N] number of the group."""
 
     @classmethod
     def of_sums(cls, sums: dict[str, Array], unit_N: np.ndarray) -> SequenceColumns:
-        """From [N] columns of schemas.sums."""
+        """Build from [N] columns of schemas.sums."""
         return cls(values=addable(sums), largest={name: sums[name] for name in LARGEST.values()}, unit_N=unit_N)
 
     @classmethod
     def read(cls, database: Database, pair: Pair) -> SequenceColumns:
-        """Of a pair of a trace."""
+        """Read the columns of a pair from a trace."""
         names = ("num_tokens", *OF_DIFFERENCES, *OF_PROBABILITIES)
         query = f"""
             SELECT {", ".join(names)}, {unit("s")} AS unit
@@ -73,11 +73,11 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Say what the numbers of a pair leave out: any NaN or infinity, or NULL on most tokens that count; empty where nothing."""
+    """Say which tokens a pair's numbers exclude: any NaN or infinity, or NULL on most counted tokens; empty if none."""
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]
     num_null = num_counted - num_finite - num_nan - num_inf
     if num_null > MOST_NULL * num_counted:
         parts.append(f"{num_null:,} have no logprob of both passes")
-    return f"of {num_counted:,} tokens that count {' and '.join(parts)}: they are left out" if parts else ""
+    return f"of {num_counted:,} tokens that count, {' and '.join(parts)} and are left out" if parts else ""

@@ -1,4 +1,4 @@
-"""Which loss the objective is of: the one that the trace records, or what is asked for."""
+"""Choose the loss of the objective: the recorded one, with requested options on top."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Name of a loss -> its fields of a Loss where neither the trace nor another option does. The bounds of gspo are those of
-arXiv 2507.18071 (section 5.1), cispo's is the one that TRL recommends after arXiv 2510.13786."""
+"""Name of a loss -> Loss fields used if neither the trace nor an option sets them. The bounds of gspo are from arXiv
+2507.18071 (section 5.1); that of cispo is TRL's recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, options: Mapping[str, Any]) -> tuple[Loss, tuple[Statement, ...]]:
-    """The loss, and where it is from: codes of sentences.loss_basis.
+    """Return the loss and its origin, as codes of sentences.loss_basis.
 
-    `options` are `loss`, a name of LOSSES, and fields of a Loss; None keeps the recorded value, or else PPO's clip of 0.2.
+    `options` are `loss`, a name of LOSSES, and fields of a Loss; None keeps the recorded value, by default PPO's clip of 0.2.
     Raises InvalidOption.
     """
     recorded, basis = _recorded(database)
@@ -66,7 +66,7 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """A loss of another kind keeps no bounds, but its denominator and correction."""
+    """Reset the bounds of a loss, for a change of kind; denominator and correction are kept."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

@@ -1,4 +1,4 @@
-"""How few terms carry the bias: counts and sums of |b| in bins that are an eighth of an octave wide."""
+"""Concentration of the bias on few terms, from counts and sums of |b| in bins an eighth of an octave wide."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import numpy as np
 from ..statistics.estimators import Array
 
 _SHIFT = 20
-"""Bits of a float32 below its sign, its exponent and three bits of its mantissa: eight bins an octave."""
+"""Drops all but the sign, exponent and three mantissa bits of a float32: eight bins per octave."""
 
 _LOWEST = (127 - 60) << 3
-"""The bin of 2^-60: what is smaller counts as nothing."""
+"""The bin of 2^-60; smaller values count as 0."""
 
 NUM_BINS = 100 << 3
-"""From 2^-60 to 2^40."""
+"""Number of bins, from 2^-60 to 2^40."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concentration:
-    """How few terms carry the sum of |b|. A term is what the loss clips: a token, or a sequence."""
+    """Concentration of sum |b| on few terms. A term is the unit the loss clips: a token or a sequence."""
 
     half: float
-    """Share of the terms that carry half of it, the largest ones first."""
+    """Smallest share of the terms that accounts for half of sum |b|."""
     ninety: float
-    """Share of the terms that carry 90 %."""
+    """Smallest share of the terms that accounts for 90 %."""
     top_thousandth: float
-    """Share of it in the top 0.1 % of the terms."""
+    """Share of sum |b| in the top 0.1 % of the terms."""
 
 
 CARRIED = {"half": "terms_for_half", "ninety": "terms_for_ninety", "top_thousandth": "in_top_thousandth"}
-"""Field of a Concentration -> how tables call it."""
+"""Field of a Concentration -> its column name in tables."""
 
 
 def bins_of(size: Array) -> np.ndarray:
-    """[T] the bin of each |b|; 0 for what is 0, or too small to matter."""
+    """Return the [T] bin of each |b|; bin 0 for zero and negligible values."""
     bits = size.astype(np.float32).view(np.int32) >> _SHIFT
     return np.clip(bits - _LOWEST, 0, NUM_BINS - 1)
 
 
 def concentration(bins: np.ndarray, num_terms: int) -> Concentration | None:
-    """From the [2, NUM_BINS] counts and sums of |b|; None where no term has a bias.
+    """Compute the concentration from [2, NUM_BINS] counts and sums of |b|; None if no term has a bias.
 
-    Within the bin where a share is reached the terms count as alike, which they are to 9 %: shares that this gives are that
-    near, and exact where the bin holds one term.
+    Terms in the same bin count as equal, so shares are off by at most 9 %, and exact if the bin at the threshold holds one
+    term.
     """
     counts, sums = bins[:, np.flatnonzero(bins[0])[::-1]]
     total = sums.sum()
@@ -69,7 +69,7 @@ def concentration(bins: np.ndarray, num_terms: int) -> Concentration | None:
 
 @dataclass(slots=True, kw_only=True)
 class Carried:
-    """How few terms carry the bias: of each update, which is a (step, inner iteration), and of the run."""
+    """Concentration of the bias in each update, i.e. (step, inner iteration), and over the run."""
 
     of_update: dict[tuple[int, int], Concentration | None] = field(default_factory=dict)
     run_bins: np.ndarray = field(default_factory=lambda: np.zeros((2, NUM_BINS)))
@@ -79,13 +79,13 @@ class Carried:
 
     @property
     def of_run(self) -> Concentration | None:
-        """Over all updates."""
+        """Concentration over all updates."""
         return concentration(self.run_bins, self.num_terms)
 
     def add(self, number: int, updates: list[tuple[int, int]], bins: np.ndarray, num_terms: np.ndarray) -> None:
-        """Add the [U, 2, NUM_BINS] counts and sums and the numbers of terms of a batch, which is of range `number` of steps.
+        """Add a batch of step range `number`: [U, 2, NUM_BINS] counts and sums, and [U] numbers of terms.
 
-        Updates of ranges before it are complete.
+        Updates of earlier ranges count as complete.
         """
         if number != self._range:
             self.close()
@@ -95,7 +95,7 @@ class Carried:
             self._open[update] = (before + found, known + int(terms))
 
     def close(self) -> None:
-        """Take all updates so far as complete."""
+        """Finish all updates added so far."""
         for update in sorted(self._open):
             bins, num_terms = self._open[update]
             self.of_update[update] = concentration(bins, num_terms)

@@ -1,4 +1,4 @@
-"""The figures of an objective from totals over sequences: one value each, or arrays of updates or of resamples.
+"""Formulas of the objective's figures from totals over sequences, for one value or arrays over updates or resamples.
 
 Shapes: N sequences, U updates (step and inner iteration).
 """
@@ -23,26 +23,28 @@ from .sums import SequenceSums
 
 @dataclass(frozen=True, slots=True)
 class FigureFormula:
-    """How a figure follows from totals, and what it says."""
+    """The formula of a figure, with its meaning and bounds."""
 
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """Of what the trace answers: see sides."""
+    """Data it needs: MISMATCH, DRIFT or ADVANTAGE (see pass_roles), CLIP or LINEAR."""
     of_correction: bool = False
-    """Whether it says something only where the loss has a correction."""
+    """True if it is meaningful only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """What it cannot leave, nor its interval."""
+    """Possible range of the value; intervals are cut to it."""
     in_tails: float | None = None
-    """In what share of the runs that a few tokens carry an interval of 95 % held the truth, where that is less than 90 %:
-    benchmarks/coverage.py, docs/evidence/intervals.md."""
+    """Measured coverage of a 95 % interval in runs dominated by a few tokens, if below 90 %: benchmarks/coverage.py,
+    docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:
-        """Its meaning, and what is to know of its interval."""
+        """Its meaning, and the coverage of its interval if that is low."""
         if self.in_tails is None:
             return self.meaning
-        return f"{self.meaning}; where a few tokens carry it, an interval of 95 % holds in {self.in_tails:.0%}"
+        return (
+            f"{self.meaning}; if a few tokens dominate, a 95 % interval covers the truth in {self.in_tails:.0%} of runs"
+        )
 
 
 def _of(name: str) -> Callable[[Totals], Array]:
@@ -70,7 +72,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Of totals around a centre near the means (see `totals_of`), so that this difference does not cancel."""
+    """Return the formula of a covariance. Totals are centred near the means (see `totals_of`), which avoids cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -80,7 +82,7 @@ def _variance(name: str) -> Callable[[Totals], Array]:
 
 
 def _correlation(t: Totals) -> Array:
-    """See `totals_of`."""
+    """Return the correlation of A rho* and d, from centred totals (see `totals_of`)."""
     return pearson_of_totals(
         t["terms_known"],
         t["off_weighed"],
@@ -111,65 +113,64 @@ def _to_clipped(t: Totals) -> Array:
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
-"""What a figure needs that says something only of a loss that clips."""
+"""Need of a figure that is meaningful only for a loss that clips."""
 LINEAR = "linear"
-"""What one needs that says something only where f is rho A but for a clip."""
+"""Need of a figure that is meaningful only if f is rho A except for a clip."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
 """Bounds of figures."""
 
 FIGURES: Mapping[str, FigureFormula] = {
-    "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, weighed as the loss weighs its tokens: by how much the mismatch lifts the objective"),
-    "bias_positive": FigureFormula(_per_update(_column("w_applied_positive")), "of tokens with A > 0"),
-    "bias_negative": FigureFormula(_per_update(_column("w_applied_negative")), "of tokens with A < 0"),
-    "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: what it would be if no two cancelled", bounds=_SIZE),
-    "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a push one way", bounds=_SIGNED),
-    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, what the others are held against", bounds=_SIZE),
-    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), weighed alike: minus the policy part of the loss; of cispo and vespo f is the weight on grad log p"),
+    "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how much the mismatch raises the objective"),
+    "bias_positive": FigureFormula(_per_update(_column("w_applied_positive")), "bias of tokens with A > 0"),
+    "bias_negative": FigureFormula(_per_update(_column("w_applied_negative")), "bias of tokens with A < 0"),
+    "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: the bias if no terms cancelled", bounds=_SIZE),
+    "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a one-sided bias", bounds=_SIGNED),
+    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, the size of the objective's terms; other figures are relative to it", bounds=_SIZE),
+    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), with the same weights: minus the policy part of the loss; for cispo and vespo f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
-    "relative_positive": FigureFormula(_over(_column("w_applied_positive"), _column("w_size_positive")), "sum b / sum |f(rho*)| of A > 0: above 0, they are credited too much"),
-    "relative_negative": FigureFormula(_over(_column("w_applied_negative"), _column("w_size_negative")), "sum b / sum |f(rho*)| of A < 0: below 0, they are punished too much"),
+    "relative_positive": FigureFormula(_over(_column("w_applied_positive"), _column("w_size_positive")), "sum b / sum |f(rho*)| over A > 0: above 0, these tokens are credited too much"),
+    "relative_negative": FigureFormula(_over(_column("w_applied_negative"), _column("w_size_negative")), "sum b / sum |f(rho*)| over A < 0: below 0, these tokens are punished too much"),
     "unclipped_bias": FigureFormula(_per_update(_of("unclipped")), "sum A (w rho_used - rho*): the bias without the clip", _CLIPPED),
-    "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|: a clip that holds f(rho*) alone down lifts relative_bias above it", _CLIPPED),
-    "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias with the weights of the loss's correction left out", of_correction=True),
-    "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without them", of_correction=True, bounds=_SIZE),
-    "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without them", of_correction=True, bounds=_SIGNED),
-    "uncorrected_relative_bias": FigureFormula(_over(_of("plain"), _of("size")), "relative_bias without them", of_correction=True),
-    "uncorrected_relative_abs_bias": FigureFormula(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without them", of_correction=True, bounds=_SIZE),
+    "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|; if the clip limits only f(rho*), relative_bias is above it", _CLIPPED),
+    "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias without the weights of the loss's correction", of_correction=True),
+    "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without these weights", of_correction=True, bounds=_SIZE),
+    "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without these weights", of_correction=True, bounds=_SIGNED),
+    "uncorrected_relative_bias": FigureFormula(_over(_of("plain"), _of("size")), "relative_bias without these weights", of_correction=True),
+    "uncorrected_relative_abs_bias": FigureFormula(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without these weights", of_correction=True, bounds=_SIZE),
     "clipped": FigureFormula(lambda t: _clipped_used(t) / t["terms_known"], "share of the terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
-    "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share that it would clip under rho*", _CLIPPED, bounds=_SHARE),
-    "flipped": FigureFormula(_share(*_FLIPS), "share whose clip decision the mismatch turns", _CLIPPED, bounds=_SHARE),
-    "to_clipped_positive": FigureFormula(_share("to_clipped_positive"), "share clipped under the used ratio alone, A > 0", _CLIPPED, bounds=_SHARE),
+    "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share of the terms that it would clip under rho*", _CLIPPED, bounds=_SHARE),
+    "flipped": FigureFormula(_share(*_FLIPS), "share of the terms whose clip decision the mismatch flips", _CLIPPED, bounds=_SHARE),
+    "to_clipped_positive": FigureFormula(_share("to_clipped_positive"), "share clipped only under the used ratio, A > 0", _CLIPPED, bounds=_SHARE),
     "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
-    "to_free_positive": FigureFormula(_share("to_free_positive"), "share clipped under rho* alone, A > 0", _CLIPPED, bounds=_SHARE),
+    "to_free_positive": FigureFormula(_share("to_free_positive"), "share clipped only under rho*, A > 0", _CLIPPED, bounds=_SHARE),
     "to_free_negative": FigureFormula(_share("to_free_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
-    "clipped_by_mismatch": FigureFormula(lambda t: _to_clipped(t) / _clipped_used(t), "share of what is clipped that rho* would leave", _CLIPPED, bounds=_SHARE),
+    "clipped_by_mismatch": FigureFormula(lambda t: _to_clipped(t) / _clipped_used(t), "share of the clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
     "cov_weighed_d": FigureFormula(_covariance("off_weighed_term_d", "off_weighed", "off_term_d", "terms_known"), "cov(A rho*, d), nats times the advantage's unit"),
     "corr_weighed_d": FigureFormula(_correlation, "the same as a correlation", bounds=_SIGNED),
-    "first_order": FigureFormula(lambda t: -t["sum_weighed_term_d"] / t["terms_known"], "-mean(A rho* d): the mean of b to first order, where nothing is clipped", frozenset({MISMATCH, ADVANTAGE, LINEAR})),
+    "first_order": FigureFormula(lambda t: -t["sum_weighed_term_d"] / t["terms_known"], "-mean(A rho* d): the mean of b to first order, if nothing is clipped", frozenset({MISMATCH, ADVANTAGE, LINEAR})),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
-    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "the same with p(train): the mismatch alone does it", bounds=_SHARE),
+    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "the same with p(train): due to the mismatch alone", bounds=_SHARE),
     "mean_d": FigureFormula(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
     "mean_abs_d": FigureFormula(_mean("sum_abs_d"), "mean of |d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
     "var_d": FigureFormula(_variance("d"), "variance of the mismatch d, nats squared", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
     "mean_drift": FigureFormula(_mean("sum_drift"), "mean of the policy drift = current - train, nats", frozenset({DRIFT})),
     "var_drift": FigureFormula(_variance("drift"), "variance of the policy drift", frozenset({DRIFT}), bounds=_SIZE),
     "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "their covariance", _BOTH),
-    "var_total": FigureFormula(_total_variance, "variance of ln rho* = d + drift: the two and twice their covariance", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
-    "share_mismatch": FigureFormula(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 by mean d^2 + mean drift^2", _BOTH, bounds=_SHARE, in_tails=0.85),
+    "var_total": FigureFormula(_total_variance, "variance of ln rho* = d + drift: both variances plus twice their covariance", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
+    "share_mismatch": FigureFormula(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 / (mean d^2 + mean drift^2)", _BOTH, bounds=_SHARE, in_tails=0.85),
     "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "mean over sequences of the sum of d, nats", frozenset({MISMATCH})),
-    "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "mean over sequences of its size, nats", frozenset({MISMATCH}), bounds=_SIZE),
-    "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: REINFORCE's gradient is off by it, with every gradient alike"),
-    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean of its size", bounds=_SIZE),
+    "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "mean over sequences of |sum of d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
+    "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: the error of REINFORCE's gradient if all gradients were equal"),
+    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean of its absolute value", bounds=_SIZE),
 }  # fmt: skip
-"""Name of a figure -> how it follows from totals. The formulas are those of arXiv 2605.14220, 2602.04879 (bad updates) and
-2512.01374 (mismatch and drift)."""
+"""Figure -> its formula, from arXiv 2605.14220, 2602.04879 (bad updates) and 2512.01374 (mismatch and drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
-    """The figures that a trace answers for a loss."""
+    """Return the figures that the recorded data allows for a loss."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     known = known if loss.kind in (SAPO, VESPO) else known | {LINEAR}
@@ -179,9 +180,9 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 
 
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
-    """[N] columns that are added up to totals, of the whole run or of the sequences at each place.
+    """Return [N] columns that sum to totals, of the whole run or of each group `place_N`.
 
-    Squares and products are around the median of the sequences' means there, so that totals of these do not cancel.
+    Squares and products are centred on the median of the group's sequence means, so that totals do not cancel.
     """
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
@@ -200,7 +201,7 @@ def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str
 
 
 def _around(columns: Mapping[str, Array], one: str, other: str, num_N: Array, place_N: np.ndarray) -> dict[str, Array]:
-    """[N] sums of two values, their squares and their product around the median of their means at each place."""
+    """Return [N] sums of two values, their squares and product, centred on the median of the means in each group."""
     off = {name: off_median(columns[f"mean_{name}"], num_N, place_N) for name in (one, other)}
     found = {f"off_{name}": num_N * off_N for name, off_N in off.items()}
     for name, off_N in off.items():
@@ -210,17 +211,17 @@ def _around(columns: Mapping[str, Array], one: str, other: str, num_N: Array, pl
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Name -> the figure for each element of the totals; NaN where there is nothing to divide by."""
+    """Return name -> figure for each element of the totals; NaN if the divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 
 
 def summed(columns: Mapping[str, Array], places: np.ndarray, number: int) -> dict[str, Array]:
-    """Columns added up by place: [N] -> [number]."""
+    """Sum [N] columns by group: [number]."""
     found = {name: np.bincount(places, values, minlength=number) for name, values in columns.items()}
     return {name: values.astype(np.float64) for name, values in found.items()}
 
 
 def as_float(value: Any) -> float | None:
-    """A number; None for NaN."""
+    """Return a float; None for NaN."""
     return None if np.isnan(value) else float(value)

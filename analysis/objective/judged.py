@@ -1,4 +1,4 @@
-"""The objective of a run, and what the mismatch does to it."""
+"""The result of `objective`: the effect of the mismatch on a run's objective."""
 
 from __future__ import annotations
 
@@ -24,73 +24,73 @@ class Estimate:
     """Ends of the interval over groups; None without an interval."""
     high: float | None
     no_interval: str | None
-    """Why there is no interval; None where there is one."""
+    """Why there is no interval; None if there is one."""
     meaning: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective(Result):
-    """What the mismatch does to a run's objective."""
+    """The effect of the mismatch on a run's objective."""
 
     _text = "tim_trace.analysis.objective.text:objective_text"
 
     trace: str
     steps_asked: str = ALL_STEPS
-    """Which steps were looked at, as they were asked for."""
+    """The analyzed steps, as given."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
-    """Where the loss is from, of sentences.loss_basis."""
+    """Origin of the loss: codes of sentences.loss_basis."""
     passes: tuple[str, str, str]
-    """What stands for the trainer at the sampling weights, for the engine, and for the policy inside the loss."""
+    """Passes used as the trainer at the sampling weights, the engine, and the policy inside the loss."""
     num_updates: int
-    """Steps times their inner iterations: what a row of `steps` stands for."""
+    """Number of (step, inner iteration) pairs; `steps` has one row for each."""
     num_rows: int
-    """Sequences that went through the loss, once an inner iteration: what its means over sequences divide by."""
+    """Sequences that went through the loss, counted once per inner iteration; divisor of the loss's sequence means."""
     num_sequences: int
-    """Of these, those with a token that counts and has a finite logprob under every pass."""
+    """Those of `num_rows` with at least one token that counts and has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
-    """What the loss takes a ratio of and has an advantage: tokens, or sequences."""
+    """Terms with an advantage; a term is the unit of the loss's ratio, a token or a sequence."""
     num_nan: int
-    """Tokens with a NaN under a pass; they are in no figure."""
+    """Tokens with a NaN in a pass, excluded from all figures; same for infinities in `num_inf`."""
     num_inf: int
     num_groups: int
-    """What is resampled for the intervals."""
+    """Groups resampled for the intervals."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
-    """Whether the mismatch pushes one way, by how much, where, of sentences.VERDICT."""
+    """Direction, size and location of the bias: codes of sentences.VERDICT."""
     note_codes: tuple[Statement, ...]
-    """Of text.NOTES."""
+    """Caveats: codes of sentences.NOTES."""
     cannot_codes: tuple[Statement, ...]
-    """What cannot be answered, of sentences.CANNOT."""
+    """Unanswerable questions: codes of sentences.CANNOT."""
     figures: dict[str, Estimate]
-    """Name -> figure over the run."""
+    """Name -> figure over the run; see figures.FIGURES."""
     concentration: Concentration | None
-    """How few terms carry sum |b|; None where there is no bias."""
+    """Concentration of sum |b| on few terms; None without a bias."""
     steps: Rows
-    """One row an update: step, iteration, and the figures."""
+    """One row per update: step, iteration, and the figures."""
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """Whether the mismatch pushes one way, by how much, where: in sentences."""
+        """Direction, size and location of the bias, in sentences."""
         return tuple(verdict_sentence(part, self.confidence) for part in self.verdict_codes)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the figures."""
+        """Caveats on the figures, in sentences."""
         return sentences(self.note_codes, NOTES)
 
     @property
     def cannot(self) -> tuple[str, ...]:
-        """What cannot be answered, and what would have to be recorded."""
+        """Unanswerable questions and the data they need, in sentences."""
         return sentences(self.cannot_codes, CANNOT)
 
     @property
     def loss_from(self) -> str:
-        """Where the loss is from."""
+        """Origin of the loss, in words."""
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
-        """A figure of the run; None where it has none."""
+        """Return a figure of the run; None if it has no value."""
         estimate = self.figures.get(name)
         return None if estimate is None else estimate.value

@@ -1,6 +1,6 @@
-"""The terms of a loss: what it takes a ratio of, which is a token or a whole sequence, and their sums by sequence.
+"""The terms of a loss, i.e. the tokens or sequences it takes a ratio of, and their sums by sequence.
 
-Shapes: T tokens, N sequences, K terms: T or N of them.
+Shapes: T tokens, N sequences, K terms (T or N).
 """
 
 from __future__ import annotations
@@ -15,67 +15,67 @@ from ..statistics.loss import clamped_exp, contribution, correction_weight, is_c
 from ..statistics.moments import centred, co_moment
 
 SIDES = ("positive", "negative")
-"""Of the sign of an advantage."""
+"""Signs of an advantage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Log-ratios of tokens, 0 where a token does not count."""
+    """Log-ratios of tokens; 0 for a token that does not count."""
 
     d_T: Array
     """train - rollout, nats."""
     drift_T: Array
     """current - train, nats."""
     advantage_T: Array
-    """0 where there is none."""
+    """0 if missing."""
     counts_T: np.ndarray | None
-    """bool: whether it counts and every pass has a finite value; None: all of them."""
+    """bool: True if the token counts and every pass has a finite value; None if all do."""
     known_T: np.ndarray | None
-    """bool: whether it counts and has an advantage; None: all of them."""
+    """bool: True if the token counts and has an advantage; None if all do."""
     num_N: Array
-    """Tokens of each sequence that count."""
+    """Counted tokens of each sequence."""
     known_N: Array
-    """Those with an advantage."""
+    """Counted tokens with an advantage, per sequence."""
     advantage_N: Array
-    """Mean over the tokens of a sequence."""
+    """Mean advantage over the tokens of each sequence."""
     has_one: bool
-    """Whether the tokens of each sequence have one advantage."""
+    """True if all tokens of a sequence share one advantage."""
     starts_N: np.ndarray
     lengths_N: np.ndarray
 
     def total(self, values_T: Array) -> Array:
-        """[N] sums over the tokens of each sequence."""
+        """Return [N] sums over the tokens of each sequence."""
         return np.add.reduceat(values_T, self.starts_N)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """[K] arrays."""
+    """Terms of a loss, as [K] arrays."""
 
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """The used ratio with the correction in it, where the loss has it there (vespo); else the used one."""
+    """The used ratio, multiplied by the correction if the loss applies it there (vespo)."""
     term_d: Array
     """d of the term, nats."""
     weight: Array | float
-    """Of the loss's correction on the term; 1 where it is in the ratio."""
+    """Weight of the loss's correction; 1 if it is part of the ratio."""
     advantage: Array
     tokens: Array | float
-    """Tokens that a term stands for."""
+    """Number of tokens that a term represents."""
     sign_N: Array | None
-    """Sign of the advantage of all terms of a sequence; None where they differ."""
+    """Sign of the advantage shared by the terms of each sequence; None if signs differ within a sequence."""
     known_N: Array
-    """LossTerms of a sequence with an advantage."""
+    """Number of terms with an advantage, per sequence."""
     known: np.ndarray | None
-    """bool: whether a term has one; None: all of them."""
+    """bool: True if the term has an advantage; None if all do."""
     starts_N: np.ndarray
-    """The first term of each sequence."""
+    """Index of each sequence's first term."""
     lengths_N: np.ndarray
-    """LossTerms of each sequence."""
+    """Number of terms of each sequence."""
 
     def sums(self, loss: Loss) -> tuple[dict[str, Array], Array]:
-        """Name -> [N] sums over the terms of each sequence; and [K] |bias| as the loss applied it."""
+        """Return name -> [N] sums over the terms of each sequence, and [K] |bias| as the loss applied it."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         plain = (used - true) * self.tokens
         size_K = np.abs(plain)
@@ -92,16 +92,16 @@ class LossTerms:
         return found | self._signed("used", used * self.tokens) | self._clips(loss) | self._moments(), size_K
 
     def applied(self, loss: Loss) -> Array:
-        """[K] bias w f(rho_used) - f(rho*) as the loss applied it, times the tokens that a term stands for."""
+        """Return the [K] bias w f(rho_used) - f(rho*) as the loss applied it, times the tokens per term."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         return np.asarray((self._corrected(loss, used) - true) * self.tokens)
 
     def _unclipped(self) -> Array:
-        """[K] A (w rho_used - rho*): b of the importance-weighted objective, without the loss's clip."""
+        """Return [K] A (w rho_used - rho*): the bias of the importance-weighted objective, without the loss's clip."""
         return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
-        """[K] w f(rho_used), as the loss applied it, from f(rho_used)."""
+        """Return [K] w f(rho_used) as the loss applied it, from f(rho_used)."""
         if self.ratio_applied is not self.ratio_used:
             used = contribution(loss, self.ratio_applied, self.advantage)
         return np.asarray(self.weight * used)
@@ -115,7 +115,7 @@ class LossTerms:
         )
 
     def _moments(self) -> dict[str, Array]:
-        """Of A rho* and d, over terms with an advantage."""
+        """Return moments of A rho* and d over terms with an advantage."""
         weighed_K = self.advantage * self.ratio_true
         term_d_K = self.term_d if self.known is None else self.term_d * self.known
         weighed, term_d = (
@@ -133,7 +133,7 @@ class LossTerms:
         return np.add.reduceat(values_K, self.starts_N)
 
     def _signed(self, name: str, values_K: Array) -> dict[str, Array]:
-        """Sums over terms with A > 0 and with A < 0."""
+        """Return sums over terms with A > 0 and with A < 0."""
         if self.sign_N is None:
             sides = [np.where(self.advantage > 0, values_K, 0.0), np.where(self.advantage < 0, values_K, 0.0)]
             positive, negative = (self._total(side) for side in sides)
@@ -143,7 +143,7 @@ class LossTerms:
         return {f"{name}_positive": positive, f"{name}_negative": negative}
 
     def _count(self, name: str, flags_K: np.ndarray) -> dict[str, Array]:
-        """How many terms have a flag, by the sign of the advantage; few have it."""
+        """Count flagged terms by the sign of the advantage; fast if few are flagged."""
         flagged = np.flatnonzero(flags_K)
         row = np.searchsorted(self.starts_N, flagged, "right") - 1
         above = self.advantage[flagged] > 0
@@ -154,7 +154,7 @@ class LossTerms:
 
 
 def terms_of(loss: Loss, tokens: Differences) -> LossTerms:
-    """The terms of some sequences under a loss."""
+    """Return the terms of some sequences under a loss."""
     if loss.kind == VESPO:
         return _of_products(loss, tokens)
     return _of_tokens(loss, tokens) if loss.level == TOKEN else _of_sequences(loss, tokens)
@@ -175,7 +175,7 @@ def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
-    """One term a sequence; a correction by token has its mean weight."""
+    """Return one term per sequence; a per-token correction is averaged."""
     term_d_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N) for log_T in (tokens.d_T, tokens.drift_T)
     )
@@ -191,7 +191,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Vespo's term a sequence: products of its tokens' ratios, each within +-20 nats, and of the correction's weights."""
+    """Return vespo's term per sequence: the product of its token ratios, each within +-20 nats, and of correction weights."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)
@@ -211,7 +211,7 @@ def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
 def _one_each(
     tokens: Differences, true: Array, used: Array, applied: Array, term_d_N: Array, weight: Array | float
 ) -> LossTerms:
-    """LossTerms of whole sequences."""
+    """Return the terms of whole sequences."""
     has_N = tokens.known_N > 0
     return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=applied, term_d=term_d_N, weight=weight, advantage=tokens.advantage_N,
@@ -221,7 +221,7 @@ def _one_each(
 
 
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
-    """rho* = current / rollout, and the ratio that the loss uses, from their logarithms."""
+    """Return rho* = current / rollout and the ratio that the loss uses, from their logarithms."""
     true = clamped_exp(log_true)
     used = log_used(loss, log_true, drift)
     return true, true if used is log_true else clamped_exp(used)

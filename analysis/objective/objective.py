@@ -1,4 +1,4 @@
-"""What the mismatch does to the objective that a run was optimising."""
+"""Measure how the mismatch biases the objective that a run optimizes."""
 
 from __future__ import annotations
 
@@ -53,27 +53,25 @@ def objective(
     ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Objective:
-    """Say what the mismatch does to the objective that a run trained on: does it push one way, by how much, and where.
+    """Measure how the mismatch biases the objective that a run trained on: in which direction, by how much, and where.
 
-    With d = train - rollout and drift = current - train (logprobs of a token, nats), the ratio that the samples call for is
-    rho* = current / rollout = exp(d + drift), and the one that the loss uses divides by another pass: train (exp(drift)),
-    rollout (rho* itself) or current (1). Then b = w f(rho_used) - f(rho*) is what the mismatch adds to the contribution of a
-    token, or of a sequence where the loss takes one ratio of it: arXiv 2605.14220, where b = f(rho* exp(-d)) - f(rho*). f is
-    the loss's, with the sign and size of the advantage in it; w is the weight of its correction, 1 where it has none (in vespo
-    it multiplies rho_used).
-    Exponents are clamped to +-20 nats. A sequence's ratio goes with the mean advantage of its tokens.
+    With d = train - rollout and drift = current - train (logprobs of a token, nats), the correct importance ratio is
+    rho* = current / rollout = exp(d + drift). The loss uses rho_used, which divides by one of the passes train (exp(drift)),
+    rollout (rho* itself) or current (1). The bias of a token, or of a sequence if the loss takes one ratio per sequence, is
+    b = w f(rho_used) - f(rho*), after arXiv 2605.14220, where b = f(rho* exp(-d)) - f(rho*). f is the loss's term, including
+    the advantage; w is the weight of its correction, 1 without one (in vespo it multiplies rho_used). Exponents are clamped to
+    +-20 nats. A sequence-level ratio uses the mean advantage of its tokens.
 
-    The loss is read from what the trace records; every given option replaces the recorded value. Sums are weighed
-    as the loss weighs tokens within an update (a step's inner iteration), and the run is the mean over updates. What the loss
-    divides by counts all that went through it, also masked rows and tokens without a logprob, which add nothing to a sum. How
-    few terms carry sum |b| counts terms alike. `steps` (3:80, -10:, 2:200:2) takes a part of the run. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is
-    left out.
+    The loss is read from the trace; options override the recorded values. Sums use the loss's token weights within an update
+    (one inner iteration of a step), and figures of the run are means over updates. The loss's divisors include masked rows and
+    tokens without a logprob, which add nothing to a sum. The concentration of sum |b| counts all terms equally. `steps`
+    (3:80, -10:, 2:200:2) selects steps. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is left
+    out.
 
-    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` for one that is started here), divides the tokens among its
-    actors, which send back sums.
+    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), divides the tokens among its actors.
 
-    What cannot be answered (no advantages, no pass `current`, one side only, an unknown loss) is listed in `cannot` and
-    `notes`, and the rest is answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    Questions without data (no advantages, no pass `current`, one side only, an unknown loss) are listed in `cannot` and
+    `notes`; the others are answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
@@ -131,10 +129,9 @@ def estimates(
     unit_N: np.ndarray,
     confidence: float,
 ) -> dict[str, Estimate]:
-    """The figures of a run with their intervals over groups, from the [N] columns of `totals_of`.
+    """Return the figures of a run with intervals over groups, from the [N] columns of `totals_of`.
 
-    What weighs a token within its update (the number of its tokens or sequences), and the number of updates, stay as they
-    were recorded.
+    Resamples keep the recorded token weights within an update and the recorded number of updates.
     """
     constants = {"num_updates": float(num_updates)}
     totals = {key: np.asarray(values.sum()) for key, values in columns.items()}
@@ -166,7 +163,7 @@ def _steps(
     totals: Mapping[str, Array],
     carried: Carried | None,
 ) -> Rows:
-    """One row an update."""
+    """Return one row per update."""
     values = values_of(figures, {**totals, "num_updates": np.ones(len(updates))})
     names = ["step", "iteration", "num_rows", "num_sequences", "num_tokens", *values]
     columns = [

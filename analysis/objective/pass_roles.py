@@ -1,4 +1,4 @@
-"""Which passes stand for the trainer at the sampling weights, the engine, and the policy inside the loss; and their rows."""
+"""Choose the passes used as trainer at the sampling weights, engine, and policy inside the loss; and read their rows."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ..trace.database import Database
 from ..trace.tokens import PassRows, token_query
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
-"""What a figure needs: both sides at the sampling weights; the policy inside the loss beside the trainer's; advantages."""
+"""Data a figure needs: both sides at the sampling weights; the policy inside the loss and the trainer's; advantages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRoles:
-    """The passes that are read, and what they can answer."""
+    """The passes to read, and the questions they can answer."""
 
     train: str
     rollout: str
     current: str
-    """The pass inside the loss; the same as `train` where it was not recorded."""
+    """The pass inside the loss; same as `train` if not recorded."""
     loss: Loss
     known: frozenset[str]
-    """Of MISMATCH, DRIFT and ADVANTAGE those that the trace answers."""
+    """Subset of MISMATCH, DRIFT and ADVANTAGE that the trace has data for."""
     notes: tuple[Statement, ...]
-    """Of sentences.NOTES."""
+    """Caveats: codes of sentences.NOTES."""
     cannot: tuple[Statement, ...]
-    """What cannot be answered, of sentences.CANNOT."""
+    """Unanswerable questions: codes of sentences.CANNOT."""
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """The passes to read, one standing in for another where that one was not recorded; None where no pass can be read."""
+    """Return the passes to read, substituting for passes not recorded; None if no usable pass was recorded."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -70,21 +70,21 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Names of the passes that are read, each once: `now` is `train` where the loss has no pass of its own."""
+    """Return the distinct names of the passes to read; `now` is `train` if the loss has no separate pass."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterator[pa.RecordBatch]:
-    """Batches of the sequences of some steps: all that went through the loss, also those without a token or logprobs."""
+    """Yield batches of all sequences that went through the loss in some steps, including those without tokens or logprobs."""
     yield from database.connection.batches(_query(sides, steps))
 
 
 def _query(sides: PassRoles, steps: range) -> str:
-    """One row a sequence and inner iteration that the loss's pass has a row of.
+    """Return the query with one row per sequence and inner iteration of the loss's pass.
 
-    `sequence`, `unit`, its group, and `micro_batch` are numbers, since names take long. `is_whole`: whether every pass gave as
-    many logprobs as the response has tokens, of which there is one at least.
+    `sequence`, `unit` (its group) and `micro_batch` are numbers, which are faster than names. `is_whole` is true if the
+    response has tokens and every pass has one logprob per token.
     """
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"

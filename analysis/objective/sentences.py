@@ -1,4 +1,4 @@
-"""The sentences of an objective, by their codes."""
+"""Sentences of an objective, by code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ VERDICT: Mapping[str, str] = {
 _WAYS = {
     "up": "the loss overstates it",
     "down": "the loss understates it",
-    "opposed": "the clip alone lifts the bias, whatever the mismatch does, and without the clip it has the other sign",
+    "opposed": "the clip raises the bias whatever the mismatch is, and without the clip the sign flips",
 }
 
 CANNOT: Mapping[str, str] = {
@@ -57,7 +57,7 @@ CANNOT: Mapping[str, str] = {
     "no_current": "later updates on the same batch, and policy drift: record the pass 'current'",
     "no_advantages": "everything that depends on advantages: record them with Recorder.add_sequences(advantage=...)",
 }
-"""Code of what cannot be answered -> the sentence."""
+"""Code of an unanswerable question -> the sentence."""
 
 NOTES: Mapping[str, str] = {
     "current_for_train": "the trace has no pass 'train': 'current' stands in for it, so the updates since sampling count as "
@@ -65,22 +65,22 @@ NOTES: Mapping[str, str] = {
     "first_update_only": "the trace has no pass 'current': figures are for a batch's first update, where the policy inside the "
     "loss is the trainer's own and the used ratio is 1 unless the loss divides by the rollout's",
     "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences have no logprobs in one of the passes and are left out",
-    "not_finite": "{num_nan:,} tokens have a NaN and {num_inf:,} an infinite logprob under a pass: they are in no figure",
+    "not_finite": "{num_nan:,} tokens have a NaN and {num_inf:,} an infinite logprob in some pass: all figures exclude them",
     "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage: they add nothing to a bias",
     "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences that went through the loss have no token to compare: they "
     "add nothing to a sum, but the loss's mean counts them",
-    "no_clip": "{kind} has no clip: its weight falls without a bound, so nothing counts as clipped",
-    "unknown_settings": "loss settings that no figure accounts for: {settings}",
-    "micro_batches_unknown": "the trace does not say which rows were one micro-batch: tokens are weighted over the whole update",
-    "divisor_unknown": "the divisor of the aggregation (max_tokens) is not recorded: sizes are as if it were 1, shares are right",
-    "kl_left_out": "the KL term (coefficient {coefficient:g}) is in no figure",
+    "no_clip": "{kind} has no clip: its weight decays smoothly, so no term counts as clipped",
+    "unknown_settings": "the figures ignore these loss settings: {settings}",
+    "micro_batches_unknown": "micro-batches were not recorded: tokens are weighted over the whole update",
+    "divisor_unknown": "the divisor of the aggregation (max_tokens) was not recorded: sizes assume 1, shares are unaffected",
+    "kl_left_out": "all figures exclude the KL term (coefficient {coefficient:g})",
     "ratios_clamped": "ratios of some sequences exceed exp({bound:g}) and are clamped to it",
 }
 """Code of a note -> the sentence."""
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Code of where the loss is from -> the words."""
+    """Return code of the loss's origin -> the words."""
     how = f"set it with {option('loss', 'KIND')} and its bounds"
     return {
         "recorded": "as recorded",
@@ -92,7 +92,7 @@ def loss_basis() -> Mapping[str, str]:
 
 
 def verdict_sentence(part: Statement, confidence: float) -> str:
-    """A part of the verdict in words."""
+    """Render a part of the verdict."""
     values = part.values
     words = {f"{name}_percent": f"{value * 100:.3g} %" for name, value in values.items() if isinstance(value, float)}
     words |= {f"{name}_signed": f"{value * 100:+.3g} %" for name, value in values.items() if isinstance(value, float)}
@@ -113,7 +113,7 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
 
 
 def _how_far(values: Mapping[str, Measured]) -> str:
-    """How far the mismatch moves a ratio that holds it, and how much of the terms the clip takes."""
+    """Say how far the mismatch changes a ratio that contains it, and what share of the terms is clipped."""
     parts = []
     if "mean_abs_d" in values:
         parts.append(f"it changes a token's ratio by {values['mean_abs_d']:.3g} nats on average")

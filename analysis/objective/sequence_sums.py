@@ -1,7 +1,7 @@
-"""What each sequence adds to every figure.
+"""Each sequence's sums for the figures.
 
-Shapes: T tokens of several sequences, one after the other; N sequences; K terms, see loss_terms; C columns. Each sequence's
-sums depend on its own tokens alone, so that they have the same digits whatever is computed beside them.
+Shapes: T concatenated tokens of N sequences; K terms, see loss_terms; C columns. A sequence's sums depend on its own tokens
+only, so they are bitwise the same in any batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
     "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
 )  # fmt: skip
-"""Of the tokens of a sequence that count and have a finite logprob in every pass, and of others the NaN and the infinite ones.
+"""Over a sequence's tokens that count and have a finite logprob in every pass; num_nan and num_inf count the others.
 
 d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0
 and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean."""
@@ -26,11 +26,11 @@ and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(curr
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
 )  # fmt: skip
-"""Over terms by the sign of the advantage, sizes and biases times the tokens that a term stands for.
+"""Over terms by the sign of the advantage; sizes and biases are multiplied by the tokens per term.
 
 size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used) - f(rho*); applied: w f(rho_used) - f(rho*);
 unclipped: A (w rho_used - rho*);
-clipped: terms that rho* clips; to_clipped: that rho_used clips and rho* does not; to_free: the other way round."""
+clipped: terms clipped under rho*; to_clipped: clipped under rho_used only; to_free: clipped under rho* only."""
 
 MOMENT_COLUMNS = (
     "terms_known", "sum_weighed_term_d", "mean_weighed", "mean_term_d", "spread_weighed", "spread_term_d", "spread_weighed_term_d",
@@ -41,7 +41,7 @@ COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for sid
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, LossTerms]:
-    """[C, N] sums of COLUMNS; and [K] |bias| of the terms as the loss applied it, with the terms."""
+    """Return the [C, N] sums of COLUMNS, the [K] |bias| as the loss applied it, and the terms."""
     found, parts = compared(tokens)
     found |= {
         "sum_d": parts.total(parts.d_T), "sum_abs_d": parts.total(np.abs(parts.d_T)),
@@ -57,7 +57,7 @@ def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, LossTe
 
 
 def _spreads(parts: Differences) -> dict[str, Array]:
-    """Means of d and drift, and sums of squares and products around them."""
+    """Return the means of d and drift, and sums of squares and products around them."""
     d, drift = (centred(side_T, parts.starts_N, parts.num_N, parts.counts_T) for side_T in (parts.d_T, parts.drift_T))
     sums = {"mean_d": d.mean_N, "mean_drift": drift.mean_N}
     for name, one, other in (("d", d, d), ("drift", drift, drift), ("d_drift", d, drift)):
@@ -66,7 +66,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Counts of tokens, and their differences, where what does not count is 0."""
+    """Return token counts and log-ratios; 0 for tokens that do not count."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -97,7 +97,7 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
-    """arXiv 2602.04879: tokens that are pushed down although their probability has fallen by half already."""
+    """Count bad updates (arXiv 2602.04879): tokens pushed down although their probability already dropped by 0.5 or more."""
     train_T, rollout_T, now_T = _passes(tokens)
     likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
@@ -109,6 +109,6 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Logprobs of the trainer, the engine and the policy inside the loss; the trainer's where one has none of its own."""
+    """Return logprobs of the trainer, the engine and the policy inside the loss; the trainer's if a pass is missing."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)

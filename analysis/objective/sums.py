@@ -1,7 +1,6 @@
-"""The sums of every sequence, in one pass over the tokens.
+"""Sums of every sequence, in one pass over the tokens.
 
-Shapes: N sequences, R also those that cannot be compared, once per inner iteration; U updates (step and inner iteration), K terms,
-C columns.
+Shapes: R rows (sequence and inner iteration), N of them comparable; U updates (step and inner iteration), K terms, C columns.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ TOKEN_MEANS = ("token_mean", "batch_token_mean", "micro_token_mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSums:
-    """[N] arrays, an element a sequence and inner iteration, in a fixed order."""
+    """Sums as [N] arrays, one element per comparable row, in a fixed order."""
 
     unit_N: np.ndarray
-    """A number for each group (group_id and step), or sequence where there are no groups."""
+    """Number of the group (group_id and step), or of the sequence if it has no group."""
     updates: list[tuple[int, int]]
     """[U] (step, inner iteration)."""
     update_N: np.ndarray
-    """Place in `updates`."""
+    """Index in `updates`."""
     share_N: Array
-    """What the loss multiplies each token's term by, within its update."""
+    """Factor of the loss on each token's term within its update."""
     num_rows_U: np.ndarray
-    """Sequences that went through the loss, also those that have no token to compare."""
+    """Sequences that went through the loss, including those without a comparable token."""
     micro_batches_known: bool
-    """Whether the trace says which sequences were a micro-batch."""
+    """True if the micro-batch of every sequence was recorded."""
     columns: dict[str, Array]
     """The sums of sequence_sums.COLUMNS."""
     carried: Carried
-    """How few terms carry the bias."""
+    """Concentration of the bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,24 +61,24 @@ class _Batch:
     """The sums of a batch of sequences."""
 
     number: int
-    """Of the range of steps that it is from."""
+    """Index of the step range it belongs to."""
     keys: dict[str, np.ndarray]
-    """[R] of _KEYS."""
+    """Name in _KEYS -> [R]."""
     is_whole_R: np.ndarray
-    """bool: whether its logprobs can be compared, so that it is one of N."""
+    """bool: True if the row's logprobs are comparable, i.e. it is one of the N."""
     num_tokens_R: np.ndarray
-    """That count in the loss."""
+    """Tokens that count in the loss."""
     columns_CN: np.ndarray
     updates: list[tuple[int, int]]
     bins: np.ndarray
     """[U, 2, NUM_BINS] counts and sums of |bias|."""
     num_terms: np.ndarray
-    """[U] with an advantage."""
+    """[U] terms with an advantage."""
     num_read: int
 
 
 def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress) -> SequenceSums:
-    """Read every token once."""
+    """Read every token once and sum by sequence."""
     batches: list[_Batch] = []
     carried = Carried()
     tokens = tokens_by_step(database)
@@ -96,7 +95,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     is_whole_R = _concatenated([batch.is_whole_R for batch in batches], np.bool_)
     num_tokens_R = _concatenated([batch.num_tokens_R for batch in batches], np.int64)
     order = np.lexsort((keys["sequence"], keys["iteration"], keys["step"]))
-    # The place of each row that can be compared among these, in their order.
+    # Indices of comparable rows, in sorted order.
     whole_N = order[is_whole_R[order]]
     column_N = (np.cumsum(is_whole_R) - 1)[whole_N]
     table_CN = np.concatenate([np.zeros((len(COLUMNS), 0)), *(batch.columns_CN for batch in batches)], axis=1)
@@ -106,7 +105,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     places = {update: place for place, update in enumerate(all_updates)}
     columns = dict(zip(COLUMNS, table_CN[:, column_N], strict=True))
     share_N = shares(sides.loss, rows)[whole_N]
-    if sides.loss.aggregation == "sequence":  # its one term stands for the tokens that are compared
+    if sides.loss.aggregation == "sequence":  # its single term represents the compared tokens
         share_N = share_N / np.maximum(columns["num_tokens"], 1)
     return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
@@ -120,13 +119,13 @@ def _concatenated(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """The (step, inner iteration) pairs that there are, in order, and which of them each element is."""
+    """Return the sorted distinct (step, inner iteration) pairs, and the index of each element's pair."""
     pairs, place_N = np.unique(np.stack([step_N, iteration_N]).astype(np.int64), axis=1, return_inverse=True)
     return [(int(step), int(iteration)) for step, iteration in pairs.T], place_N.reshape(-1)
 
 
 def _of_range(database: Database, unit: tuple[PassRoles, int, range]) -> Iterator[_Batch]:
-    """The sums of a range of steps, which is in no other unit."""
+    """Yield the sums of a step range; ranges of different units are disjoint."""
     sides, number, steps = unit
     with ThreadPoolExecutor(num_threads()) as pool:
         yield from mapped(pool, partial(_of_batch, sides, number), read_batches(database, sides, steps))
@@ -154,7 +153,7 @@ def _of_batch(sides: PassRoles, number: int, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """[R] tokens that the loss counts, by the mask alone."""
+    """Return [R] tokens that the loss counts, by the mask only."""
     lengths_R: np.ndarray = rows.column("num_response_tokens").to_numpy().astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -165,7 +164,7 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 
 def _bin(bins: np.ndarray, size_K: Array, update_N: np.ndarray, lengths_N: np.ndarray) -> None:
-    """Count and add up the sizes of terms, of which each sequence has `lengths_N`, by update and bin."""
+    """Add counts and sums of term sizes by update and bin; `lengths_N` is the number of terms per sequence."""
     low, high = int(update_N.min()), int(update_N.max())
     place_K = bins_of(size_K)
     if high > low:
@@ -177,14 +176,14 @@ def _bin(bins: np.ndarray, size_K: Array, update_N: np.ndarray, lengths_N: np.nd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """[R] arrays, of all that the loss's forward was recorded for: its divisors count them all."""
+    """[R] arrays over every row that went through the loss; its divisors count all of them."""
 
     update_R: np.ndarray
-    """Number of the update."""
+    """Index of the update."""
     num_tokens_R: np.ndarray
-    """Tokens that count in the loss, by the mask alone."""
+    """Tokens that count in the loss, by the mask only."""
     micro_batch_R: np.ndarray
-    """A number for each micro-batch; 0 where it was not recorded."""
+    """Number of the micro-batch; 0 if not recorded."""
 
     @property
     def num_rows_U(self) -> np.ndarray:
@@ -193,9 +192,9 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """[R] what the loss multiplies each token's term by; of aggregation `sequence`, each sequence's one term.
+    """Return the [R] factor of the loss on each token's term; with aggregation `sequence`, on each sequence's term.
 
-    Of an update whose micro-batches were not all recorded, the tokens are one batch.
+    An update whose micro-batches were not all recorded counts as one batch.
     """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
@@ -213,12 +212,12 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """[U] bool: whether the micro-batch of every row was recorded."""
+    """Return [U] bool: True if the micro-batch of every row was recorded."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """[R] tokens of the row's micro-batch, times the micro-batches of its update."""
+    """Return [R] tokens in the row's micro-batch times the number of micro-batches in its update."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

@@ -1,4 +1,4 @@
-"""An objective as text."""
+"""Render an objective as text and JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .concentration import CARRIED
 from .judged import Objective
 
 NUM_WORST = 5
-"""Steps that are shown unless all are asked for."""
+"""Number of steps shown by default."""
 
 STEP_COLUMNS = (
     "step", "iteration", "num_tokens", "bias", "abs_bias", "skew", "relative_bias", "relative_abs_bias", "flipped",
@@ -20,14 +20,14 @@ STEP_COLUMNS = (
 
 
 _CARRIED = {
-    "half": "share of the terms that carry half of sum |b|",
-    "ninety": "share of the terms that carry 90 % of it",
-    "top_thousandth": "share of it in the top 0.1 % of the terms",
+    "half": "share of the terms that accounts for half of sum |b|",
+    "ninety": "share of the terms that accounts for 90 % of sum |b|",
+    "top_thousandth": "share of sum |b| in the top 0.1 % of the terms",
 }
 
 
 def objective_text(found: Objective, width: int | None = None, by: str = "run") -> str:
-    """Write an objective, for reading: the verdict, the run's figures with their intervals, the worst steps or all."""
+    """Render an objective: the verdict, the run's figures with intervals, and the worst or all steps."""
     found = shown(found)
     parts = [wrapped(" ".join(found.verdict), "", width), _loss(found, width)]
     parts += [wrapped(f"cannot be answered: {sentence}", "", width) for sentence in found.cannot]
@@ -40,7 +40,7 @@ def objective_text(found: Objective, width: int | None = None, by: str = "run") 
 
 
 def objective_json(found: Objective) -> dict[str, Any]:
-    """The same as JSON can say it, with every number of every step; sentences beside their codes."""
+    """Return an objective for JSON: codes with their sentences, and every number of every step."""
     rendered = {name: getattr(found, name) for name in ("verdict", "notes", "cannot", "loss_from")}
     return asdict(found) | {"steps": found.steps} | rendered
 
@@ -75,7 +75,7 @@ def _bounds(found: Objective) -> str:
 
 
 def objective_rows(found: Objective, by: str = "run") -> Rows:
-    """A row a figure of the run, or a step."""
+    """Return one row per figure of the run, or one per step."""
     if by == "step":
         return found.steps
     rows = [(each.name, each.value, each.low, each.high, each.meaning) for each in found.figures.values()]

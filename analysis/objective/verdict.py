@@ -1,4 +1,4 @@
-"""What an objective's figures say, as codes and numbers."""
+"""The verdict on an objective's figures, as codes and numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .concentration import Concentration
 from .judged import Estimate, Objective
 
 SMALL, LARGE = 0.001, 0.05
-"""Shares of sum |f(rho*)| below which a bias is negligible, and from which it is large. Conventions of ours: an advantage is a
-difference of noisy rewards, of which a thousandth cannot be seen and a twentieth can."""
+"""Shares of sum |f(rho*)|: a bias below SMALL is negligible, from LARGE on it is large. Our convention: in an advantage, a
+difference of noisy rewards, 0.1 % is invisible and 5 % is visible."""
 
 
 def verdict(
     loss: Loss, figures: Mapping[str, Estimate], carried: Concentration | None, steps: Rows, num_tokens: int
 ) -> tuple[Statement, ...]:
-    """Whether the mismatch pushes one way, by how much, where: codes of sentences.VERDICT."""
+    """Return direction, size and location of the bias, as codes of sentences.VERDICT."""
     if not num_tokens:
         return (Statement(code="no_tokens"),)
     relative, size = figures.get("relative_bias"), figures.get("relative_abs_bias")
@@ -42,9 +42,9 @@ def verdict(
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Whether the bias has one sign beyond its interval, and how large it is, or what cancels in it.
+    """Return the sign of the bias if its interval excludes 0, and its size or that of the noise.
 
-    A clip that holds f(rho*) down lifts b whatever the mismatch does, so that a sign which `unclipped` does not share is none.
+    A clip that limits f(rho*) raises b whatever the mismatch is, so a sign that `unclipped` does not share is not reported.
     """
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}
@@ -58,12 +58,12 @@ def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = N
 
 
 def is_opposed(relative: Estimate, unclipped: Estimate | None) -> bool:
-    """Whether the bias with the loss's clip and without it have opposite signs."""
+    """Return True if the bias with and without the loss's clip have opposite signs."""
     return unclipped is not None and (relative.value or 0.0) * (unclipped.value or 0.0) < 0
 
 
 def _unclipped(unclipped: Estimate | None) -> Iterator[Statement]:
-    """The bias without the clip."""
+    """Yield the bias without the clip."""
     if unclipped is not None and unclipped.value is not None:
         values: dict[str, Measured] = {"relative_bias": unclipped.value}
         if unclipped.low is not None and unclipped.high is not None:
@@ -72,7 +72,7 @@ def _unclipped(unclipped: Estimate | None) -> Iterator[Statement]:
 
 
 def _in_ratio(loss: Loss, figures: Mapping[str, Estimate]) -> Statement:
-    """A loss whose ratio is the true one: what of the mismatch its clip acts on."""
+    """Return the statement for a loss that uses the true ratio: how far mismatch and clip affect it."""
     found = {name: figures[name].value for name in ("mean_abs_d", "clipped") if name in figures}
     values: dict[str, Measured] = {name: value for name, value in found.items() if value is not None}
     return Statement(code="in_ratio", values=values | {"terms": _terms(loss)})
@@ -83,7 +83,7 @@ def _size(share: float, below_small: str, between: str, from_large: str) -> str:
 
 
 def _signs(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
-    """How far tokens of each sign of the advantage are credited or punished too much."""
+    """Yield how much tokens of each advantage sign are over-credited or over-punished."""
     by_sign = {name: figures[name].value for name in ("relative_positive", "relative_negative")}
     values = {name: value for name, value in by_sign.items() if value}
     if values:
@@ -91,7 +91,7 @@ def _signs(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 
 
 def _where(loss: Loss, carried: Concentration | None, steps: Rows) -> Iterator[Statement]:
-    """How few terms carry the bias, and the update with the largest one."""
+    """Yield the concentration of the bias, and the update with the largest one."""
     if carried is not None:
         values: dict[str, Measured] = {"half": carried.half, "ninety": carried.ninety, "terms": _terms(loss)}
         yield Statement(code="concentration", values=values)
@@ -129,7 +129,7 @@ def _correction(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 
 
 def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
-    """What can be said of ratios alone."""
+    """Yield what ratios show without advantages."""
     yield Statement(code="not_answerable")
     token, sequence = figures.get("mean_abs_d"), figures.get("mean_abs_sum_d")
     if token is not None and sequence is not None and token.value is not None and sequence.value is not None:
@@ -139,7 +139,7 @@ def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 def nothing_read(
     trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float, steps_asked: str
 ) -> Objective:
-    """The answer where the trace has logprobs of one side alone, or none."""
+    """Return the answer for a trace with logprobs of one side or none."""
     return Objective(
         trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,

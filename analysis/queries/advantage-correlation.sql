@@ -1,8 +1,8 @@
--- Whether the gap goes with the advantage, a row a step.
+-- Correlation of the mismatch with the advantage, one row per step.
 -- Unit: correlations; covariance in nats times the advantage's unit.
 -- Needs: advantages.
--- Source: arXiv 2605.14220: mismatch that correlates with the advantage bends the objective before a KL shows it.
--- Meaning: near 0 is harmless; a positive one inflates the ratio of what is reinforced.
+-- Source: arXiv 2605.14220: mismatch that correlates with the advantage biases the objective before a KL shows it.
+-- Meaning: near 0 is harmless; a positive correlation inflates the ratio of reinforced tokens.
 SELECT run, step,
        count(*) AS num_tokens,
        corr(d, advantage) AS corr_d_advantage,

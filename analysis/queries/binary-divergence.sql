@@ -1,7 +1,7 @@
--- Total variation and KL of "this token or another one", from the sampled token alone, a row a step.
--- Unit: tv has none; kl in nats, of the rollout from the trainer.
+-- Total variation and KL of the binary distribution "this token or any other", from sampled tokens, one row per step.
+-- Unit: tv is dimensionless; kl(rollout || trainer) in nats.
 -- Source: arXiv 2602.04879: TV = |p - q|; KL = p ln(p / q) + (1 - p) ln((1 - p) / (1 - q)) with p of the rollout.
--- Meaning: lower bounds of the divergences of the whole distributions, by merging all other tokens into one.
+-- Meaning: lower bounds on the divergences of the full distributions, with all other tokens merged into one.
 SELECT run, step,
        count(*) AS num_tokens,
        avg(abs(p - q)) AS mean_tv,

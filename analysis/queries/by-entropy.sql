@@ -1,9 +1,9 @@
--- How far the passes lie apart by the entropy of the distribution that the token was drawn from, a row a quarter of a nat.
--- Unit: nats; share_of_k3 has none.
+-- Mismatch by the entropy of the next-token distribution, one row per 0.25 nats.
+-- Unit: nats; share_of_k3 is a share.
 -- Needs: the entropy of either pass, or of the pass current.
 -- Source: IcePop (masked tokens have higher entropy); richardli.xyz/rl-collapse.
--- Meaning: a gap that grows with the entropy comes from uncertain tokens, as rounding does; one at low entropy is not
---   rounding: look for wrong rows, routing flips or another distribution.
+-- Meaning: rounding gives a mismatch that grows with entropy. A mismatch at low entropy is not rounding: look for wrong rows,
+--   routing flips or a different distribution.
 SELECT run,
        floor(entropy * 4) / 4 AS entropy_from,
        count(*) AS num_tokens,

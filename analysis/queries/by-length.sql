@@ -1,7 +1,7 @@
--- How far the passes lie apart by the length of the response, a row a power of two.
--- Unit: nats; sequence figures are of the sum of d over a response.
--- Source: arXiv 2510.26788 (the sum of d falls with the length in bfloat16).
--- Meaning: mean_abs_d says whether long responses are worse token by token; rms_sum_d is what a sequence ratio sees.
+-- Mismatch by response length, one row per power of two.
+-- Unit: nats; sequence figures are on the sum of d over a response.
+-- Source: arXiv 2510.26788 (the sum of d decreases with length in bfloat16).
+-- Meaning: mean_abs_d shows whether long responses are worse per token; rms_sum_d is the error of ln(sequence ratio).
 SELECT run,
        (2 ** floor(log2(num_tokens)))::BIGINT AS shortest,
        count(*) AS num_sequences,

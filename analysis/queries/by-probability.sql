@@ -1,8 +1,8 @@
--- How far the passes lie apart by the token's probability under the rollout, a row a decade.
--- Unit: nats; share_of_k3 has none.
+-- Mismatch by the token's probability under the rollout, one row per decade.
+-- Unit: nats; share_of_k3 is a share.
 -- Source: arXiv 2512.23087 (|d| is bounded by twice the logit noise times 1 - p); richardli.xyz/rl-collapse.
--- Meaning: rounding of logits moves improbable tokens most and certain ones least; a gap that is as large above 0.9 as
---   below 0.01 is no rounding: look for temperature, stale weights or wrong rows.
+-- Meaning: rounding of logits changes improbable tokens most and certain ones least. A mismatch as large above 0.9 as below
+--   0.01 is not rounding: look for temperature, stale weights or wrong rows.
 SELECT run,
        greatest(floor(log10(exp(logprob_b))), -12)::INTEGER AS decade,
        count(*) AS num_tokens,

@@ -1,7 +1,7 @@
--- The prompts (groups) that carry most of the gap, the 50 largest.
--- Unit: nats; share_of_k3 has none.
--- Source: research on which data a mismatch comes from: richardli.xyz/rl-collapse.
--- Meaning: one prompt far above its share says that something is wrong with its text or its rows.
+-- The 50 prompts (groups) with the largest share of the mismatch.
+-- Unit: nats; share_of_k3 is a share.
+-- Source: mismatch by data source: richardli.xyz/rl-collapse.
+-- Meaning: a prompt far above its expected share has a problem in its text or rows.
 SELECT run, step, group_id,
        count(DISTINCT seq_id) AS num_sequences,
        count(*) AS num_tokens,

@@ -1,7 +1,7 @@
--- The token ids that carry most of the gap, the 50 largest.
--- Unit: nats; share_of_k3 has none.
+-- The 50 token ids with the largest share of the mismatch.
+-- Unit: nats; share_of_k3 is a share.
 -- Source: the concentration of mismatch on few tokens, arXiv 2602.01826 and the IcePop post.
--- Meaning: a special token or a tool's marker at the top says that a template or a mask is wrong.
+-- Meaning: a special token or a tool marker at the top points to a wrong template or mask.
 SELECT run, token_id,
        count(*) AS num_tokens,
        avg(d) AS mean_d,

@@ -1,8 +1,8 @@
--- How far the passes lie apart by the gap between the two most probable tokens, a row a power of four.
+-- Mismatch by the logit gap between the two most probable tokens, one row per power of four.
 -- Unit: nats.
 -- Needs: the top-2 gap of either pass.
--- Source: OpenReview QDOKyg7a5e: greedy decoding parts where the gap is below the noise of the logits, about 0.03.
--- Meaning: share_within is the share whose |d| exceeds the gap: there greedy decoding may take another token.
+-- Source: OpenReview QDOKyg7a5e: greedy decoding diverges where the gap is below the logit noise, about 0.03.
+-- Meaning: share_within is the share of tokens with |d| above the gap, where greedy decoding may choose a different token.
 SELECT run,
        CASE WHEN top2_gap > 0 THEN 4.0 ** greatest(floor(log2(top2_gap) / 2), -12) ELSE 0.0 END AS gap_from,
        count(*) AS num_tokens,

@@ -1,7 +1,7 @@
--- How far the passes lie apart by turn: stretches of the response that the loss counts, parted by what it does not.
+-- Mismatch by turn, i.e. by stretch of counted response tokens between masked ones.
 -- Unit: nats.
--- Source: richardli.xyz/rl-collapse: tokens after the first tool turn lie further apart.
--- Meaning: a gap that grows with the turn comes from what the tools put in: its tokens, its mask, or the cache over it.
+-- Source: richardli.xyz/rl-collapse: the mismatch is larger after the first tool turn.
+-- Meaning: a mismatch that grows with the turn comes from tool output: its tokens, its mask, or the cache over it.
 SELECT run, turn,
        count(*) AS num_tokens,
        avg(d) AS mean_d,

@@ -1,4 +1,4 @@
-"""The catalogue of named queries: each a file of SQL that people can start from."""
+"""Catalogue of named queries: SQL files to run as they are or to adapt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..trace.source import Pair, Traces
 from ..views import open_database
 
 _PAIR = "'train', 'rollout'"
-"""How the files name the two passes."""
+"""The two passes as written in the files."""
 _FIELD = re.compile(r"-- (?P<name>Unit|Needs|Source|Meaning): (?P<text>.*)")
 
 
@@ -27,31 +27,31 @@ class NamedQuery:
 
     name: str
     summary: str
-    """What it returns, in one line."""
+    """One line that describes the result."""
     unit: str
     source: str
-    """Of the formula."""
+    """Source of the formula."""
     meaning: str
     """How to interpret it."""
     needs: str | None
-    """What it needs beside the logprobs of both passes."""
+    """Data it needs in addition to the logprobs of both passes."""
     sql: str
-    """The whole file, over the passes train and rollout."""
+    """The whole file, for the passes train and rollout."""
 
     def over(self, a: str, b: str) -> str:
-        """The query for two passes."""
+        """Return the query for two passes."""
         return self.sql.replace(_PAIR, quoted_pair((a, b)))
 
 
 def catalogue() -> list[NamedQuery]:
-    """Every named query, by name."""
+    """Return every named query, sorted by name."""
     folder = files(__package__)
     names = sorted(entry.name.removesuffix(".sql") for entry in folder.iterdir() if entry.name.endswith(".sql"))
     return [_parse(name, (folder / f"{name}.sql").read_text(encoding="utf-8")) for name in names]
 
 
 def named_query(name: str) -> NamedQuery:
-    """A query by its name. Raises InvalidOption."""
+    """Return a query by name. Raises InvalidOption."""
     known = {query.name: query for query in catalogue()}
     if name not in known:
         near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, n=1)
@@ -63,8 +63,8 @@ def named_query(name: str) -> NamedQuery:
 def query(name: str, traces: Traces, *, pair: str = "train:rollout") -> Rows:
     """List the named queries, or run one: its rows over one trace or several.
 
-    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. Raises InvalidOption for a name that is not in the catalogue,
-    NothingToCompare when no token has what the query needs, TraceNotFound, NewerTrace or DamagedTrace.
+    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. Raises InvalidOption for an unknown name, NothingToCompare if no
+    token has the data the query needs, TraceNotFound, NewerTrace or DamagedTrace.
     """
     chosen, names, database = named_query(name), parse_pair(pair), open_database(traces)
     rows = database.ask(chosen.over(*names))
@@ -81,7 +81,7 @@ def _why_none(database: Database, chosen: NamedQuery, names: Pair) -> str:
 
 
 def listed() -> Rows:
-    """The catalogue as a table: name and what it gives."""
+    """Return the catalogue as a table of names and summaries."""
     return Rows(("query", "what it gives"), [(each.name, each.summary) for each in catalogue()])
 
 
@@ -102,7 +102,7 @@ def _parse(name: str, text: str) -> NamedQuery:
 
 
 def _fields(head: list[str]) -> Iterator[tuple[str, str]]:
-    """The field of each line of a query's head; a line that begins no field goes on with the one before."""
+    """Yield (field, text) for each line of a query's head; a line without a field name continues the previous field."""
     field = "summary"
     for line in head:
         found = _FIELD.fullmatch(line)

@@ -1,8 +1,8 @@
--- How fast the gap grows from step to step: the slope of ln k3 against the step, a row a run.
+-- Growth rate of the mismatch: slope of ln k3 against the step, one row per run.
 -- Unit: slope in 1 / step; doubling in steps.
--- Source: arXiv 2510.18855 (IcePop): under its assumptions the gap grows by a constant factor a step.
--- Meaning: growth is the factor of a step less 1. Of a few steps it says nothing; compare the last third with the whole, since
---   a collapse sets in late.
+-- Source: arXiv 2510.18855 (IcePop): under its assumptions the mismatch grows by a constant factor per step.
+-- Meaning: growth is the factor per step minus 1. Not meaningful for a few steps; compare the last third with the whole run,
+--   since a collapse starts late.
 SELECT run,
        count(*) AS num_steps,
        regr_slope(ln(k3), step) AS slope,

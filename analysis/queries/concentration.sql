@@ -1,7 +1,7 @@
--- How few tokens carry the gap: the share of the sum of k3 in the top 0.1 %, 1 % and 10 % of tokens, a row a run.
--- Unit: shares; gini from 0 (every token alike) to 1 (all of it in one).
--- Source: arXiv 2602.04879 (the improbable tokens dominate); IcePop masks 1 to 2 tokens in a thousand.
--- Meaning: near 1 says that outliers are the gap, and cutting them is cheap; near 0.001 that it is everywhere.
+-- Concentration of the mismatch: share of the sum of k3 in the top 0.1 %, 1 % and 10 % of tokens, one row per run.
+-- Unit: shares; gini from 0 (all tokens equal) to 1 (all in one token).
+-- Source: arXiv 2602.04879 (improbable tokens dominate); IcePop masks 1 to 2 tokens in a thousand.
+-- Meaning: near 1 outliers cause the mismatch, and cutting them is cheap; near 0.001 it is spread over all tokens.
 SELECT run,
        count(*) AS num_tokens,
        sum(k3) FILTER (place <= ceil(0.001 * n)) / sum(k3) AS top_thousandth,

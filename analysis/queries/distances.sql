@@ -1,10 +1,10 @@
--- Distances from the sampled tokens under their other published names, a row a step.
--- Unit: k3_reverse and js_sampled in nats; the rest has none.
--- Source: NeMo-RL (policy_kl_error = k3 of -d; js_divergence_error = half of k3 of either pass against their mean;
+-- Other published distances, estimated from sampled tokens, one row per step.
+-- Unit: k3_reverse and js_sampled in nats; the others are dimensionless.
+-- Source: NeMo-RL (policy_kl_error = k3 of -d; js_divergence_error = mean k3 of the passes against their mixture;
 --   token_mult_prob_error = mean exp |d|; sampling_importance_ratio = mean exp d); arXiv 2512.23075 (SER = mean over sequences
 --   of mean |exp d - 1|).
--- Meaning: NeMo-RL calls token_mult_prob_error below 1.05 and KLs below 0.001 safe; k3_reverse far above k3 says that the
---   trainer gives some sampled tokens next to no probability.
+-- Meaning: NeMo-RL calls token_mult_prob_error below 1.05 and KLs below 0.001 safe; k3_reverse far above k3 means that the
+--   trainer gives some sampled tokens almost no probability.
 SELECT run, step,
        count(*) AS num_tokens,
        avg(expm1_minus(-d)) AS k3_reverse,
@@ -15,7 +15,7 @@ SELECT run, step,
        avg(ser) FILTER (is_first) AS ser,
        stddev_samp(exp(greatest(logprob_a, logprob_b)::DOUBLE) * -expm1(-abs(d))) AS prob_diff_std
 FROM (
-    -- Either's logprob less that of the mean of both probabilities.
+    -- Logprob of each pass minus that of the mean of both probabilities.
     SELECT *, -ln((1 + exp(-abs(d))) / 2) - greatest(-d, 0) AS from_mean_a,
            -ln((1 + exp(-abs(d))) / 2) - greatest(d, 0) AS from_mean_b,
            avg(abs(exp(d) - 1)) OVER sequence AS ser,

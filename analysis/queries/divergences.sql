@@ -1,7 +1,7 @@
--- Total variation, KL both ways and Jensen-Shannon of the captured distributions, and argmax flips, a row a step.
--- Unit: tv and shares have none; kl and js in nats.
+-- Total variation, KL in both directions, Jensen-Shannon and argmax flips of captured distributions, one row per step.
+-- Unit: kl and js in nats; tv and shares are dimensionless.
 -- Needs: distributions that both passes captured (record or replay with --capture).
--- Source: arXiv 2512.23075 (exact TV and KL at every place); arXiv 2602.04879 (of the top K and the rest).
--- Meaning: what the sampled tokens only estimate. Where the top K alone are known the exact columns are NULL and the bounds
---   hold. kl_ab is of pass a from pass b.
+-- Source: arXiv 2512.23075 (exact TV and KL at every position); arXiv 2602.04879 (from the top K and the rest).
+-- Meaning: exact values of the distances that sampled tokens only estimate. If only the top K were captured, the exact columns
+--   are NULL and the bounds apply. kl_ab is KL(a || b).
 SELECT * FROM pair_distribution_steps('train', 'rollout') ORDER BY run, step;

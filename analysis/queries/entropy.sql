@@ -1,8 +1,8 @@
--- Entropy as recorded, as estimated from the sampled tokens, and the gap in units of it, a row a step.
--- Unit: nats; ratios have none.
+-- Entropy as recorded and as estimated from sampled tokens, and the mismatch relative to it, one row per step.
+-- Unit: nats; ratios are dimensionless.
 -- Source: NeMo-RL, approx_entropy = -mean(exp(d) log p_a); prime-rl, kl_ent_ratio = mean k3 / mean entropy; entropy over
 --   that of the first step: below 0.4 watch, below 0.2 collapsed.
--- Meaning: entropy that falls to nothing ends exploration; one that leaps up together with k3 marks a collapse.
+-- Meaning: entropy near 0 ends exploration; entropy that jumps together with k3 marks a collapse.
 SELECT run, step,
        count(*) AS num_tokens,
        avg(entropy) AS mean_entropy,

@@ -1,9 +1,9 @@
--- From which token on a response is off, at three sizes of |d|, a row a step.
--- Unit: shares of the sequences; places in the response, from 0.
--- Source: OpenReview QDOKyg7a5e (first divergence) with a bound on |d| in place of another token, since both passes score the
---   same tokens.
--- Meaning: in a gap that is everywhere the first place is near 0. A common later place is where something goes wrong: a
---   cache block, a window, a turn.
+-- First token of a response with |d| above each of three bounds, one row per step.
+-- Unit: shares of the sequences; positions in the response, from 0.
+-- Source: OpenReview QDOKyg7a5e (first divergence), with a bound on |d| instead of a different token, since both passes score
+--   the same tokens.
+-- Meaning: near 0 if the mismatch is everywhere. A common later position shows where it starts: a cache block, a window, a
+--   turn.
 SELECT run, step,
        count(*) AS num_sequences,
        avg((first_0_01 IS NOT NULL)::INTEGER) AS share_0_01,

@@ -1,8 +1,8 @@
--- How often the most probable token differs, by the gap between the two best ones, a row a power of four.
+-- Argmax flips by the gap between the two most probable tokens, one row per power of four.
 -- Unit: gap_from in nats; shares.
 -- Needs: distributions that both passes captured, and the top-2 gap of either.
--- Source: OpenReview QDOKyg7a5e: a flip happens where the noise of a pair of logits exceeds their gap.
--- Meaning: flips at small gaps alone are rounding; flips at gaps of whole nats are another distribution.
+-- Source: OpenReview QDOKyg7a5e: a flip happens if the noise of two logits exceeds their gap.
+-- Meaning: flips only at small gaps are rounding; flips at gaps of several nats mean a different distribution.
 SELECT run,
        CASE WHEN top2_gap > 0 THEN 4.0 ** greatest(floor(log2(top2_gap) / 2), -12) ELSE 0.0 END AS gap_from,
        count(*) AS num_tokens,

@@ -1,8 +1,8 @@
--- How the mismatch weighs whole sequences against each other: the mean of (exp(sum d) - 1) A, a row a step.
--- Unit: the advantage's.
+-- Bias of the sequence weights: the mean of (exp(sum d) - 1) A, one row per step.
+-- Unit: that of the advantage.
 -- Needs: advantages.
--- Source: arXiv 2605.14220, of REINFORCE: the gradient is off by -E_b[(exp(sum d) - 1) A grad log p].
--- Meaning: with every gradient alike this is the bias of an update; mean_abs is what it would be if no two cancelled.
+-- Source: arXiv 2605.14220, for REINFORCE: the error of the gradient is -E_b[(exp(sum d) - 1) A grad log p].
+-- Meaning: if all gradients were equal, this would be the bias of an update; mean_abs is the bias without cancellation.
 SELECT run, step,
        count(*) AS num_sequences,
        avg(expm1(sum_d) * advantage) AS mean_bias,

@@ -1,9 +1,9 @@
--- Two statistics of a response that do not grow with its length, and how many responses pass their bounds, a row a step.
+-- Two length-neutral statistics of responses, and the share of responses beyond their bounds, one row per step.
 -- Unit: mean |exp(d) - 1|, plain (ser) and weighted; shares of the sequences.
 -- Source: arXiv 2512.23075: SER = mean |rho_t - 1|; LN-TRM = sum |rho_t - 1| w_t / sum w_t with w_t = min(1, (T - t) eps,
 --   sqrt((T - t) delta / 2)), T the longest response of the step, eps and delta as in trust-region; bounds of 0.03 to 0.1.
--- Meaning: the weights count early tokens more, whose error reaches further. A bound on the worst token drops long responses
---   for their length; these do not.
+-- Meaning: the weights emphasize early tokens, whose error reaches further. Unlike a bound on the worst token, these bounds do
+--   not drop responses for being long.
 SELECT run, step,
        count(*) AS num_sequences,
        avg(ser) AS mean_ser,

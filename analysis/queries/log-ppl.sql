@@ -1,9 +1,9 @@
--- Log-perplexity of the responses under either pass, and both forms of its difference, a row a step.
--- Unit: nats a token, but log_ppl_abs_diff_sum: nats a sequence.
+-- Log-perplexity of the responses under each pass, and two forms of its difference, one row per step.
+-- Unit: nats per token; log_ppl_abs_diff_sum in nats per sequence.
 -- Source: verl, rollout_corr/* (means of -logprob over a sequence's tokens, then over sequences); arXiv 2602.01826, eq. 8
 --   for log_ppl_abs_diff_sum, which sums d over a sequence instead.
--- Meaning: log_ppl_diff is the bias of the gap (above 0: the trainer is less confident), log_ppl_abs_diff its size; the sum
---   grows with the length even where no token got worse.
+-- Meaning: log_ppl_diff is the bias of the mismatch (above 0: the trainer is less confident), log_ppl_abs_diff its size; the
+--   sum grows with length even if no token got worse.
 SELECT run, step,
        count(*) AS num_sequences,
        avg(log_ppl_a) AS log_ppl_a,

@@ -1,8 +1,8 @@
--- The largest gap in probability of a response by its length, a row a power of two.
+-- Maximum probability difference in a response by its length, one row per power of two.
 -- Unit: probabilities; shares of the sequences.
--- Source: fengyao.notion.site/off-policy-rl (responses of 20,000 tokens are worse by far than those of 4,000).
--- Meaning: the maximum grows with the length even where every token is as good; mean_gap, of tokens, does not: where it
---   rises too, long responses are worse token by token.
+-- Source: fengyao.notion.site/off-policy-rl (responses of 20,000 tokens are far worse than those of 4,000).
+-- Meaning: the maximum grows with length even if tokens are equally good; mean_gap, over tokens, does not: if it rises too,
+--   long responses are worse per token.
 SELECT run, shortest, num_sequences, mean_tokens, mean_of_max, max_of_max, share_beyond_0_5, mean_gap,
        mean_gap / first_value(mean_gap) OVER (PARTITION BY run ORDER BY shortest) AS mean_gap_to_shortest
 FROM (

@@ -1,7 +1,7 @@
--- Tokens without a usable logprob, by what is wrong and on which side, a row a step.
+-- Tokens without a usable logprob, by problem and side, one row per step.
 -- Unit: tokens that the loss counts.
 -- Source: none.
--- Meaning: NULL is "the pass gave none"; -inf is a token that sampling had cut; NaN is an overflow or a fully masked row.
+-- Meaning: NULL: the pass returned no logprob; -inf: sampling had excluded the token; NaN: an overflow or a fully masked row.
 SELECT run, step,
        count(*) AS num_tokens,
        count(*) FILTER (logprob_a IS NULL) AS null_a,

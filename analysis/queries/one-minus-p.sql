@@ -1,9 +1,9 @@
--- The noise of the logits that would explain the gap: |d| fitted to 2 noise (1 - p), a row a step.
+-- The logit noise that would explain the mismatch: |d| fitted to 2 noise (1 - p), one row per step.
 -- Unit: nats (of a logit).
--- Source: arXiv 2512.23087: logits that are off by at most e move a logprob by at most 2 e (1 - p). The fit goes through
---   the origin: slope = sum |d| (1 - p) / sum (1 - p)^2, and the noise is half of it; p is the rollout's.
--- Meaning: bfloat16 logits near 16 round by 0.06. A largest noise far above the fitted one says that some tokens are off
---   for another reason than rounding.
+-- Source: arXiv 2512.23087: logit errors of at most e change a logprob by at most 2 e (1 - p). The fit goes through the
+--   origin: slope = sum |d| (1 - p) / sum (1 - p)^2, and the noise is half the slope; p is the rollout's.
+-- Meaning: bfloat16 logits near 16 round by 0.06. A maximum far above the fitted noise means that some tokens differ for
+--   reasons other than rounding.
 SELECT run, step,
        count(*) AS num_tokens,
        sum(abs(d) * rest) / sum(rest * rest) / 2 AS fitted_noise,

@@ -1,9 +1,9 @@
--- Sequences that off-policy sequence masking would drop, at four thresholds, a row a step.
--- Unit: shares of the sequences that have an advantage.
+-- Sequences that off-policy sequence masking would drop at four thresholds, one row per step.
+-- Unit: shares of the sequences with an advantage.
 -- Needs: advantages.
 -- Source: DeepSeek-V3.2; slime, compute_opsm_mask: a negative advantage, and mean of logprob(old) - logprob(current) over the
 --   sequence above delta (opsm_delta, 1e-4 by default).
--- Meaning: current:train is their pair; train:rollout says what would be dropped for the mismatch alone.
+-- Meaning: the published rule uses current:train; train:rollout shows what would be dropped due to the mismatch alone.
 SELECT run, step,
        count(*) AS num_sequences,
        avg((advantage < 0)::INTEGER) AS share_negative,

@@ -1,7 +1,7 @@
--- The clip of a truncated sequence ratio that has the least bound on its mean squared error, a row a step.
+-- The clip of a truncated sequence ratio that minimizes the bound on its mean squared error, one row per step.
 -- Unit: none (a ratio).
 -- Source: richardli.xyz/rl-collapse: C = sqrt(2 (1 + chi2)), where 1 + chi2 is the mean of the squared sequence ratio.
--- Meaning: it rises with the spread of the ratios; a clip in use that lies far below cuts more than it saves.
+-- Meaning: it rises with the spread of the ratios; a clip far below it adds more bias than it saves variance.
 SELECT run, step,
        num_sequences,
        chi2_sequence,

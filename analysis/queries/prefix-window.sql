@@ -1,8 +1,8 @@
--- Whether long responses are off from their beginning: the first 4,096 tokens apart from the rest, a row a power of two.
+-- Mismatch in the first 4,096 tokens of long responses and in the rest, one row per power of two.
 -- Unit: nats; probabilities.
 -- Source: fengyao.notion.site/off-policy-rl: the first 4,000 tokens of responses of 20,000 are worse than responses of 4,000.
--- Meaning: read prefix columns down the rows: where they grow with the length, what makes a response long (a loop, another
---   kind of text) makes the gap; where they do not and the rest is worse, the place in the response does.
+-- Meaning: read the prefix columns down the rows. If they grow with length, the content of long responses (a loop, another kind
+--   of text) causes the mismatch; if only the rest is worse, the position in the response does.
 SELECT run,
        (2 ** floor(log2(length)))::BIGINT AS shortest,
        count(DISTINCT (step, seq_id, iteration_a, iteration_b)) AS num_sequences,

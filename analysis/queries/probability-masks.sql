@@ -1,9 +1,9 @@
--- Tokens that a trust region on probabilities would mask, a row a step.
--- Unit: shares of the tokens that have an advantage.
+-- Tokens that a trust region on probabilities would mask, one row per step.
+-- Unit: shares of the tokens with an advantage.
 -- Needs: advantages.
--- Source: arXiv 2602.04879 (DPPO: masked where |p - q| is above the bound and the ratio moves with the advantage: up where
---   A > 0, down where A < 0); prime-rl masks at 0.2.
--- Meaning: the mask of a clip on ratios hits improbable tokens; this one hits those whose probability really moved.
+-- Source: arXiv 2602.04879 (DPPO: masked if |p - q| exceeds the bound and the ratio changes in the direction of the
+--   advantage: up if A > 0, down if A < 0); prime-rl masks at 0.2.
+-- Meaning: a clip on ratios masks improbable tokens; this one masks tokens whose probability changed substantially.
 SELECT run, step,
        count(*) AS num_tokens,
        avg((outward AND gap > 0.1)::INTEGER) AS masked_at_0_1,

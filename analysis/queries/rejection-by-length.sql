@@ -1,8 +1,8 @@
--- How many sequences four rejection rules keep, by the length of the response, a row a power of two.
+-- Share of sequences that four rejection rules keep, by response length, one row per power of two.
 -- Unit: shares of the sequences; per_token_rejection is a share of tokens.
 -- Source: arXiv 2512.23075: a bound on the worst token keeps about exp(-p T) of responses of T tokens; verl's presets;
 --   tim-trace corrections has every rule.
--- Meaning: a rule that keeps few of the long ones trains on short ones: the length of responses drifts for no other reason.
+-- Meaning: a rule that rejects most long responses trains on short ones, so response length drifts.
 SELECT run,
        (2 ** floor(log2(num_tokens)))::BIGINT AS shortest,
        count(*) AS num_sequences,

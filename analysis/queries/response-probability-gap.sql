@@ -1,7 +1,7 @@
--- The largest and the mean gap in probability of each response, a row a step.
+-- Maximum and mean probability difference within each response, one row per step.
 -- Unit: probabilities; shares of the sequences.
 -- Source: fengyao.notion.site/off-policy-rl (max and mean of |p - q| over a response; responses with a maximum above 0.5).
--- Meaning: other parallelism and longer responses move the maximum and leave the mean and a KL where they were.
+-- Meaning: different parallelism and longer responses raise the maximum without changing the mean or a KL.
 SELECT run, step,
        count(*) AS num_sequences,
        avg(max_gap) AS mean_of_max,

@@ -1,8 +1,8 @@
--- How many tokens and sequences reach verl's clamp of 20 nats, beyond which a ratio says nothing, a row a step.
+-- Share of tokens and sequences that reach verl's clamp of 20 nats, one row per step.
 -- Unit: shares.
 -- Source: verl, SAFETY_BOUND = 20 on d and on the sum of d.
--- Meaning: sequences that saturate have a ratio of e^20 or e^-20 whatever they are; sequence-level statistics are void
---   there.
+-- Meaning: saturated sequences have a ratio of e^20 or e^-20 whatever their d, so their sequence-level statistics are
+--   meaningless.
 SELECT run, step,
        count(*) AS num_sequences,
        sum(num_clamped) / sum(num_tokens) AS share_tokens,

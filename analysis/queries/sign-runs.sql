@@ -1,10 +1,10 @@
--- How long d keeps its sign, a row a run.
--- Unit: tokens; share_positive is a share of the tokens with d other than 0.
--- Source: independent signs, of which a share p is positive, change from one token to the next with probability 2 p (1 - p):
+-- Length of runs of tokens with the same sign of d, one row per training run.
+-- Unit: tokens; share_positive is a share of the tokens with nonzero d.
+-- Source: independent signs, a share p of them positive, change between neighbouring tokens with probability 2 p (1 - p):
 --   expected_run = tokens / (first tokens + 2 p (1 - p) neighbours). A token with d = 0, one that does not count or is not
 --   finite, and the end of a response end a run.
--- Meaning: mean_run far above expected_run says that errors hang together: a state that is off (cache, position, weights) or
---   a temperature, not rounding.
+-- Meaning: mean_run far above expected_run means correlated errors: a wrong state (cache, position, weights) or temperature,
+--   not rounding.
 SELECT run,
        sum(length)::BIGINT AS num_tokens,
        sum(length) FILTER (direction > 0) / sum(length) AS share_positive,

@@ -1,9 +1,9 @@
--- What of the loss's log ratio is mismatch and what is staleness, a row a step and inner iteration.
+-- Split of the loss's log ratio into mismatch and staleness, one row per step and inner iteration.
 -- Unit: nats; variances in nats squared; shares.
 -- Needs: the pass current.
 -- Source: arXiv 2512.01374: ln(current / rollout) = ln(train / rollout) + ln(current / train) = d + stale.
--- Meaning: share_mismatch is the mismatch's part of mean square d and stale. A loss that divides by the trainer's own logprobs
---   sees stale alone, one that divides by the rollout's sees the total.
+-- Meaning: share_mismatch = mean d^2 / (mean d^2 + mean stale^2). A loss that divides by the trainer's own logprobs sees only
+--   stale; one that divides by the rollout's sees the total.
 SELECT run, step, iteration,
        count(*) AS num_tokens,
        avg(d) AS mean_d,

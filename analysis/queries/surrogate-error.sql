@@ -1,10 +1,10 @@
--- What the surrogate objective leaves out, from the recorded responses, a row a step.
--- Unit: the reward's.
+-- Error of the surrogate objective, from the recorded responses, one row per step.
+-- Unit: that of the reward.
 -- Needs: rewards.
 -- Source: arXiv 2602.04879: J(a) - J(b) = L - Delta, Delta = E_b[R sum_t (rho_t - 1)(1 - prod_{j>t} rho_j)], rho = exp(d).
 --   The sum telescopes to sum_t (rho_t - 1) - (prod_t rho_t - 1).
--- Meaning: first_order is L, what a token-level loss sees; exact is J(a) - J(b) by whole sequences. current:rollout says what
---   an update does; train:rollout what the mismatch alone does. It rests on few sequences where ratios are large.
+-- Meaning: first_order is L, the objective of a token-level loss; exact is J(a) - J(b) from whole sequences. current:rollout
+--   shows the effect of an update, train:rollout that of the mismatch alone. With large ratios few sequences dominate.
 SELECT run, step,
        count(*) AS num_sequences,
        avg(reward * sum_growth) AS first_order,

@@ -1,9 +1,9 @@
--- The bound on the gradient's bias that grows with the length squared, from captured distributions, a row a step.
+-- Bound on the gradient's bias that grows with length squared, from captured distributions, one row per step.
 -- Unit: multiples of B R, with B the largest norm of a token's gradient of its logprob and R the largest return.
 -- Needs: distributions that both passes captured (record or replay with --capture).
--- Source: arXiv 2602.01826, theorem 3.1: |bias| <= 2 B Delta_max T^2, by steps of their proof B Delta_max T (T + 1);
---   plug_in = 2 sum_t (D_t + sum_{s<t} D_s) with D_t the mean total variation at place t.
--- Meaning: as t2-bound, with total variations of whole distributions; of the top K alone their upper bounds are taken.
+-- Source: arXiv 2602.01826, theorem 3.1: |bias| <= 2 B Delta_max T^2; from steps of its proof, B Delta_max T (T + 1);
+--   plug_in = 2 sum_t (D_t + sum_{s<t} D_s) with D_t the mean total variation at position t.
+-- Meaning: as t2-bound, with total variations of full distributions; with only the top K captured, their upper bounds.
 SELECT run, step,
        max(place) AS longest,
        max(delta_max) AS delta_max,

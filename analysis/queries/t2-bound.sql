@@ -1,9 +1,9 @@
--- The bound on the gradient's bias that grows with the length squared, from sampled tokens, a row a step.
+-- Bound on the gradient's bias that grows with length squared, from sampled tokens, one row per step.
 -- Unit: multiples of B R, with B the largest norm of a token's gradient of its logprob and R the largest return.
--- Source: arXiv 2602.01826, theorem 3.1: |bias| <= 2 B Delta_max T^2, by steps of their proof B Delta_max T (T + 1);
---   plug_in = 2 sum_t (D_t + sum_{s<t} D_s) with D_t the mean total variation at place t, here half of mean |exp(d) - 1|.
--- Meaning: delta_max is the largest |p - q| of a sampled token, which the true one is at least as large as. The bounds are
---   loose by far; compare steps with each other, and plug_in with them: what grows with a surge of the length shows here.
+-- Source: arXiv 2602.01826, theorem 3.1: |bias| <= 2 B Delta_max T^2; from steps of its proof, B Delta_max T (T + 1);
+--   plug_in = 2 sum_t (D_t + sum_{s<t} D_s) with D_t the mean total variation at position t, here half of mean |exp(d) - 1|.
+-- Meaning: delta_max is the largest |p - q| of a sampled token, a lower bound on the true one. The bounds are very loose;
+--   compare steps with each other and with plug_in to see the effect of a surge in length.
 SELECT run, step,
        max(place) AS longest,
        max(delta_max) AS delta_max,

@@ -1,11 +1,10 @@
--- Bounds on how far the surrogate objective of a trust region is off, from captured distributions, a row a step.
+-- Bounds on the error of a trust region's surrogate objective, from captured distributions, one row per step.
 -- Unit: returns in [0, 1]; delta and kl_sequence in nats, eps and tv_sequence total variations.
 -- Needs: distributions that both passes captured (record or replay with --capture).
--- Source: arXiv 2512.23075: 2 T (T - 1) eps^2 (classical); their Pinsker, mixed, coupling and adaptive bounds, the _kl ones
---   with sqrt(KL / 2) in place of total variations. KL is of pass b from pass a; kl_sequence is the mean of its sum over a
---   response, tv_sequence Pinsker's bound from it or 1. Of the top K alone upper bounds are taken.
--- Meaning: over the captured sequences and the states that they visited. is_vacuous: above 1 a bound says
---   nothing.
+-- Source: arXiv 2512.23075: 2 T (T - 1) eps^2 (classical) and the paper's Pinsker, mixed, coupling and adaptive bounds; the
+--   _kl ones use sqrt(KL / 2) instead of total variations. KL is KL(b || a); kl_sequence is the mean of its sum over a
+--   response, tv_sequence Pinsker's bound from it, at most 1. With only the top K captured, upper bounds are used.
+-- Meaning: over the captured sequences and the states they visited. is_vacuous: the bound exceeds 1 and is meaningless.
 SELECT run, step, longest, eps, delta, kl_sequence, tv_sequence,
        bound_classical(longest, eps) AS classical,
        bound_pinsker(longest, pinsker(delta), delta) AS pinsker_kl,

@@ -1,10 +1,10 @@
--- Bounds on how far the surrogate objective of a trust region is off, from sampled tokens, a row a step.
+-- Bounds on the error of a trust region's surrogate objective, from sampled tokens, one row per step.
 -- Unit: returns in [0, 1]; delta and kl_sequence in nats, eps and tv_sequence total variations.
--- Source: arXiv 2512.23075: 2 T (T - 1) eps^2 (classical); their Pinsker, mixed, coupling and adaptive bounds, the _kl ones
---   with sqrt(KL / 2) in place of total variations. A token alone gives |p - q| and the KL of "this token or another";
---   of sequences mean sum of k3 and half of mean |exp(sum d) - 1|; at a place half of mean |exp(d) - 1|.
--- Meaning: estimates, since largest values of what was sampled are below the true ones: read them as an order of magnitude
---   and against other steps. is_vacuous: above 1 a bound says nothing. trust-region-captured has the true eps and delta.
+-- Source: arXiv 2512.23075: 2 T (T - 1) eps^2 (classical) and the paper's Pinsker, mixed, coupling and adaptive bounds; the
+--   _kl ones use sqrt(KL / 2) instead of total variations. Per token: |p - q| and the KL of "this token or any other"; per
+--   sequence: mean sum of k3 and half of mean |exp(sum d) - 1|; per position: half of mean |exp(d) - 1|.
+-- Meaning: estimates, since sampled maxima are below the true ones: read them as orders of magnitude and compare steps.
+--   is_vacuous: the bound exceeds 1 and is meaningless. trust-region-captured has the true eps and delta.
 SELECT run, step, longest, eps, delta, kl_sequence, tv_sequence,
        bound_classical(longest, eps) AS classical,
        bound_pinsker(longest, pinsker(delta), delta) AS pinsker_kl,

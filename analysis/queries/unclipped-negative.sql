@@ -1,10 +1,10 @@
--- Tokens with a negative advantage and a ratio above the clip, which PPO's clip lets through, a row a step.
--- Unit: shares of the tokens that have an advantage; max_ratio is a ratio.
+-- Tokens with a negative advantage and a ratio above the clip, which PPO does not clip, one row per step.
+-- Unit: shares of the tokens with an advantage; max_ratio is a ratio.
 -- Needs: advantages.
--- Source: arXiv 2512.23075: min(rho A, clip(rho) A) is rho A, without bound, where A < 0 and rho > 1 + eps; a router flip from
+-- Source: arXiv 2512.23075: min(rho A, clip(rho) A) is rho A, unbounded, if A < 0 and rho > 1 + eps; a router flip from
 --   0.001 to 0.9 gives a ratio of 900.
--- Meaning: share_of_loss is their part of sum |rho A|: a large one of few tokens is an update by outliers. Look at
---   current:rollout for a loss that divides by the rollout, current:train for one that divides by the trainer.
+-- Meaning: share_of_loss is their share of sum |rho A|; if it is large, a few outliers dominate the update. Use current:rollout
+--   for a loss that divides by the rollout, current:train for one that divides by the trainer.
 SELECT run, step,
        count(*) AS num_tokens,
        avg((advantage < 0 AND d > ln(1.2))::INTEGER) AS share_beyond_1_2,

@@ -1,16 +1,16 @@
--- How many responses of a prompt differ, and from which token on, a row a step.
+-- Number of distinct responses per prompt, and the first token at which they differ, one row per step.
 -- Unit: shares; tokens.
 -- Needs: groups.
--- Source: thinkingmachines.ai, Defeating Nondeterminism in LLM Inference (1,000 samples at temperature 0 that should be one).
--- Meaning: at temperature 0 more than one response says that the engine's numbers depend on its batches; in training, groups
---   of one response teach nothing. It needs no second pass and is the same for every pair.
+-- Source: thinkingmachines.ai, Defeating Nondeterminism in LLM Inference (1,000 samples at temperature 0, not all identical).
+-- Meaning: at temperature 0, more than one response means that the engine's numbers depend on its batches; in training, groups
+--   with a single distinct response give no gradient. It needs no second pass and is the same for every pair.
 SELECT run, step,
        count(*) AS num_groups,
        avg(num_unique / num_responses) AS mean_share_unique,
        avg((num_unique = 1)::INTEGER) AS share_of_groups_alike,
        avg(shared) FILTER (num_unique > 1) AS mean_shared_tokens
 FROM (
-    -- What all lists of a group begin with is what the first and the last of them in order begin with.
+    -- The common prefix of all lists of a group is that of the smallest and the largest.
     SELECT *, coalesce(list_min(list_filter(range(1, least(len(lowest), len(highest)) + 1),
                                             lambda place: lowest[place] <> highest[place])) - 1,
                        least(len(lowest), len(highest))) AS shared

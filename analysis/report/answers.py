@@ -58,13 +58,13 @@ class Answer:
     figure: str = ""
     """The number behind it, with its unit; empty if there is none."""
     basis: str = ""
-    """What it rests on: tokens, an interval, a probability."""
+    """What supports it: tokens, an interval, a probability."""
     detail: str
     """The evidence, in the words of the command that found it."""
     question: str = ""
     """A code of QUESTIONS."""
     command: str = ""
-    """The command that says more."""
+    """The command with the details."""
 
 
 def _unknown(detail: str, short: str = "unknown") -> Answer:
@@ -177,7 +177,7 @@ def objective_answer(subject: Subject) -> Answer:
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return the code of the direction and size of the net bias, or of the size of what cancels."""
+    """Return the code of the net bias: its direction and size, or the size of the noise if it has no direction."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):
@@ -247,7 +247,7 @@ def fall_answer(subject: Subject) -> Answer:
     return Answer(
         code=found.cause or "unknown_cause",
         severity=BAD,
-        short=f"it collapsed: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{title}",
+        short=f"collapsed: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{title}",
         figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step}{interval_text(*fall.interval)}",
         basis=_probability(found, first),
         detail=detail,
@@ -265,7 +265,7 @@ QUESTIONS = {
     "objective": ("Did it bias the objective?", objective_answer, "objective"),
     "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
 }
-"""Code of a question -> the question, what answers it, and the verb that says more."""
+"""Code of a question -> the question, the function that answers it, and the verb with the details."""
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:

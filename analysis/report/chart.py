@@ -1,4 +1,4 @@
-"""What a figure shows, apart from how it is drawn: pages, papers and CSV files share these charts.
+"""The content of a figure, independent of how it is drawn: the page, papers and CSV files share these charts.
 
 Shapes: n points of a line, B bins.
 """
@@ -37,11 +37,11 @@ class Line:
     y: Array
     """[n] float64; NaN for a missing value."""
     is_side: bool = False
-    """Whether it is secondary, drawn thin and dashed."""
+    """True for a secondary line, drawn thin and dashed."""
 
     @property
     def dots(self) -> Array:
-        """[n] bool: points drawn as dots: all of a short line, else those without a neighbour, which no line reaches."""
+        """[n] bool: points drawn as dots: all points of a short line, else isolated points, which no segment reaches."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:
             return np.asarray(known)
@@ -50,12 +50,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A change at a place of the x axis."""
+    """A change at a position on the x axis."""
 
     x: float
     low: float
     high: float
-    """The interval of the place; equal to x if it is exact."""
+    """Interval of the position, from `low`; both equal x if it is exact."""
     text: str
 
 
@@ -70,23 +70,23 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What every figure has."""
+    """Fields common to all figures."""
 
     key: str
-    """Name of its file, and of its element in the page."""
+    """Name of its file and of its element in the page."""
     title: str
     unit: str
-    """Of the values; empty if they have none."""
+    """Unit of the values; empty if dimensionless."""
     note: str
     """What it shows and how to read it, for a reader new to the term."""
     sql: str
     """A query for its values, or the command that prints them."""
     remark: str = ""
-    """A sentence beside it, such as what it leaves out."""
+    """A sentence shown next to it, such as what it omits."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to draw, only a remark."""
+        """True if there is nothing to draw, only a remark."""
         return False
 
 
@@ -118,7 +118,7 @@ class Heatmap(Chart):
     """[Y, X]"""
     curves: tuple[Line, ...] = ()
     is_open: bool = False
-    """Whether the outermost rows include everything beyond the y axis."""
+    """True if the outermost rows include everything beyond the y axis."""
     by_step: Mapping[int, Array] = field(default_factory=dict)
     """Step -> [Y, X] at this step."""
 
@@ -133,7 +133,7 @@ class HistogramChart(Chart):
     counts: Mapping[str, Array]
     """Name -> [B]"""
     is_open: bool = False
-    """Whether the outermost bins include everything beyond the axis."""
+    """True if the outermost bins include everything beyond the axis."""
     by_step: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
     """Step -> the counts at this step."""
 
@@ -164,5 +164,5 @@ class BarChart(Chart):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no bar."""
+        """True if there is no bar."""
         return not any(self.groups.values())

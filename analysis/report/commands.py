@@ -1,4 +1,4 @@
-"""Commands and queries to copy from a report: what says more, and what gives the values of a figure."""
+"""Commands and queries to copy from a report: for details, and for the values of a figure."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ GROUP BY step ORDER BY step"""
 
 
 def query_of_series(name: str, subject: Subject) -> str:
-    """Return a query for a series by step, or else the command that prints it."""
+    """Return a query for a series by step; if SQL cannot compute it, the command that prints it."""
     if name in _STEPS:
         return f"SELECT step, {_STEPS[name]} AS {name} FROM pair_steps({quoted_pair(subject.pair)}){_where(subject)} ORDER BY step"
     if name in _OF_SEQUENCES:
@@ -70,7 +70,7 @@ def query_of_series(name: str, subject: Subject) -> str:
 
 
 def query_of_metric(name: str, subject: Subject, first_step: int = 1) -> str:
-    """Return a query for what was logged under a name, by step."""
+    """Return a query for the values logged under a name, by step."""
     return (
         f"SELECT step, avg(value) FILTER (isfinite(value)) AS value FROM metrics WHERE name = {quoted(name)} "
         f"AND step >= {first_step}{_and(subject)} GROUP BY step ORDER BY step"

@@ -1,4 +1,4 @@
-"""What a report shows: the first screen, the charts, and where the numbers come from."""
+"""The content of a report: the first screen, the charts, and where the numbers come from."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class RunSummary:
     """The first screen of a report."""
 
     headline: str
-    """The story of the run, which is also the first line of `diagnose`."""
+    """The verdict in one sentence; same as the first line of `diagnose`."""
     answers: tuple[Answer, ...]
     next: tuple[Advice, ...]
-    """Commands and advice; the first is the one to begin with."""
+    """Commands and advice, most useful first."""
     recorded: tuple[str, ...]
     not_recorded: tuple[str, ...]
-    """What the trace lacks, and what that leaves open."""
+    """What the trace lacks, and which questions that leaves open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,37 +52,37 @@ class Field:
     """One contract field that affects numbers, for every pass."""
 
     name: str
-    """Its path in the contract, as model.attention."""
+    """Its path in the contract, e.g. model.attention."""
     values: tuple[str, ...]
-    """One per pass; empty if not in its contract."""
+    """One per pass; empty if its contract lacks the field."""
     differs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What a run was recorded with."""
+    """The software, model and settings that a run was recorded with."""
 
     facts: tuple[tuple[str, str], ...]
     """Facts about the trace, by name."""
     passes: tuple[str, ...]
-    """Columns of `fields`: a pass, numbered if it has several contracts."""
+    """Columns of `fields`: passes, numbered if a pass has several contracts."""
     hashes: tuple[str, ...]
     """First digits of the SHA-256 of each column's contract."""
     fields: tuple[Field, ...]
-    """Fields that differ first, then the others, each by name."""
+    """Fields that differ, then the others; both sorted by name."""
     settings: tuple[tuple[str, str], ...]
     """Hyperparameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Result):
-    """Everything that is known of a run. It prints as its verdict, and shows its page in a notebook."""
+    """The full analysis of a run. It prints as its verdict, and shows its page in a notebook."""
 
     _text = "tim_trace.analysis.report.contents:report_text"
     _page = "tim_trace.analysis.report.page.page:page"
 
     subjects: tuple[Subject, ...]
-    """The runs; the first is the one that is reported, the others are drawn beside it."""
+    """The runs; the first is reported, the others are drawn for comparison."""
     verdicts: tuple[RunSummary, ...]
     """One per run."""
     run: tuple[LineChart, ...]
@@ -103,16 +103,16 @@ class Report(Result):
 
     @property
     def title(self) -> str:
-        """The run and its verdict in a line."""
+        """The run and its verdict in one line."""
         return f"{self.subjects[0].name}: {self.verdicts[0].headline}"
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, so that its style and script stay there."""
+        """Return the page in an iframe, which isolates its style and script from the notebook."""
         return f'<iframe srcdoc="{html.escape(rendered(self, self._page))}" width="100%" height="900" style="border:0"></iframe>'
 
 
 def report_text(made: Report) -> str:
-    """Render the verdict: the story of the run, and one line per answer."""
+    """Render the verdict: the headline, and one line per answer."""
     verdict = made.verdicts[0]
     width = max(len(title) for title, *_ in QUESTIONS.values()) + 2
     lines = [f"{QUESTIONS[one.question][0]:<{width}}{one.short}" for one in verdict.answers]
@@ -120,7 +120,7 @@ def report_text(made: Report) -> str:
 
 
 def report_of(subjects: tuple[Subject, ...]) -> Report:
-    """Put together what a report shows of runs that were read."""
+    """Build a report from runs already read."""
     first = subjects[0]
     return Report(
         subjects=subjects,
@@ -136,7 +136,7 @@ def report_of(subjects: tuple[Subject, ...]) -> Report:
 
 
 def summarise(subject: Subject) -> RunSummary:
-    """Answer the questions for a run, and say what to do next."""
+    """Answer the questions for a run, and suggest the next commands."""
     return RunSummary(
         headline=_headline(subject),
         answers=answers(subject),
@@ -155,7 +155,7 @@ def _headline(subject: Subject) -> str:
 
 
 def _next(subject: Subject) -> tuple[Advice, ...]:
-    """List what would settle most, first: an invalid comparison, then the cause of a collapse, then what is open."""
+    """List advice, most useful first: on an invalid comparison, then on the cause of a collapse, then on open questions."""
     found: list[Advice] = []
     diagnosis, attribution = subject.diagnosis, subject.attribution
     if diagnosis and not diagnosis.checked.is_valid:
@@ -216,7 +216,7 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Put the contracts of the recorded passes side by side; the names of replays say what they change."""
+    """Compare the contracts of the recorded passes. Replays are left out: their names say what they change."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})
@@ -231,7 +231,7 @@ def provenance(subject: Subject) -> Provenance:
 
 
 def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return (pass, hash, contract) of what was recorded, the pair first."""
+    """Return (pass, hash, contract) for every recorded contract, those of the pair first."""
     rows = [row for row in subject.contracts if not row["pass"].startswith(REPLAY_PREFIX) and row["contract_json"]]
     order = {name: place for place, name in enumerate(subject.pair)}
     rows = sorted(rows, key=lambda row: (order.get(row["pass"], len(order)), row["pass"], row["contract"]))

@@ -22,7 +22,7 @@ _SQL = "SELECT {columns} FROM operators WHERE result = '{result}' ORDER BY side,
 
 
 def located_charts(result: LocatedResult) -> Iterator[Chart]:
-    """Yield the charts for what a result holds."""
+    """Yield the charts of a `locate` result."""
     found = result.location
     if ratios := _ratios(found):
         highest = max(float(np.nanmax(line.y)) for line in ratios)
@@ -64,7 +64,7 @@ def located_charts(result: LocatedResult) -> Iterator[Chart]:
 
 
 def _ratios(found: Location) -> tuple[Line, ...]:
-    """Return a line per kind of operator and side: the largest own error in each layer, in units of the bound."""
+    """Return one line per kind of operator and side: the largest own error in each layer, in units of the rounding bound."""
     largest: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for each in found.operators:
         if each.layer is not None and 0.0 < each.ratio < np.inf:
@@ -79,7 +79,7 @@ def _ratios(found: Location) -> tuple[Line, ...]:
 
 
 def _depth(operators: Sequence[OperatorError]) -> Line | None:
-    """Return the difference of each layer's input: that of its first operator on both sides."""
+    """Return each layer's input difference, taken at its first operator."""
     first: dict[int, tuple[int, float]] = {}
     for each in operators:
         if each.layer is not None and each.inherited and each.side == "b":
@@ -91,7 +91,7 @@ def _depth(operators: Sequence[OperatorError]) -> Line | None:
 
 
 def _carried(found: Location) -> Iterator[Line]:
-    """Yield a line per side: the cumulative share of the mismatch from its operators."""
+    """Yield one line per side: the cumulative share of the mismatch from its operators."""
     layers = sorted({each.layer for each in found.layers if each.layer is not None})
     for side, name in (("a", found.a), ("b", found.b)):
         own = {each.layer: each.carried for each in found.layers if each.side == side}

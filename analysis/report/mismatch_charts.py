@@ -38,7 +38,7 @@ def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def mismatch_charts(subject: Subject) -> list[Chart]:
-    """Return the charts for what a run's trace holds."""
+    """Return the charts that a run's data allows."""
     found: list[Chart] = []
     if subject.spread is not None:
         found += _spread_charts(subject, subject.spread)

@@ -39,15 +39,15 @@ def report(
 ) -> Report:
     """Write everything known of a run into one HTML file, or as figures for papers.
 
-    The first trace is the one that is reported; series of the others are drawn over its own. d = logprob(a) - logprob(b) of
-    `pair`, nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80, -10:, 2:200:2)
-    selects steps of every trace. The verdict says what a trace cannot answer. `output` is the HTML file to write; an existing
-    file is replaced only with `force`. The result shows its page in a notebook and prints as its verdict.
+    The first trace is reported; series of the others are drawn over its own. d = logprob(a) - logprob(b) of `pair`, nats.
+    `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80, -10:, 2:200:2) selects steps
+    of every trace. The verdict lists what the trace cannot answer. `output` is the HTML file to write; an existing file is
+    replaced only with `force`. The result shows its page in a notebook and prints as its verdict.
 
-    Figures for papers: `png` and `svg` are folders for a picture and a CSV file per figure; `pdf` is a file (NAME.pdf) with
-    one page per figure and a folder of CSV files beside it, or a folder for one PDF per figure. `width` is inches, or a name
-    that gives single figures the width of a column and the overview the width of the text: column (3.4 and 7), aaai, acl,
-    acm, iclr, icml, ieee, jmlr, nature or neurips. `font` is an installed font. Figures have a title only with `title`.
+    Figures for papers: `png` and `svg` are folders for one picture and one CSV file per figure; `pdf` is a file (NAME.pdf)
+    with one page per figure and a folder of CSV files next to it, or a folder for one PDF per figure. `width` is in inches, or
+    a name that gives single figures the width of a column and the overview the width of the text: column (3.4 and 7 inches),
+    aaai, acl, acm, iclr, icml, ieee, jmlr, nature or neurips. `font` is an installed font. `title` adds a title to each figure.
 
     Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -65,7 +65,7 @@ def report(
         style = paper_style(width, font, title)
     made = report_of(_subjects(given, names, control, steps, progress))
     if output is not None:
-        from .page.page import page  # as Bokeh does
+        from .page.page import page  # Bokeh, too
 
         with explained(output), whole_file(local(output)) as path:
             path.write_text(page(made), encoding="utf-8", errors="replace")
@@ -110,9 +110,9 @@ def _subjects(
 
 
 def _names(urls: Sequence[str]) -> list[str]:
-    """Return the shortest ends of the paths that differ from each other."""
+    """Return the shortest distinct suffixes of the paths."""
     parts = [url.rstrip("/").split("/") for url in urls]
-    # A trace that lies as RUN/trace is named by its run.
+    # RUN/trace is named after its run.
     least = 2 if all(part[-1] == "trace" and len(part) > 1 for part in parts) else 1
     for depth in range(least, max(least, max(len(part) for part in parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]

@@ -18,7 +18,7 @@ _MOST_MARKS = 8
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
-    """Return one chart per series that changes in any run, with replays and other runs; marks are those of the first run."""
+    """Return one chart per series that varies in any run, with replays and other runs; marks are from the first run."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -29,7 +29,7 @@ def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
 
 
 def constants(subject: Subject) -> dict[str, float]:
-    """Return series with one value in all steps -> the value."""
+    """Return the series that never change -> their value."""
     return {
         name: float(values[0])
         for name in SERIES
@@ -73,7 +73,7 @@ def _source(name: str, subjects: Sequence[Subject]) -> str:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return a line per replay in the place of pass a; a mismatch of 0 cannot be drawn on a logarithmic axis."""
+    """Return one line per replay, which replaces pass a; NaN for a mismatch of 0 on a logarithmic axis."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -101,7 +101,7 @@ def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
 
 
 def _published_k3(subject: Subject) -> tuple[Band, ...]:
-    """Return the range of k3 that others measured in healthy runs of these dtypes."""
+    """Return the published range of k3 in healthy runs with these dtypes."""
     is_mixture = any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
     healthy = [
         figure

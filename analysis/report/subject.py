@@ -40,21 +40,21 @@ from .text import steps_read
 Found = TypeVar("Found")
 
 NUM_QUESTIONS = 9
-"""Questions asked of a run: what a progress bar counts."""
+"""Progress units per run."""
 WHOLE = 30_000_000
 """Runs with at most this many tokens are read whole."""
 MOST_TOKENS = 5_000_000
-"""Tokens read of a larger run, unless a single step has more."""
+"""Tokens read from a larger run, unless a single step has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One run. What could not be computed is None, and `unanswered` says why."""
+    """One run. A value that cannot be computed is None, and `unanswered` says why."""
 
     trace: str
-    """As it was given, for commands to copy."""
+    """Path as given, for commands to copy."""
     asked_steps: str
-    """The reported steps, as they were given."""
+    """The reported steps, as given."""
     condition: str
     """The same as a condition in SQL; empty for all steps."""
     name: str
@@ -69,7 +69,7 @@ class Subject:
     part: str
     """Which steps the objective and the corrections cover, in words."""
     arms: Mapping[str, tuple[Column, ...]]
-    """Name of a replay -> its mismatch with pass b by step."""
+    """Replay -> its mismatch with pass b by step."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
@@ -77,7 +77,7 @@ class Subject:
     settings: Mapping[str, Any]
     """Hyperparameters, by name."""
     evaluation: Column | None
-    """The logged evaluation that attribute judged; None if it judged the reward, or nothing."""
+    """The logged evaluation that `attribute` used as outcome; None if it used the reward or had no outcome."""
     located: LocatedResult | None
     """The newest result of `locate` in the trace."""
     unanswered: Mapping[str, str]
@@ -98,7 +98,7 @@ def read_subject(
     steps: str,
     advance: Advance,
 ) -> Subject:
-    """Ask a trace every question, over one database. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
+    """Run every analysis on a trace. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
     database = open_database(trace, steps)
     other = None if control is None else open_database(control, steps)
     names, why = ":".join(pair), dict[str, str]()
@@ -139,7 +139,7 @@ def read_subject(
 
 
 def _notable(moved: Dynamics | None, attributed: Attribution | None) -> tuple[int, ...]:
-    """Return the steps that a reader will want to look at."""
+    """Return the steps of changes and of the collapse, whose tokens a reader will want to see."""
     steps = {change.step for series in moved.series for change in series.changes} if moved else set()
     if attributed and attributed.fall:
         steps |= {attributed.fall.low, attributed.fall.step, attributed.fall.high}
@@ -169,7 +169,7 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Return a database of evenly spaced steps with `MOST_TOKENS` tokens together, and in words which steps these are."""
+    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens in total, and a text that says which steps."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:
@@ -181,5 +181,5 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:
-    """Return how many steps have `MOST_TOKENS` tokens together: 200 at most, 10 at least."""
+    """Return the number of average steps that hold `MOST_TOKENS` tokens, from 10 to 200."""
     return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

@@ -1,4 +1,4 @@
-"""Files that results are written to: existing files stay, and failures say why."""
+"""Checks for output files: existing files are kept, and write errors are explained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...schemas.errors import FileThere, StorageError, option
 
 
 def refuse(paths: Sequence[Path], force: bool) -> None:
-    """Raise FileThere for a folder, and for an existing file unless `force` replaces it."""
+    """Raise FileThere if a path is a folder, or an existing file without `force`."""
     there = [path for path in paths if path.is_dir() or (path.exists() and not force)]
     if not there:
         return
@@ -23,19 +23,19 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
 def local(path: str | os.PathLike[str]) -> Path:
     """Return an absolute path to write to.
 
-    Raises StorageError for a URL, and if the folder to write into does not exist, so that a typo creates none.
+    Raises StorageError for a URL, and if the parent folder does not exist: a typo must not create folders.
     """
     if "://" in os.fspath(path):
         raise StorageError(f"{path}: reports and figures are written to a local folder; write them there and copy them")
     target = Path(os.path.abspath(os.path.expanduser(path)))
     if not target.parent.is_dir():
-        raise StorageError(f"{path}: there is no folder {target.parent}; make it first, or name another place")
+        raise StorageError(f"{path}: folder {target.parent} does not exist; create it, or choose another path")
     return target
 
 
 @contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise StorageError for errors of the operating system while a file is written."""
+    """Turn an OSError during a write into a StorageError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The terms of a report: title, unit and a short explanation of each series."""
+"""Terms used in a report: title, unit and a short explanation of each series."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "observation": "Judged from one run: what changed first need not be the cause.",
     "intervention": "Judged against a baseline run with the same seeds and one change.",
 }
-"""Words with a hover note in a report -> the note."""
+"""Word -> its hover note in a report."""

@@ -1,4 +1,4 @@
-"""Texts of a report: the notes and marks of its charts, and a sequence in a line."""
+"""Texts of a report: notes and marks of its charts, and one-line descriptions of sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_STEPS = 12
 
 
 def change(one: ChangePoint) -> str:
-    """Say where a series changed."""
+    """Describe a change of a series."""
     what = "jumps" if one.kind == "shift" else "changes slope"
     return f"{what} at step {one.step}{interval_text(one.low, one.high)}: {one.before:.3g} to {one.after:.3g}"
 
@@ -44,14 +44,14 @@ def idle(names: Sequence[str], num: int) -> str:
 
 
 def steps_read(num_read: int, num_steps: int) -> str:
-    """Say which steps of a run a result covers."""
+    """Describe which steps of a run a result covers."""
     if num_read < num_steps:
         return f"{num_read} of {num_steps} evenly spaced steps"
     return f"all {num_steps:,} steps" if num_steps > 1 else "its only step"
 
 
 def sequence(one: TokenSample) -> str:
-    """A sequence in a line."""
+    """Describe a sequence in one line."""
     told = [
         f"{one.num_tokens:,} tokens",
         "" if one.reward is None else f"reward {one.reward:.4g}".replace("nan", "NaN"),
@@ -82,7 +82,7 @@ PROFILES = {
         "A mismatch that grows with entropy comes from uncertain tokens, as expected of rounding.",
     ),
 }  # fmt: skip
-"""Axis of breakdowns -> title, label and note of its chart."""
+"""Breakdown -> title, axis label and note of its chart."""
 RATIO_SPLIT = (
     "Variance over tokens of the two parts of ln ratio: the mismatch d = train - rollout, and the policy's drift "
     "= current - train. Drift is intended and clipped; mismatch is neither."

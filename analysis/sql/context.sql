@@ -1,7 +1,7 @@
--- Pairs of passes with what else was recorded of their tokens.
+-- Pairs of passes with other recorded data of their tokens.
 
--- pair_entropies(a, b): one row a response token; entropy (nats) and the gap between the two best tokens (nats) as pass b
--- recorded them, else pass a, else the pass current at the loss's first use of the sequence.
+-- pair_entropies(a, b): one row per response token; entropy and the gap between the two most probable tokens (nats), from
+-- pass b, else pass a, else the pass current at the loss's first use of the sequence.
 CREATE OR REPLACE MACRO pair_entropies(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position, mask, entropy, top2_gap,
            logprob_a::DOUBLE AS logprob_a, logprob_b::DOUBLE AS logprob_b, logprob_a::DOUBLE - logprob_b::DOUBLE AS d
@@ -22,7 +22,7 @@ CREATE OR REPLACE MACRO pair_entropies(a, b) AS TABLE
         WHERE scores_a."pass" = a AND scores_b."pass" = b
     );
 
--- pair_now(a, b, now): one row a (response token, inner iteration of pass now): d = logprob(a) - logprob(b), and
+-- pair_now(a, b, now): one row per (response token, inner iteration of pass now): d = logprob(a) - logprob(b), and
 -- stale = logprob(now) - logprob(a); nats.
 CREATE OR REPLACE MACRO pair_now(a, b, now) AS TABLE
     SELECT run, step, seq_id, group_id, iteration, position, mask, advantage, logprob_a, logprob_b, logprob_current,
@@ -43,5 +43,5 @@ CREATE OR REPLACE MACRO pair_now(a, b, now) AS TABLE
         WHERE scores_a."pass" = a AND scores_b."pass" = b AND scores_now."pass" = now
     );
 
--- pair_current(a, b): the same of the pass inside the loss, where stale is what the updates since sampling have moved.
+-- pair_current(a, b): pair_now for the pass inside the loss; stale is the change due to updates since sampling.
 CREATE OR REPLACE MACRO pair_current(a, b) AS TABLE SELECT * EXCLUDE (group_id) FROM pair_now(a, b, 'current');

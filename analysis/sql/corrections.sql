@@ -1,22 +1,22 @@
--- Corrections as counterfactuals: what a rule would have kept of the recorded tokens, and with which weights.
+-- Counterfactual corrections: which recorded tokens a rule would have kept, and with which weights.
 --   rho_t = exp(d) of a token, rho_seq = exp(sum of d) and rho_geo = exp(mean of d) of a sequence, d = logprob(a) - logprob(b).
---   Exponents are clamped to 20 nats either way, as verl does: exp(20) is 4.9e8.
--- The table correction_rules has one row a rule. Every rule treats the tokens alike whose ratios lie in one interval between the
--- rules' token bounds, so that tokens are read once, however many rules there are.
+--   Exponents are clamped to +-20 nats, as in verl: exp(20) is 4.9e8.
+-- The table correction_rules has one row per rule. Zones are the intervals between the token bounds of all rules; a rule treats
+-- all tokens of a zone equally, so tokens are read once for any number of rules.
 
--- NULL stays NULL, which greatest and least would pass over.
+-- NULL stays NULL; greatest and least would ignore it.
 CREATE OR REPLACE MACRO clamped(x) AS CASE WHEN x IS NOT NULL THEN greatest(least(x, 20.0::DOUBLE), -20.0::DOUBLE) END;
 
--- The weight that a ratio gets: itself from low to high; above, high where the rule truncates; else 0.
+-- Weight of a ratio: the ratio within [low, high]; above, high if the rule truncates; else 0.
 CREATE OR REPLACE MACRO corrected(ratio, low, high, truncates) AS
     CASE WHEN ratio < low THEN 0.0 WHEN ratio <= high THEN ratio WHEN truncates THEN high ELSE 0.0 END;
 
--- What becomes of a ratio: 0 cut, 1 truncated to high, 2 left as it is.
+-- Treatment of a ratio: 0 cut, 1 truncated to high, 2 unchanged.
 CREATE OR REPLACE MACRO treatment(ratio, low, high, truncates) AS
     CASE WHEN ratio < low THEN 0 WHEN ratio <= high THEN 2 WHEN truncates THEN 1 ELSE 0 END;
 
--- correction_lists(a, b, of_run, first_step, last_step): the lists of logprobs of the sequences that both passes have, the mask,
--- empty where every token counts, and the advantages, empty where one is of the whole sequence. NULL asks for all.
+-- correction_lists(a, b, of_run, first_step, last_step): logprob lists of the sequences scored in both passes, with the mask
+-- (empty if every token counts) and the advantages (empty if recorded per sequence). A NULL argument selects all.
 CREATE OR REPLACE MACRO correction_lists(a, b, of_run, first_step, last_step) AS TABLE
     SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
            coalesce(scores_a.logprobs, []::FLOAT[]) AS logprobs_a, coalesce(scores_b.logprobs, []::FLOAT[]) AS logprobs_b,
@@ -30,9 +30,8 @@ CREATE OR REPLACE MACRO correction_lists(a, b, of_run, first_step, last_step) AS
       AND (first_step IS NULL OR (s.step >= first_step AND scores_a.step >= first_step AND scores_b.step >= first_step))
       AND (last_step IS NULL OR (s.step <= last_step AND scores_a.step <= last_step AND scores_b.step <= last_step));
 
--- correction_zones(a, b): one row a (sequence, sign of the advantage, zone of the ratio); zones are the intervals between the
--- rules' token bounds, NULL for tokens with a logprob that is not finite. `ratio` is one of the zone's, max_k2 and min_ratio
--- are the whole sequence's. c is d, clamped.
+-- correction_zones(a, b): one row per (sequence, sign of the advantage, zone of the ratio); the zone is NULL for tokens whose
+-- logprob is not finite. `ratio` is any ratio of the zone; max_k2 and min_ratio are over the whole sequence. c is d, clamped.
 CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE
     SELECT run, step, sequence, zone.*
     FROM (
@@ -41,9 +40,9 @@ CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE
         FROM correction_lists(a, b, NULL, NULL, NULL)
     );
 
--- correction_groups(a, b, by_step, by_length): one row a rule, of a run, a step of it, or a quarter of its sequences by length.
---   {sequence_class} numbers the intervals between the rules' bounds on sequences. Rules treat sequences of one class alike, and
---   so sums over classes are all that they need: with millions of sequences there are some hundred classes.
+-- correction_groups(a, b, by_step, by_length): one row per rule and run, step, or quarter of the run's sequences by length.
+--   {sequence_class} numbers the intervals between the rules' bounds on sequences. A rule treats all sequences of a class
+--   equally, so sums over classes suffice: millions of sequences fall into a few hundred classes.
 CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
     WITH zones AS MATERIALIZED (
         FROM correction_zones(a, b)
@@ -80,7 +79,7 @@ CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
         FROM whole
         GROUP BY run, step, quarter
     ),
-    -- Any sequence of a class stands for it before a rule.
+    -- A rule gives the same result for any sequence of a class.
     judged AS (
         SELECT class, rules.*,
                sum_c BETWEEN sum_low AND sum_high AND mean_c BETWEEN mean_low AND mean_high
@@ -141,7 +140,7 @@ CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
         GROUP BY ALL
     ),
     weighed AS (
-        -- treatment: 0 cut, 1 truncated, 2 as it is; sum_weight before what is thrown out.
+        -- treatment: 0 cut, 1 truncated, 2 unchanged; sum_weight includes rejected sequences.
         SELECT *, CASE WHEN is_kept THEN weighing ELSE 0 END AS treatment,
                CASE weighing WHEN 0 THEN 0 WHEN 1 THEN num * high
                     ELSE CASE level WHEN 'none' THEN num WHEN 'token' THEN sum_ratio ELSE sum_seq_ratio END END AS sum_weight,
@@ -212,7 +211,7 @@ CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
     LEFT JOIN of_sequences USING (run, step, quarter, place)
     ORDER BY run, step, quarter, place;
 
--- By run, by step, and by quarter of the lengths.
+-- By run, by step, and by length quartile.
 CREATE OR REPLACE MACRO correction_runs(a, b) AS TABLE
     SELECT * EXCLUDE (step, quarter, shortest, longest) FROM correction_groups(a, b, false, false);
 

@@ -1,5 +1,5 @@
--- pair_distributions(a, b): one row a response token whose distribution both passes captured; nats, see docs/reference/sql.md.
--- compare_distributions is a Python function; it is given at most 128 tokens of a sequence at a time.
+-- pair_distributions(a, b): one row per response token whose distribution both passes captured; nats, see docs/reference/sql.md.
+-- compare_distributions is a Python function; it gets at most 128 tokens of a sequence at a time.
 CREATE OR REPLACE MACRO pair_distributions(a, b) AS TABLE
     SELECT run, step, seq_id, group_id, iteration_a, iteration_b, position, token_id, mask,
            {measures}
@@ -30,14 +30,14 @@ CREATE OR REPLACE MACRO pair_distributions(a, b) AS TABLE
         )
     );
 
--- num_captured(a, b): sequences of which both passes captured distributions, without reading any.
+-- num_captured(a, b): number of sequences with captured distributions in both passes, without reading any.
 CREATE OR REPLACE MACRO num_captured(a, b) AS TABLE
     SELECT count(*) AS num_captured
     FROM (SELECT run, step, seq_id FROM scores WHERE "pass" = a AND dense IS NOT NULL)
     JOIN (SELECT run, step, seq_id FROM scores WHERE "pass" = b AND dense IS NOT NULL) USING (run, step, seq_id);
 
--- Statistics of pair_distributions over the tokens that count in the loss, by sequence, step or run. A mean or largest
--- value is there where every token has the exact one; the bounds are there in any case.
+-- Statistics of pair_distributions over the tokens that count in the loss, by sequence, step or run. Means and maxima are NULL
+-- unless every token has the exact value; bounds are always present.
 CREATE OR REPLACE MACRO distribution_groups(a, b, by_step, by_sequence) AS TABLE
     SELECT run,
            CASE WHEN by_step THEN step END AS step,

@@ -1,5 +1,5 @@
--- Statistics of groups of sequences. The rows that they are made from have, beside the columns of sums: grouped_step; peak and top_d,
--- the largest sum_d and peak_d of the group; off_a and off_b, how far the mean of a sequence's probabilities lies off the median one.
+-- Statistics of groups of sequences. Input rows have the columns of sums and: grouped_step; peak and top_d, the largest sum_d
+-- and peak_d of the group; off_a and off_b, the mean of a sequence's probabilities minus the group's median of these.
 SELECT grouped.run, grouped.step, num_sequences, grouped.num_tokens, num_nan, num_inf,
        -total_d / grouped.num_tokens AS k1,
        total_d2 / 2 / grouped.num_tokens AS k2,

@@ -1,5 +1,5 @@
--- Sums and quantiles of a pair: kept ones where the trace has them for every sequence of the pair, else computed here.
--- {covered} and {run_covered} list these pairs; a constant condition on the pair's names lets DuckDB drop the other branch unread.
+-- Sums and quantiles of a pair: stored ones if the trace has them for every sequence of the pair, else computed here.
+-- {covered} and {run_covered} list the pairs with stored ones; the condition is constant, so DuckDB drops the other branch.
 
 CREATE OR REPLACE MACRO is_covered(a, b) AS (a || ' ' || b) IN ({covered});
 CREATE OR REPLACE MACRO is_run_covered(a, b) AS (a || ' ' || b) IN ({run_covered});
@@ -38,7 +38,7 @@ CREATE OR REPLACE MACRO run_cuts(a, b) AS TABLE
         GROUP BY run
     );
 
--- Statistics of groups that are kept, without quantiles.
+-- Stored statistics of groups, without quantiles.
 CREATE OR REPLACE MACRO kept_groups(a, b, by_step) AS TABLE
     SELECT run, step, {statistics}
     FROM step_statistics
@@ -48,7 +48,7 @@ CREATE OR REPLACE MACRO kept_groups(a, b, by_step) AS TABLE
     FROM run_statistics
     WHERE pass_a = CASE WHEN NOT by_step AND is_run_covered(a, b) THEN a END AND pass_b = b;
 
--- Quantiles of single sequences are not kept.
+-- Quantiles of single sequences are not stored.
 CREATE OR REPLACE MACRO sequence_cuts(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b,
            cuts[1] AS p50_abs_d, cuts[2] AS p95_abs_d, cuts[3] AS p99_abs_d

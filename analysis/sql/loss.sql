@@ -1,13 +1,13 @@
--- What a ratio adds to a loss, a row at a time. The options are those of schemas.loss.Loss, with the same names and defaults; the
--- rules are those of analysis.statistics.loss. What a framework logs of its own clip follows its code, and is in its file.
+-- Scalar macros for the term of a ratio in a loss. Options have the names and defaults of schemas.loss.Loss; rules are those of
+-- analysis.statistics.loss. Clip metrics as frameworks log them are in the frameworks' own files.
 
--- clamped_exp(x): exp of a log-ratio, which is clamped to 20 nats either way.
+-- clamped_exp(x): exp of a log-ratio clamped to +-20 nats.
 CREATE OR REPLACE MACRO clamped_exp(x) AS exp(greatest(least(x, 20.0), -20.0));
 
--- vespo_log(ratio): ln of a ratio within the bounds of vespo, 1e-8 to exp(20).
+-- vespo_log(ratio): ln of a ratio clamped to vespo's bounds, 1e-8 to exp(20).
 CREATE OR REPLACE MACRO vespo_log(ratio) AS CASE WHEN ratio > 1e-8 THEN least(ln(ratio), 20.0) ELSE ln(1e-8) END;
 
--- vespo_log_weight(log_ratio, k, decay): ln of vespo's phi, of a log-ratio within these bounds; decay is its lambda.
+-- vespo_log_weight(log_ratio, k, decay): ln of vespo's phi for a log-ratio within these bounds; decay is its lambda.
 CREATE OR REPLACE MACRO vespo_log_weight(log_ratio, k, decay) AS
     greatest(decay, 1e-4)::DOUBLE + k::DOUBLE * log_ratio - greatest(decay, 1e-4)::DOUBLE * exp(log_ratio);
 
@@ -15,7 +15,7 @@ CREATE OR REPLACE MACRO vespo_log_weight(log_ratio, k, decay) AS
 CREATE OR REPLACE MACRO sapo_gate(ratio, temperature) AS
     4.0::DOUBLE / temperature / (1 + exp(-temperature::DOUBLE * (ratio - 1)));
 
--- clip_top(...), clip_bottom(...): the clip rule: between which ratios a loss leaves a term as it is, by the sign of the advantage.
+-- clip_top(...), clip_bottom(...): the range of ratios in which a loss does not clip, by the sign of the advantage.
 CREATE OR REPLACE MACRO clip_top(advantage, kind, clip_high, clip_hard) AS CASE kind
     WHEN 'ppo_clip' THEN CASE WHEN advantage > 0 THEN least(1 + clip_high, coalesce(clip_hard, 'inf'::DOUBLE))
                               ELSE greatest(1 + clip_high, coalesce(clip_hard, 'inf'::DOUBLE)) END
@@ -24,10 +24,10 @@ CREATE OR REPLACE MACRO clip_top(advantage, kind, clip_high, clip_hard) AS CASE 
 CREATE OR REPLACE MACRO clip_bottom(advantage, kind, clip_low) AS
     CASE WHEN kind = 'ppo_clip' AND NOT advantage > 0 THEN 1 - clip_low ELSE '-inf'::DOUBLE END;
 
--- log_bound(ratio): ln of a bound; of none above 0 it is -inf.
+-- log_bound(ratio): ln of a bound; -inf if the bound is not above 0.
 CREATE OR REPLACE MACRO log_bound(ratio) AS CASE WHEN ratio > 0 THEN ln(ratio) ELSE '-inf'::DOUBLE END;
 
--- loss_term(...): f_A(ratio), what a token adds to the objective; of cispo and vespo the weight on grad log p.
+-- loss_term(...): f_A(ratio), a token's contribution to the objective; for cispo and vespo the weight on grad log p.
 CREATE OR REPLACE MACRO loss_term(
     ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
     sapo_temperature_pos := 1.0, sapo_temperature_neg := 1.05,
@@ -42,7 +42,7 @@ CREATE OR REPLACE MACRO loss_term(
                   ELSE vespo_log_weight(vespo_log(ratio), vespo_k_neg, vespo_lambda_neg) END) * advantage
     ELSE error('kind: ppo_clip, reinforce, cispo, sapo or vespo') END;
 
--- loss_log_weight(...): ln of f_A(ratio) / A, from a log-ratio: what multiplies the advantage after the clip.
+-- loss_log_weight(...): ln of f_A(ratio) / A, the factor on the advantage after the clip, from a log-ratio.
 CREATE OR REPLACE MACRO loss_log_weight(
     log_ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
     sapo_temperature_pos := 1.0, sapo_temperature_neg := 1.05,
@@ -58,20 +58,20 @@ CREATE OR REPLACE MACRO loss_log_weight(
               ELSE vespo_log_weight(vespo_log(clamped_exp(log_ratio)), vespo_k_neg, vespo_lambda_neg) END
     ELSE error('kind: ppo_clip, reinforce, cispo, sapo or vespo') END;
 
--- loss_clips(...): whether the ratio is beyond the bound that holds for the sign of the advantage; reinforce, sapo and vespo have
--- no bound.
+-- loss_clips(...): true if the ratio is beyond the bound for the sign of the advantage; reinforce, sapo and vespo have none.
 CREATE OR REPLACE MACRO loss_clips(
     ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL
 ) AS advantage <> 0 AND (ratio > clip_top(advantage, kind, clip_high, clip_hard) OR ratio < clip_bottom(advantage, kind, clip_low));
 
--- loss_has_gradient(...): whether a token has a gradient. A clipped one has none under ppo_clip; under cispo its weight is the bound.
+-- loss_has_gradient(...): true if a token has a gradient. A clipped token has none under ppo_clip; under cispo it is weighted by
+-- the bound.
 CREATE OR REPLACE MACRO loss_has_gradient(
     ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL
 ) AS advantage <> 0 AND NOT (kind = 'ppo_clip' AND loss_clips(
     ratio, advantage, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard
 ));
 
--- correction_weight(...): what the loss's correction multiplies a token's term by; log_ratio is d, of the token or the sequence.
+-- correction_weight(...): the weight of the loss's correction on a token's term; log_ratio is d of the token or the sequence.
 CREATE OR REPLACE MACRO correction_weight(log_ratio, correction, correction_low, correction_high) AS
     CASE WHEN correction = 'none' THEN 1.0
          WHEN correction IN ('token_truncate', 'sequence_truncate')

@@ -1,7 +1,7 @@
--- Scalar macros that the statistics share.
+-- Scalar macros shared by the statistics.
 
 -- exp(x) - 1 - x, accurate for every x: the plain form loses all digits below 1e-8 (relative error 160 at 1e-9).
--- Below 0.02 the series to x^8 is within 1e-14 of it; exp(x) - 1 = 2 exp(x / 2) sinh(x / 2).
+-- Below 0.02 a series to x^8 is accurate to 1e-14; above, exp(x) - 1 = 2 exp(x / 2) sinh(x / 2).
 CREATE OR REPLACE MACRO expm1_minus(x) AS
     CASE WHEN abs(x) < 0.02
          THEN x * x * (0.5 + x * (1 / 6.0::DOUBLE + x * (1 / 24.0::DOUBLE + x * (1 / 120.0::DOUBLE
@@ -17,8 +17,8 @@ CREATE OR REPLACE MACRO expm1(x) AS
          ELSE exp(x) - 1
     END;
 
--- What a number is to torch. min and max give NaN where one value is NaN, std is of n - 1, and comparisons with NaN are
--- false: to DuckDB NaN is the largest number, and a deviation of what is not finite an error.
+-- Statistics with torch's semantics: min and max return NaN if any value is NaN, std divides by n - 1, and comparisons with NaN
+-- are false. In DuckDB NaN is the largest number, and the deviation of non-finite values is an error.
 CREATE OR REPLACE MACRO torch_min(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE min(x) END;
 CREATE OR REPLACE MACRO torch_max(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE max(x) END;
 CREATE OR REPLACE MACRO torch_std(x) AS
@@ -35,9 +35,9 @@ CREATE OR REPLACE MACRO above(x, bound) AS (x > bound AND NOT isnan(x));
 CREATE OR REPLACE MACRO below(x, bound) AS (x < bound AND NOT isnan(x));
 CREATE OR REPLACE MACRO torch_clamp(x, lower, upper) AS CASE WHEN isnan(x) THEN x ELSE greatest(least(x, upper), lower) END;
 
--- A variance that rounding made negative is 0; NaN stays NaN.
+-- Variance floored at 0 against rounding; NaN stays NaN.
 CREATE OR REPLACE MACRO floored(x) AS CASE WHEN x < 0 THEN 0.0 ELSE x END;
 
--- A sum and a mean that add in one order, so that threads do not change the last digits.
+-- Sum and mean in a fixed order, so that threads do not change the last digits.
 CREATE OR REPLACE MACRO sum_in_order(x, place) AS sum(x ORDER BY place);
 CREATE OR REPLACE MACRO mean_in_order(x, place) AS sum(x ORDER BY place) / count(x);

@@ -1,4 +1,4 @@
--- The steps of a range in which a pair's kept sums and the scores do not name the same rows, or that lack quantiles or a histogram.
+-- Steps of a range whose stored sums of a pair do not match the scores row for row, or lack quantiles or a histogram.
 WITH keys AS (
     SELECT step, seq_id, iteration_a, iteration_b FROM pair_keys({a}, {b}, {run}, {first_step}, {last_step})
 ),

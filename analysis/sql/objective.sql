@@ -1,11 +1,12 @@
--- What the mismatch does to an objective, a token a row: d = train - rollout, drift = current - train (nats), rho* = exp(d + drift).
--- The options are those of schemas.loss.Loss, with the same names and defaults; `now` is the pass inside the loss, which is
--- 'current', or 'train' where that was not recorded.
+-- Effect of the mismatch on an objective, per token: d = train - rollout, drift = current - train (nats), rho* = exp(d + drift).
+-- Options have the names and defaults of schemas.loss.Loss; `now` is the pass inside the loss: 'current', or 'train' if that
+-- was not recorded.
 
--- objective_tokens(train, rollout, now, ...): one row a (response token, inner iteration) that counts, has an advantage, and
--- a finite logprob in all three passes; term_applied = weight f(ratio_used), of vespo f(weight ratio_used), and
--- bias = term_applied - f(ratio_true); bias_unclipped is that of the importance-weighted term without the loss's clip. Where the loss takes one ratio of a whole sequence, its tokens share it; vespo does at
--- every level, and multiplies ratios that lie within exp(20) either way.
+-- objective_tokens(train, rollout, now, ...): one row per (response token, inner iteration) that counts, has an advantage, and
+-- a finite logprob in all three passes; term_applied = weight f(ratio_used), for vespo f(weight ratio_used), and
+-- bias = term_applied - f(ratio_true); bias_unclipped is the bias of the importance-weighted term without the loss's clip. With
+-- a sequence-level ratio, all tokens of the sequence share it; vespo shares it at every level, as the product of token ratios
+-- clamped to exp(+-20).
 CREATE OR REPLACE MACRO objective_tokens(
     train, rollout, now, kind := 'ppo_clip', level := 'token', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
     denominator := 'train', correction := 'none', correction_low := NULL, correction_high := NULL,
@@ -81,8 +82,8 @@ CREATE OR REPLACE MACRO objective_tokens(
         )
     );
 
--- objective_steps(train, rollout, now, ...): one row a step and inner iteration, over its tokens, each counting alike; see
--- loss_shares for what the loss weighs them by.
+-- objective_steps(train, rollout, now, ...): one row per step and inner iteration, with all tokens weighted equally; see
+-- loss_shares for the loss's weights.
 CREATE OR REPLACE MACRO objective_steps(
     train, rollout, now, kind := 'ppo_clip', level := 'token', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
     denominator := 'train', correction := 'none', correction_low := NULL, correction_high := NULL,
@@ -114,11 +115,11 @@ CREATE OR REPLACE MACRO objective_steps(
     GROUP BY run, step, iteration
     ORDER BY run, step, iteration;
 
--- loss_shares(now, ...): one row a (sequence, inner iteration) that went through the loss; share is what the loss multiplies
--- each of its tokens' terms by. num_tokens counts by the mask alone, and a row without a token counts in num_rows: sum(share *
--- term_applied) of objective_tokens is minus the policy part of the loss, but of cispo and vespo. micro_token_mean takes the
--- update as one batch where forwards were not recorded; sequence shares its one term out over the sequence's tokens; `constant`
--- is the loss's max_tokens, which is the name of a column here.
+-- loss_shares(now, ...): one row per (sequence, inner iteration) that went through the loss; share is the loss's factor on each
+-- token's term. num_tokens depends on the mask only, and rows without tokens count in num_rows, so that sum(share *
+-- term_applied) of objective_tokens is minus the policy part of the loss, except for cispo and vespo. micro_token_mean treats
+-- the update as one batch if forwards were not recorded; `sequence` divides its single term among the sequence's tokens;
+-- `constant` is the loss's max_tokens (a column here has that name).
 CREATE OR REPLACE MACRO loss_shares(now, aggregation := 'token_mean', constant := NULL) AS TABLE
     SELECT run, step, seq_id, iteration, num_tokens, num_rows,
            CASE WHEN aggregation IN ('token_mean', 'batch_token_mean') THEN 1.0 / greatest(num_update_tokens, 1)

@@ -1,6 +1,6 @@
--- Agreement of two passes' router choices. A token counts in a layer where both passes routed it.
+-- Agreement of two passes' router choices. A token counts in a layer if both passes routed it there.
 
--- routed_rows(a, b): where the choices lie of the sequences that both passes have some of.
+-- routed_rows(a, b): storage locations of the choices, for sequences with choices in both passes.
 CREATE OR REPLACE MACRO routed_rows(a, b) AS TABLE
     SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
            s.num_prompt_tokens::BIGINT AS num_prompt_tokens, s.num_response_tokens::BIGINT AS num_response_tokens,
@@ -13,13 +13,13 @@ CREATE OR REPLACE MACRO routed_rows(a, b) AS TABLE
     WHERE scores_a."pass" = a AND scores_b."pass" = b
       AND scores_a.routing IS NOT NULL AND scores_b.routing IS NOT NULL;
 
--- moe_layers(a): the decoder layers that have a router, by the contract of pass a; NULL where it does not name them.
+-- moe_layers(a): the decoder layers with a router, from the contract of pass a; NULL if it does not list them.
 CREATE OR REPLACE MACRO moe_layers(a) AS TABLE
     SELECT DISTINCT run, contract, (contract_json -> '$.model.moe_layers')::BIGINT[] AS layers
     FROM passes
     WHERE "pass" = a;
 
--- routing_sums(a, b): one row a (sequence, layer).
+-- routing_sums(a, b): one row per (sequence, layer).
 CREATE OR REPLACE MACRO routing_sums(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, coalesce(layers[place], place - 1) AS layer,
            found.num_tokens, found.num_same_experts, found.num_same_order, found.sum_overlap,
@@ -35,7 +35,7 @@ CREATE OR REPLACE MACRO routing_sums(a, b) AS TABLE
     )
     LEFT JOIN moe_layers(a) USING (run, contract);
 
--- routing_groups(a, b, by_step): one row a (run, step, layer), or a (run, layer) with step NULL.
+-- routing_groups(a, b, by_step): one row per (run, step, layer), or per (run, layer) with step NULL.
 CREATE OR REPLACE MACRO routing_groups(a, b, by_step) AS TABLE
     SELECT run, CASE WHEN by_step THEN step END AS step, layer,
            sum(num_tokens)::BIGINT AS num_tokens,
@@ -53,8 +53,8 @@ CREATE OR REPLACE MACRO pair_routing(a, b) AS TABLE
 CREATE OR REPLACE MACRO pair_routing_layers(a, b) AS TABLE
     SELECT * EXCLUDE (step) FROM routing_groups(a, b, false);
 
--- pair_routing_tokens(a, b): one row a response token. The token's logprob comes from the forward of the token before
--- it, and it is the routing of that one that is compared.
+-- pair_routing_tokens(a, b): one row per response token. A token's logprob is computed at the previous token, so the routing of
+-- the previous token is compared.
 CREATE OR REPLACE MACRO pair_routing_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position,
            found.num_layers AS num_layers, found.num_layers_differing AS num_layers_differing

@@ -1,28 +1,28 @@
--- From sums to statistics. Units: d in nats; k1, k2, k3 in nats; the rest has no unit unless its name says so.
+-- Statistics from sums. d, k1, k2 and k3 are in nats; the others are dimensionless unless the name has a unit.
 --   k1 = mean(-d), k2 = mean(d^2 / 2), k3 = mean(exp(d) - 1 - d)       http://joschu.net/blog/kl-approx.html
 --   share_outside = share of tokens with exp(d) outside [0.8, 1.25]
 --   log_ppl_abs_diff_sum = mean over sequences of |sum d|               arXiv 2602.01826, eq. 8
 --   log_ppl_abs_diff_mean = mean over sequences of |mean d|             verl, rollout_corr/log_ppl_abs_diff
 --   ess_token = (sum w)^2 / (n sum w^2) with w = exp(d); ess_sequence the same with w = exp(sum d) of a sequence; both are
---   added up relative to the largest w
---   quantile_error = relative error of p50, p95 and p99 of a run, at most; 0 where they are exact
+--   summed relative to the largest w
+--   quantile_error = maximum relative error of p50, p95 and p99 of a run; 0 if exact
 --   chi2_token = mean(exp(2 d)) - 1; chi2_sequence = mean(exp(2 sum d)) - 1, neither clamped
--- Sequence means are over the sequences that have a token to compare.
+-- Sequence means are over the sequences with a comparable token.
 
--- Of sums of x, y, x^2, y^2 and x y that are taken around (about) the means, so that no difference here cancels.
+-- Correlation from sums of x, y, x^2, y^2 and x y centred near the means, so that differences do not cancel.
 CREATE OR REPLACE MACRO correlation(n, x, y, xx, yy, xy) AS
     CASE WHEN n * xx - x * x > 0 AND n * yy - y * y > 0
          THEN torch_clamp((n * xy - x * y) / (sqrt(n * xx - x * x) * sqrt(n * yy - y * y)), -1.0, 1.0)
     END;
 
--- The mean of a sequence's probabilities less the largest of all, exp(top), in units of the latter.
+-- Mean of a sequence's probabilities minus the overall maximum exp(top), divided by exp(top).
 CREATE OR REPLACE MACRO fall_from(top, peak, mean_fall) AS expm1(peak - top) + exp(peak - top) * mean_fall;
 
--- Sums that lose no digits to the order of the rows; an infinity stays one.
+-- Sums whose digits do not depend on row order; infinities propagate.
 CREATE OR REPLACE MACRO total(x) AS CASE WHEN isfinite(sum(x)) THEN fsum(x) ELSE sum(x) END;
 CREATE OR REPLACE MACRO average(x) AS total(x) / count(x);
 
--- One row of statistics a sequence: pair_sequences(a, b).
+-- pair_sequences(a, b): one row of statistics per sequence.
 CREATE OR REPLACE MACRO pair_sequences(a, b) AS TABLE
     SELECT sums.run, sums.step, sums.seq_id, sums.iteration_a, sums.iteration_b,
            (sum_d IS NOT NULL)::INTEGER AS num_sequences, sums.num_tokens, num_nan, num_inf,
@@ -46,12 +46,12 @@ CREATE OR REPLACE MACRO pair_sequences(a, b) AS TABLE
     LEFT JOIN sequence_cuts(a, b) USING (run, step, seq_id, iteration_a, iteration_b)
     ORDER BY sums.run, sums.step, sums.seq_id, sums.iteration_a, sums.iteration_b;
 
--- Statistics from sums, without quantiles, of the steps of a range, or of runs with step NULL: group_statistics(a, b, by_step,
--- of_runs, first_step, last_step); NULL asks for all runs, or leaves an end of the range open.
+-- group_statistics(a, b, by_step, of_runs, first_step, last_step): statistics without quantiles, per step of a range, or per run
+-- with step NULL. A NULL argument selects all runs or leaves that end of the range open.
 CREATE OR REPLACE MACRO group_statistics(a, b, by_step, of_runs, first_step, last_step) AS TABLE
     {statistics_of_groups};
 
--- The same with places for quantiles: pair_groups(a, b, by_step). Kept rows are read where there are any.
+-- pair_groups(a, b, by_step): the same with NULL columns for quantiles; reads stored rows if available.
 CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
     SELECT run, step, num_sequences, num_tokens, num_nan, num_inf, k1, k2, k3, mean_abs_d, rms_d,
            NULL::DOUBLE AS p50_abs_d, NULL::DOUBLE AS p95_abs_d, NULL::DOUBLE AS p99_abs_d, NULL::DOUBLE AS quantile_error,
@@ -66,7 +66,7 @@ CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
         )
     );
 
--- One row of statistics a step. Its condition on step reaches the files of both sides, since the join is by equality.
+-- One row of statistics per step. The join is by equality, so a condition on step is pushed down to the files of both sides.
 CREATE OR REPLACE MACRO pair_steps(a, b) AS TABLE
     SELECT grouped.* EXCLUDE (quantile_error)
            REPLACE (cuts.p50_abs_d AS p50_abs_d, cuts.p95_abs_d AS p95_abs_d, cuts.p99_abs_d AS p99_abs_d)
@@ -74,7 +74,7 @@ CREATE OR REPLACE MACRO pair_steps(a, b) AS TABLE
     LEFT JOIN step_cuts(a, b) AS cuts ON cuts.run = grouped.run AND cuts.step = grouped.step
     ORDER BY grouped.run, grouped.step;
 
--- One row of statistics a run.
+-- One row of statistics per run.
 CREATE OR REPLACE MACRO pair_runs(a, b) AS TABLE
     SELECT grouped.* EXCLUDE (step)
            REPLACE (cuts.p50_abs_d AS p50_abs_d, cuts.p95_abs_d AS p95_abs_d, cuts.p99_abs_d AS p99_abs_d,

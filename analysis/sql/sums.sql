@@ -1,4 +1,4 @@
--- pair_tokens(...): the tokens that count, with d NULL where it is not finite. It reads no token ids.
+-- pair_tokens(...): the tokens that count, with d NULL if not finite. Does not read token ids.
 CREATE OR REPLACE MACRO pair_tokens(a, b, of_run, first_step, last_step) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_b,
            isnan(logprob_a) OR isnan(logprob_b) AS is_nan,
@@ -26,7 +26,7 @@ CREATE OR REPLACE MACRO pair_tokens(a, b, of_run, first_step, last_step) AS TABL
     )
     WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL;
 
--- pair_keys(a, b, of_run, first_step, last_step): which sequences have a row of both passes; it reads no list.
+-- pair_keys(a, b, of_run, first_step, last_step): sequences with a row in both passes. Does not read lists.
 CREATE OR REPLACE MACRO pair_keys(a, b, of_run, first_step, last_step) AS TABLE
     SELECT scores_a.run, scores_a.step, scores_a.seq_id,
            scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b
@@ -38,8 +38,8 @@ CREATE OR REPLACE MACRO pair_keys(a, b, of_run, first_step, last_step) AS TABLE
       AND (first_step IS NULL OR (scores_a.step >= first_step AND scores_b.step >= first_step))
       AND (last_step IS NULL OR (scores_a.step <= last_step AND scores_b.step <= last_step));
 
--- pair_lists(a, b, of_runs, first_step, last_step): the lists of logprobs of the rows that both passes have, empty where there
--- is none or no sequence, and the mask, empty where every token counts.
+-- pair_lists(a, b, of_runs, first_step, last_step): logprob lists of the rows in both passes (empty if missing or without a
+-- sequence), and the mask (empty if every token counts).
 CREATE OR REPLACE MACRO pair_lists(a, b, of_runs, first_step, last_step) AS TABLE
     SELECT scores_a.run, scores_a.step, scores_a.seq_id,
            scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
@@ -55,10 +55,10 @@ CREATE OR REPLACE MACRO pair_lists(a, b, of_runs, first_step, last_step) AS TABL
       AND (first_step IS NULL OR (scores_a.step >= first_step AND scores_b.step >= first_step))
       AND (last_step IS NULL OR (scores_a.step <= last_step AND scores_b.step <= last_step));
 
--- sums_of_tokens(a, b, of_runs, first_step, last_step): the sums of sums/ computed from tokens; NULL asks for all runs, or
--- leaves an end of the range of steps open.
--- A token is in the sums when it counts in the loss and both passes have a finite logprob for it; NaN and infinities
--- are counted, and in no sum.
+-- sums_of_tokens(a, b, of_runs, first_step, last_step): the sums of sums/ computed from tokens. A NULL argument selects all runs
+-- or leaves that end of the range of steps open.
+-- A token is summed if it counts in the loss and both passes have a finite logprob for it; NaN and infinities are only
+-- counted.
 CREATE OR REPLACE MACRO sums_of_tokens(a, b, of_runs, first_step, last_step) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sums.*
     FROM (

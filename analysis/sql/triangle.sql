@@ -1,4 +1,4 @@
--- triangle(a, b, c): one row a response token that three passes gave a finite logprob and that the loss counts.
+-- triangle(a, b, c): one row per response token that the loss counts and that has a finite logprob in all three passes.
 CREATE OR REPLACE MACRO triangle(a, b, c) AS TABLE
     SELECT run, step, seq_id, position, logprob_a::DOUBLE AS logprob_a, logprob_b::DOUBLE AS logprob_b,
            logprob_c::DOUBLE AS logprob_c

@@ -1,4 +1,4 @@
-"""Types of structs that functions in Python give to SQL."""
+"""Struct types returned to SQL by Python functions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 ARROW = {"INTEGER": pa.int32(), "BIGINT": pa.int64(), "DOUBLE": pa.float64(), "BOOLEAN": pa.bool_()}
-"""Type in SQL -> type in Arrow."""
+"""SQL type -> Arrow type."""
 
 
 def struct_sql(types: Mapping[str, str]) -> str:
-    """The SQL type of a struct with these fields.
+    """Return the SQL type of a struct with these fields.
 
     >>> struct_sql({"num": "BIGINT", "mean": "DOUBLE"})
     'STRUCT(num BIGINT, mean DOUBLE)'
@@ -20,5 +20,5 @@ def struct_sql(types: Mapping[str, str]) -> str:
 
 
 def struct_fields(types: Mapping[str, str]) -> list[pa.Field]:
-    """The same fields in Arrow."""
+    """Return the same fields in Arrow."""
     return [pa.field(name, ARROW[kind]) for name, kind in types.items()]

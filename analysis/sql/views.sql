@@ -1,6 +1,6 @@
 -- Views over the tables of the trace.
 
--- steps: one row a step, from the sequences and what the trainer logged at that step.
+-- steps: one row per step, from the sequences and the trainer's logged values.
 CREATE OR REPLACE VIEW steps AS
     SELECT run, step, num_sequences, num_tokens, mean_response_tokens, max_response_tokens, share_length_limited,
            mean_reward, std_reward, mean_advantage, first_policy_version, last_policy_version,
@@ -31,7 +31,7 @@ CREATE OR REPLACE VIEW steps AS
     ) USING (run, step)
     ORDER BY run, step;
 
--- tokens: one row a response token with what the engine and the trainer gave it; NULL where one gave nothing.
+-- tokens: one row per response token with the values of the engine and the trainer; NULL if missing.
 CREATE OR REPLACE VIEW tokens AS
     SELECT run, step, seq_id, group_id, position, token_id, mask, rollout_logprob, train_logprob,
            train_logprob::DOUBLE - rollout_logprob::DOUBLE AS d,

@@ -1,4 +1,4 @@
-"""The bias of each token's contribution to the objective, as analysis.objective sums it.
+"""Per-token bias of the objective, as analysis.objective sums it.
 
 Shapes: T tokens of one sequence.
 """
@@ -26,13 +26,13 @@ class Bias:
     """The loss whose bias is computed."""
 
     sides: PassRoles | None
-    """The passes it uses; None if no token has a bias."""
+    """The passes it uses; None if the bias cannot be computed."""
     told: str
-    """A sentence: under which loss, or why there is no bias."""
+    """A sentence that names the loss, or says why there is no bias."""
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The passes that it reads."""
+        """The passes to read."""
         return () if self.sides is None else (self.sides.train, self.sides.rollout, self.sides.current)
 
     def of(
@@ -67,7 +67,7 @@ class Bias:
 
 
 def read_bias(database: Database, run: str) -> Bias:
-    """Read the run's loss; a loss over sequences has no bias of single tokens."""
+    """Read the run's loss; a sequence-level loss has no per-token bias."""
     try:
         loss = read_loss(read_hyperparameters(database, run))
     except (InvalidRecord, ValueError) as error:
@@ -75,7 +75,7 @@ def read_bias(database: Database, run: str) -> Bias:
     if loss is None:
         return Bias(sides=None, told="No bias: no known loss was recorded.")
     if loss.level != TOKEN:
-        return Bias(sides=None, told=f"No bias of single tokens: the loss uses ratios of sequences ({loss.level}).")
+        return Bias(sides=None, told=f"No per-token bias: the loss uses sequence-level ratios ({loss.level}).")
     sides = choose_sides(database, loss)
     if sides is None or MISMATCH not in sides.known:
         return Bias(sides=None, told="No bias: one side of the mismatch was not recorded.")

@@ -1,4 +1,4 @@
-"""Which sequences are shown, and the sentences that say so."""
+"""Choose the sequences to show, and describe the choice."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from .steps import LookedAt, SequenceMismatch
 from .token_sample import RANDOM, TYPICAL, WORST, WORST_OF_STEP
 
 PROMPT_TOKENS = 400
-"""The last tokens of a prompt that are shown."""
+"""Number of a prompt's last tokens that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """How many sequences of each sort are shown, and how much of them."""
+    """Limits on the number of sequences and tokens shown."""
 
     worst: int = 24
     random: int = 16
     typical: int = 8
     per_step: int = 1
-    """Worst sequences of each step."""
+    """Worst sequences shown per step."""
     max_steps: int = 200
-    """Steps that show their own worst sequences."""
+    """Maximum number of steps that show their own worst sequences."""
     max_tokens: int = 200_000
-    """Shown tokens of all prompts and responses."""
+    """Maximum tokens shown in total, prompts included."""
     max_sequence_tokens: int = 2_000
-    """Shown response tokens of one sequence."""
+    """Maximum response tokens shown per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Sequences in the order in which they are shown."""
+    """Chosen sequences, in the order shown."""
 
     why: dict[int, tuple[str, ...]]
-    """Place among the gaps -> reasons."""
+    """Index in the SequenceMismatch -> reasons."""
     num_left_out: Counter[str]
-    """Reason -> sequences that were chosen for it alone, or for it first, and left out to stay under max_tokens."""
+    """First reason -> number of sequences left out to stay under max_tokens."""
 
 
 def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
-    """Choose, the worst first, and leave out whole sequences from the end."""
+    """Choose sequences, worst first; whole sequences at the end are dropped to stay under the token limit."""
     compared = np.flatnonzero(gaps.num_compared > 0)
     evenly = np.isin(gaps.steps, [*looked.spread])
     worst = compared[np.lexsort((-gaps.sum_abs_d[compared], -gaps.max_abs_d[compared]))]
@@ -62,13 +62,13 @@ def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
 
 
 def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
-    """By distance from the median of mean |d|."""
+    """Return the rows sorted by distance of mean |d| from its median."""
     mean = gaps.mean_abs_d[rows]
     return rows[np.argsort(np.abs(mean - np.median(mean)), kind="stable")] if len(rows) else rows
 
 
 def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]:
-    """By a hash of step and name: the same ones every time."""
+    """Return rows picked by a hash of step and name, the same in every run."""
     if not num:
         return []
     names = (f"{gaps.steps[row]} {gaps.seq_ids[row]}" for row in rows)
@@ -77,7 +77,7 @@ def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]
 
 
 def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wanted: Wanted) -> list[int]:
-    """The first ones of each step; those of notable steps come first, then the others in the order of steps."""
+    """Return the worst rows of each step: notable steps first, then the others in step order."""
     places: dict[int, list[int]] = {step: [] for step in looked.notable}
     places |= {step: [] for step in looked.steps if step not in places}
     shown = looked.with_worst(wanted.max_steps)
@@ -135,7 +135,7 @@ def _looked(looked: LookedAt, gaps: SequenceMismatch) -> str:
 def _sorts(
     choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
 ) -> Iterable[str]:
-    """Yield a sentence for each sort that is shown."""
+    """Yield one sentence per kind of sequence shown."""
     counts = Counter(reason for reasons in choice.why.values() for reason in reasons)
     searched = "all steps" if looked.is_all else "the searched steps"
     evenly = "all steps" if looked.is_all else "the evenly spaced steps"
@@ -154,4 +154,4 @@ def _sorts(
     }
     yield from (f"{counts[name]:,} {name}: {what}." for name, what in sorts.items() if counts[name])
     if not choice.why:
-        yield "No sequence is shown."
+        yield "No sequences are shown."

@@ -1,6 +1,6 @@
 """Decode single vocabulary entries as the tokenizer's own decoder does.
 
-Tokens are decoded without their neighbours, so bytes of an incomplete character are shown as bytes.
+Each token is decoded alone, so bytes of an incomplete character are shown as bytes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 _MOST, _MOST_BY = 10_000, 100
-"""Maximum characters of a piece and of a replacement, so that a stranger's decoder cannot make a piece grow."""
+"""Maximum characters of a piece and of a replacement, so that an untrusted decoder cannot inflate a piece."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return character -> byte of byte-level BPE: bytes_to_unicode of GPT-2's encoder.py.
+    """Return character -> byte of byte-level BPE, as bytes_to_unicode in GPT-2's encoder.py.
 
-    Printable bytes of Latin-1 stand for themselves, the others are numbered from U+0100.
+    Printable Latin-1 bytes map to themselves, the others to U+0100 and up.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
@@ -33,15 +33,15 @@ class Decoding:
     """The parts of a decoder that affect single tokens."""
 
     byte_level: bool = False
-    """Whether characters stand for bytes (GPT-2, Qwen, Llama 3)."""
+    """True if characters stand for bytes (GPT-2, Qwen, Llama 3)."""
     byte_fallback: bool = False
-    """Whether <0xE2> stands for a byte (SentencePiece)."""
+    """True if <0xE2> stands for a byte (SentencePiece)."""
     replaced: tuple[tuple[str, str], ...] = ()
-    """(old, new), in order: a metaspace or an end of word becomes a space."""
+    """(old, new) replacements, applied in order, e.g. a metaspace or an end-of-word mark by a space."""
     prefix: str | None = None
     """Prefix of pieces that continue a word (WordPiece)."""
     spaced: bool = False
-    """Whether every piece is a word of its own, as without a decoder."""
+    """True if every piece is a separate word, as without a decoder."""
 
     def text(self, piece: str) -> str:
         """Decode a vocabulary entry."""
@@ -57,13 +57,16 @@ class Decoding:
 
 
 def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
-    """Read the decoder of a tokenizer.json; None joins tokens with spaces. Raises KeyError and its kin for anything else."""
+    """Read the decoder of a tokenizer.json; None joins tokens with spaces.
+
+    Raises KeyError, TypeError, ValueError or AttributeError for anything else.
+    """
     if decoder is None:
         return Decoding(spaced=True)
     parts = {str(part.get("type")): part for part in _parts(decoder)}
     replaced = [found for part in _parts(decoder) if (found := _replaced(part)) is not None]
     if any(not old or len(new) > _MOST_BY for old, new in replaced):
-        raise ValueError("its decoder replaces an empty text, or has a replacement that is too long")
+        raise ValueError("its decoder replaces an empty string, or has a replacement that is too long")
     return Decoding(
         byte_level="ByteLevel" in parts,
         byte_fallback="ByteFallback" in parts,
@@ -73,7 +76,7 @@ def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
 
 
 def of_bytes(content: bytes) -> str:
-    """Decode UTF-8; bytes of no complete character become <0xE2>.
+    """Decode UTF-8; bytes of incomplete characters become <0xE2>.
 
     >>> of_bytes(b"a\\xe2\\x82")
     'a<0xE2><0x82>'
@@ -83,7 +86,7 @@ def of_bytes(content: bytes) -> str:
 
 
 def _bytes(char: str) -> bytes:
-    """Return the byte of a character of the byte alphabet; any other character in UTF-8."""
+    """Return the byte of a character of the byte alphabet, or any other character as UTF-8."""
     return bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode("utf-8", "replace")
 
 

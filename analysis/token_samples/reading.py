@@ -1,4 +1,4 @@
-"""Chosen sequences read from the trace, token by token.
+"""Read the tokens of chosen sequences from the trace.
 
 Shapes: R response tokens of one sequence, T of them shown.
 """
@@ -22,14 +22,14 @@ from .token_sample import FINITE, INFINITE, NAN, NOT_RECORDED, TokenSample
 from .token_text import TokenText
 
 _BATCH_ROWS = 16
-"""Sequences that are in memory whole at once."""
+"""Whole sequences in memory at once."""
 
 
 def read_chosen(
     database: Database, run: str, gaps: SequenceMismatch, choice: Choice, *, pair: Pair, passes: Sequence[str], bias: Bias,
     text: TokenText, max_sequence_tokens: int,
 ) -> Iterator[TokenSample]:  # fmt: skip
-    """Read the chosen sequences, in the order of the choice, with the logprobs of `passes`."""
+    """Yield the chosen sequences in order, with the logprobs of `passes`."""
     place = {(int(gaps.steps[row]), gaps.seq_ids[row]): row for row in choice.why}
     if not place:
         return
@@ -43,7 +43,7 @@ def read_chosen(
 
 
 def _rows(database: Database, run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield one row per sequence: its columns as values, and its lists as Arrow arrays or None."""
+    """Yield one row per sequence: scalars as Python values, lists as Arrow arrays or None."""
     connection = database.connection
     steps, seq_ids = zip(*keys, strict=True)
     connection.register("excerpt_keys", pa.table({"step": pa.array(steps, pa.int64()), "seq_id": pa.array(seq_ids)}))
@@ -62,7 +62,7 @@ _OWN = (
 
 
 def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
-    # Literals reach the files: what lies between the chosen rows is not unpacked.
+    # DuckDB pushes literals down to the files, so rows in between are not decoded.
     names = ", ".join(quoted(seq_id) for seq_id in sorted({seq_id for _, seq_id in keys}))
     read = {f"p{number}": name for number, name in enumerate(passes)}
     return token_query(
@@ -80,7 +80,7 @@ def _value(scalar: Any) -> Any:
 
 
 class _Response:
-    """One sequence as arrays of its whole response."""
+    """One sequence, with arrays over its whole response."""
 
     def __init__(self, row: Mapping[str, Any], passes: Sequence[str]):
         self.row = row
@@ -104,7 +104,7 @@ class _Response:
     def excerpt(
         self, why: tuple[str, ...], pair: Pair, passes: Sequence[str], bias: Bias, text: TokenText, most: int
     ) -> TokenSample:
-        """The sequence as it is shown: at most so many response tokens, the one with the largest |d| among them."""
+        """Return the sequence cut to at most `most` response tokens around the largest |d|."""
         row, d_R = self.row, self._d(pair)
         size_R = np.abs(d_R[np.isfinite(d_R)])
         first = _first(d_R, most)
@@ -124,7 +124,7 @@ class _Response:
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
-        """[R] float64, nats; NaN where the token does not count or a pass has no finite logprob of it."""
+        """Return [R] float64 d, nats; NaN if the token does not count or a pass has no finite logprob for it."""
         if not {*pair} <= self.logprobs.keys():
             return np.full(len(self.ids_R), np.nan)
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
@@ -141,14 +141,14 @@ class _Response:
 
 
 def _first(d_R: np.ndarray, most: int) -> int:
-    """Where what is shown begins: the token with the largest |d| is in its middle."""
+    """Return the index of the first shown token, so that the largest |d| is in the middle."""
     if len(d_R) <= most or not np.isfinite(d_R).any():
         return 0
     return int(np.clip(np.nanargmax(np.abs(d_R)) - most // 2, 0, len(d_R) - most))
 
 
 def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """[R] float32 with NaN for what there is none of, and [R] what each value is."""
+    """Return [R] float32 logprobs, NaN if missing, and the [R] state of each."""
     out, state = np.full(length, np.nan, np.float32), np.full(length, NOT_RECORDED, np.int8)
     if values is None:
         return out, state
@@ -161,7 +161,7 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """[R] bool; every token counts where there is no mask, and none beyond its end."""
+    """Return the [R] bool mask; without a mask every token counts, and tokens beyond its end do not."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)

@@ -1,7 +1,6 @@
-"""Which steps of a run are looked at for samples, and how far two passes differ in each of their sequences.
+"""Choose the steps to search for samples, and read the mismatch of their sequences.
 
-A small run is looked at whole, a larger one in part, so that what is read stays small. Shapes: N sequences, ordered by step
-and name.
+A small run is searched whole, a larger one in part, to limit reading. Shapes: N sequences, ordered by step and name.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from ..trace.source import Pair
 from ..trace.tokens import evenly_within, fitting
 
 LOOKED_TOKENS = 4_000_000
-"""Response tokens that are always looked at."""
+"""Response tokens that are always searched."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens looked at if the trace keeps the pair's sums, so that no token is read to choose."""
+"""Share of the run's tokens searched if the trace stores the pair's sums, so that choosing reads no tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookedAt:
-    """Steps, in order."""
+    """The searched steps, in order."""
 
     run: str
     steps: tuple[int, ...]
     spread: frozenset[int]
-    """Steps taken evenly over the run; all steps if every step is looked at."""
+    """Evenly spaced steps; all steps if every step is searched."""
     notable: tuple[int, ...]
-    """Steps that were asked for, the most notable first."""
+    """Requested steps, most notable first."""
     worst: frozenset[int]
     """Steps of the sequences with the largest |d|."""
     num_tokens: int
@@ -41,22 +40,22 @@ class LookedAt:
     num_sequences: int
     num_run_tokens: int
     has_all_worst: bool
-    """Whether no step that is left out has one of the worst sequences."""
+    """True if the steps left out contain none of the worst sequences."""
 
     @property
     def is_all(self) -> bool:
-        """Whether every step is looked at."""
+        """True if every step is searched."""
         return len(self.steps) == self.num_steps
 
     def with_worst(self, most: int) -> set[int]:
-        """Return up to `most` steps that show their own worst sequences: notable ones first, others evenly spread."""
+        """Return up to `most` steps that show their own worst sequences: notable ones first, then evenly spaced ones."""
         first = list(self.notable[:most])
         others = [step for step in self.steps if step not in first]
         return {*first, *evenly_within(others, most - len(first))}
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose steps with response tokens: notable ones, those of the `worst` sequences if sums are kept, others evenly."""
+    """Choose steps with response tokens: notable ones, those of the `worst` sequences if sums are stored, and evenly spaced ones."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
     total, has_sums = sum(tokens.values()), database.sums.covers(pair)
@@ -99,7 +98,7 @@ def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMismatch:
-    """Sequences with response tokens, whether or not their passes can be compared."""
+    """Mismatch of every sequence with response tokens, comparable or not."""
 
     steps: np.ndarray
     """[N]"""
@@ -134,7 +133,7 @@ _MISMATCH = """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch of every sequence of some steps: from the kept sums of the pair, else from its tokens."""
+    """Read the mismatch of every sequence in some steps: from the pair's stored sums, else from its tokens."""
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
     query = _MISMATCH.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
     database.connection.use_threads()

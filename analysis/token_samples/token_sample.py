@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""A pass's value for a token: a number; nothing (NULL, or no row of scores); NaN; an infinity."""
+"""State of a pass's value for a token: a number; NULL or no row of scores; NaN; an infinity."""
 
 WORST, TYPICAL, RANDOM, WORST_OF_STEP = "worst", "typical", "random", "worst of step"
 """Why a sequence was chosen."""
@@ -21,9 +21,8 @@ WORST, TYPICAL, RANDOM, WORST_OF_STEP = "worst", "typical", "random", "worst of 
 class TokenSample:
     """One sequence: its identity, the mismatch of its passes, and its tokens.
 
-    d = logprob(a) - logprob(b) of the pair, nats; sums are over tokens of the whole response that the loss counts and that
-    have a finite logprob in both passes. Scores are from the first inner iteration. Texts have been through `visible` and
-    still have to be escaped.
+    d = logprob(a) - logprob(b) of the pair, nats; sums are over all response tokens that the loss counts and that have a finite
+    logprob in both passes. Scores are from the first inner iteration. Texts were made `visible` but are not escaped.
     """
 
     step: int
@@ -31,18 +30,18 @@ class TokenSample:
     group_id: str | None
     """None: not recorded."""
     why: tuple[str, ...]
-    """One or several of the reasons above."""
+    """Reasons it was chosen; codes above."""
     num_tokens: int
-    """Of the whole response."""
+    """Tokens of the whole response."""
     first_token: int
     """Index of the first shown token in the response; 0 unless the response is shown in part."""
     reward: float | None
     advantage: float | None
-    """The value of the whole response; None: not recorded, or by token."""
+    """Advantage of the whole response; None if not recorded, or recorded per token."""
     policy_version: int | None
     """Optimizer updates of the sampling weights."""
     finish_reason: str | None
-    """`stop`, `length`, or the engine's own word."""
+    """`stop`, `length`, or another reason of the engine."""
     sum_d: float | None
     """Nats; None if no token is comparable; same for `mean_abs_d` and `max_abs_d`."""
     mean_abs_d: float | None
@@ -50,7 +49,7 @@ class TokenSample:
     prompt: tuple[tuple[int, str], ...]
     """(token id, text) of the prompt's last tokens."""
     num_prompt_tokens: int | None
-    """Of the whole prompt; None: the prompt was not recorded."""
+    """Tokens of the whole prompt; None if not recorded."""
     ids: np.ndarray
     """[T] int32 token ids."""
     texts: list[str]
@@ -60,14 +59,14 @@ class TokenSample:
     state: Mapping[str, np.ndarray]
     """Pass -> [T] int8: FINITE, NOT_RECORDED, NAN or INFINITE."""
     mask: np.ndarray
-    """[T] bool: whether the loss counts the token; false for tool output and masked parts."""
+    """[T] bool: True if the loss counts the token; False for tool output and masked parts."""
     advantages: np.ndarray | None
-    """[T] float32 if the advantage differs by token; None: see advantage."""
+    """[T] float32 if the advantage differs by token; else None, see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32, nats, from pass b, else pass a; NaN if missing; None: neither has any."""
+    """[T] float32, nats, from pass b, else pass a; NaN if missing; None if neither has entropies."""
     bias: np.ndarray | None
     """[T] float64: bias of the token's contribution to the objective, in the unit of the advantage (see analysis.objective),
-    before the loss weighs tokens; NaN for tokens that do not count; None: see TokenSamples.bias_from."""
+    before the loss weights tokens; NaN for tokens that do not count; None: see TokenSamples.bias_from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +74,12 @@ class TokenSamples:
     """Chosen sequences of one run."""
 
     sequences: tuple[TokenSample, ...]
-    """The worst first, then typical, random and worst-of-step ones."""
+    """Worst first, then typical, random and worst-of-step sequences."""
     choice: str
-    """How many steps and sequences were searched, and what the words of `why` mean."""
+    """Text: how many steps and sequences were searched, and what the words of `why` mean."""
     text_from: str
-    """Which tokenizer made the texts, or why they are ids."""
+    """Text: the tokenizer that decoded the tokens, or why only ids are shown."""
     bias_from: str
-    """Under which loss the bias is, or why there is none."""
+    """Text: the loss of the bias, or why there is no bias."""
     passes: tuple[str, ...]
     """The passes with logprobs, those of the pair first."""

@@ -27,12 +27,12 @@ def read_token_samples(
 ) -> TokenSamples:
     """Choose sequences of a run and read their tokens, with d = logprob(a) - logprob(b) of the pair, nats.
 
-    Worst sequences have the largest |d| of one token, typical ones a mean |d| closest to the median, and random ones are the
-    same every time; every step adds its own worst ones. Only some steps of a large run are searched (see steps.look_at),
-    `notable` steps first. Whole sequences are left out to keep the number of shown tokens small, and a long response is shown
-    around its worst token. `choice` of the result says all of this with numbers.
+    Worst sequences have the largest |d| of one token, typical ones a mean |d| closest to the median; random ones are the same
+    in every call; and every step adds its own worst ones. In a large run only some steps are searched (see steps.look_at),
+    `notable` steps first. Whole sequences are left out to limit the tokens shown, and a long response is cut around its worst
+    token. `choice` of the result reports all of this with numbers.
 
-    A trace with one pass of the pair is shown without d, and an empty one has no sequences. Raises DamagedTrace.
+    A trace with one pass of the pair is shown without d; an empty trace has no sequences. Raises DamagedTrace.
     """
     source = database.sources[0]
     scored = _scored(database, source.run, [*pair, CURRENT, REFERENCE])
@@ -52,7 +52,7 @@ def read_token_samples(
 
 
 def _scored(database: Database, run: str, names: Sequence[str]) -> list[str]:
-    """Return the passes that have scores, without reading a list."""
+    """Return the passes that have scores, without reading their lists."""
     query = f'SELECT DISTINCT "pass" FROM scores WHERE run = {quoted(run)} AND iteration = 0'
     found = {name for (name,) in database.connection.execute(query).fetchall()}
     return [name for name in dict.fromkeys(names) if name in found]

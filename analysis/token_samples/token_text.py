@@ -1,6 +1,6 @@
-"""Token ids as text, from the tokenizer in the trace.
+"""Decode token ids with the tokenizer in the trace.
 
-Its vocabulary is read as data. The tokenizer itself is not built, so regular expressions and normalizers of a stranger never
+Only its vocabulary is read, as data. The tokenizer is never built, so untrusted regular expressions and normalizers never
 run.
 """
 
@@ -22,7 +22,7 @@ from .visible import visible
 
 _FILE = f"{TOKENIZER}/tokenizer.json"
 MAX_BYTES = 128 << 20
-"""Maximum size of a tokenizer's file, several times the largest vocabularies."""
+"""Maximum size of tokenizer.json, several times the largest known."""
 MAX_PIECE = 1000
 """Maximum characters shown of a token."""
 
@@ -49,7 +49,7 @@ class Vocabulary:
 
     pieces: dict[int, str]
     added: dict[int, str]
-    """Added tokens, which stand for their own content whatever the alphabet of the others."""
+    """Added tokens: id -> content, literal in any decoding."""
     decoding: Decoding
 
     def __len__(self) -> int:
@@ -81,11 +81,11 @@ class TokenText:
     def __init__(self, vocabulary: Vocabulary | None, told: str):
         self._vocabulary = vocabulary
         self.told = told
-        """A sentence: from which tokenizer, or why there are only ids."""
+        """A sentence that names the tokenizer, or says why only ids are shown."""
         self._known: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; a token missing from the tokenizer is its id in angle brackets."""
+        """Return the text of each token; an id missing from the vocabulary is shown in angle brackets."""
         known = self._known
         for token_id in token_ids:
             if token_id not in known:
@@ -103,28 +103,28 @@ class TokenText:
 
 
 def read_token_text(source: Source) -> TokenText:
-    """Read the tokenizer of a local or remote trace; ids only if there is none or it cannot be read."""
+    """Read the tokenizer of a local or remote trace; if missing or unreadable, only ids are shown."""
     store = source.store
     try:
         if not store.exists(TOKENIZER):
-            return TokenText(None, "Token ids alone: the trace keeps no tokenizer.")
+            return TokenText(None, "Token ids only: the trace has no tokenizer.")
         if not store.exists(_FILE):
-            return TokenText(None, f"Token ids alone: the tokenizer that the trace keeps has no {_FILE}.")
+            return TokenText(None, f"Token ids only: the trace's tokenizer has no {_FILE}.")
         vocabulary = read_vocabulary(_content(source))
     except (DamagedTrace, ValueError, OSError) as error:
-        return TokenText(None, f"Token ids alone: {store.shown(_FILE)} cannot be read ({first_line(error)}).")
-    return TokenText(vocabulary, f"Text by the tokenizer that the trace keeps: {_name(source, vocabulary)}.")
+        return TokenText(None, f"Token ids only: {store.shown(_FILE)} cannot be read ({first_line(error)}).")
+    return TokenText(vocabulary, f"Text decoded with the trace's tokenizer: {_name(source, vocabulary)}.")
 
 
 def _content(source: Source) -> bytes:
-    """Read the file and check it against its writer's account, if there is one. Raises ValueError."""
+    """Read the file and verify it against the checksum its writer recorded, if any. Raises ValueError."""
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, more than any vocabulary")
     content = source.store.read_bytes(_FILE)
     accounts = [state.files[_FILE].hash for state in source.writers if state.files and _FILE in state.files]
     if accounts and whole_hash(content) not in accounts:
-        raise ValueError("it differs from what was written")
+        raise ValueError("its checksum differs from the recorded one")
     return content
 
 

@@ -1,28 +1,28 @@
-"""Text of a model made harmless to show: every character that hides, reorders or controls is named instead."""
+"""Make model output safe to display: invisible, reordering and control characters are replaced by their code points."""
 
 from __future__ import annotations
 
 import unicodedata
 
 SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"
-"""Marks of white space; a newline keeps the line break behind its mark."""
+"""Marks for white space; a newline's mark is followed by the line break."""
 
 MOST_MARKS = 4
-"""Combining marks that may follow each other; more of them would pile up over other lines."""
+"""Maximum consecutive combining marks; more would pile up over other lines."""
 
 _MARKS = {" ": SPACE, "\t": TAB, "\r": RETURN}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
-"""Categories: control, format (bidi marks, zero-width), surrogate, private, unassigned; spaces and separators."""
+"""Unicode categories: control, format (bidi marks, zero-width), surrogate, private, unassigned; spaces and separators."""
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")
-"""Of other categories, and without a shape: joiners, fillers, vowels that are not drawn, selectors."""
+"""Blank characters of other categories: joiners, fillers, undrawn vowels, selectors."""
 
 
 def visible(text: str) -> str:
-    """A token's text in which everything can be seen; of invisible characters only line breaks remain.
+    """Return a token's text with every character visible; line breaks are kept.
 
     Spaces, tabs and newlines become marks. Control, bidi, zero-width, private, unassigned and surrogate code points,
-    odd spaces, variation selectors, and combining marks without a letter before them become their code point's name.
-    What was made visible stays as it is: visible(visible(x)) == visible(x). It does not escape HTML.
+    odd spaces, variation selectors, and combining marks without a preceding letter become U+XXXX in angle brackets.
+    Idempotent: visible(visible(x)) == visible(x). Does not escape HTML.
 
     >>> visible("a b")
     'a\u00b7b'
@@ -32,7 +32,7 @@ def visible(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text.replace(" ", SPACE)
     parts: list[str] = []
-    marks = MOST_MARKS  # a mark at the beginning has nothing to stand on
+    marks = MOST_MARKS  # a leading mark has no base letter
     before = ""
     for char in text:
         category = unicodedata.category(char)
@@ -50,7 +50,7 @@ def visible(text: str) -> str:
 
 
 def named(code: int) -> str:
-    """The name of a code point.
+    """Return a code point as U+XXXX in angle brackets.
 
     >>> ascii(named(0x200B))
     "'\\\\u27e8U+200B\\\\u27e9'"

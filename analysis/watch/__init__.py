@@ -1,1 +1,1 @@
-"""Watch a run while it is recorded: count, remember, judge and draw."""
+"""Watch a run while it is being recorded."""

@@ -1,4 +1,4 @@
-"""How many rows a trace has of each step, which shows the steps that have grown."""
+"""Row counts per step of a trace, which show the steps that have grown."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """What is recorded of one step. Rows are only ever added, so equal extents have equal contents."""
+    """Row counts of one step. Rows are only ever added, so equal extents mean equal contents."""
 
     num_sequences: int
     num_prompt_tokens: int
     num_response_tokens: int
     num_scores: int
-    """Rows of scores, without those of replays that are not asked for."""
+    """Rows of scores, without replays outside the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """What is recorded so far."""
+    """Row counts of all steps so far."""
 
     steps: dict[int, Extent]
     """Steps that have sequences or scores."""
@@ -48,7 +48,7 @@ class Extents:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What one file or journal holds."""
+    """Row counts of one file or journal."""
 
     by_step: pa.Table | None = None
     passes: frozenset[str] = frozenset()
@@ -56,7 +56,7 @@ class _Counted:
 
 
 class Surveyor:
-    """Counts again and again, and opens each sealed file once, since it never changes."""
+    """Counts rows repeatedly, opening each sealed file only once, since it never changes."""
 
     def __init__(self, pair: Pair):
         self._pair = pair
@@ -64,10 +64,10 @@ class Surveyor:
         self._sealed: dict[str, _Counted] = {}
 
     def survey(self, source: Source) -> Extents:
-        """Count what is there. Raises DamagedTrace."""
+        """Count the rows recorded so far. Raises DamagedTrace."""
         files = {entry.relative: (table, entry) for table in _COLUMNS for entry in source.snapshot.files[table]}
         if not self._sealed.keys() <= files.keys() or self._newest != source.newest:
-            # Files were removed, or steps were trained again: the counts are out of date.
+            # Files were removed or steps retrained: the counts are out of date.
             self._newest, self._sealed = source.newest, {}
         for path, (table, entry) in files.items():
             if path not in self._sealed:
@@ -121,6 +121,6 @@ def _sealed_rows(source: Source, table: str, entry: TableFile) -> pa.Table:
 
 
 def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:
-    """Return the rows of each step's newest attempt at training, and rows without an attempt."""
+    """Return the rows of each step's newest training attempt, and rows without an attempt."""
     wanted = pa.array([newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
     return rows.filter(pc.fill_null(pc.equal(rows["attempt"], wanted), True))

@@ -1,4 +1,4 @@
-"""What was read of a run, by step: a refresh reads only the steps that have grown."""
+"""Cache of a run's series by step: a refresh reads only the steps that have grown."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ GROUP BY step ORDER BY step DESC LIMIT $steps
 
 
 class Memory:
-    """The series of a run as `dynamics.read_series` gives them, kept up to date.
+    """The series of a run as `read_series` returns them, kept up to date.
 
-    The share of changed weights is left out, since every refresh would read all versions again.
+    The share of changed weights is omitted: every refresh would read all versions again.
     """
 
     def __init__(self, pair: Pair):
@@ -50,24 +50,24 @@ class Memory:
         self._num_metrics = -1
         self._logged: list[Column] = []
         self._values: dict[str, dict[int, tuple[float, bool]]] = {}
-        """Series -> step -> value, and whether NaN or an infinity was recorded."""
+        """Series -> step -> (value, True if NaN or an infinity was recorded)."""
         self._sources: dict[str, str] = {}
         self._of_tokens: dict[str, dict[int, float]] = {}
 
     def pending(self, extents: Extents) -> list[int]:
-        """Return the steps to read, the newest first."""
+        """Return the steps to read, newest first."""
         if not self._read.keys() <= extents.steps.keys():
             self._forget()
         return sorted((step for step, extent in extents.steps.items() if self._read.get(step) != extent), reverse=True)
 
     def is_behind(self, extents: Extents) -> bool:
-        """Return whether something recorded was not read yet."""
+        """Return True if recorded data has not been read yet."""
         return extents.num_metrics != self._num_metrics or bool(self.pending(extents))
 
     def read(self, source: Source, extents: Extents) -> None:
         """Read the logged values and the newest pending steps. Raises DamagedTrace."""
         pending = self.pending(extents)
-        # With everything to read, the sums kept in the trace are cheaper than its tokens.
+        # If all steps are pending, the sums stored in the trace are cheaper than its tokens.
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
         tokens = {step: extents.steps[step].num_response_tokens for step in pending}
         wanted = sorted(pending if summed else fitting(pending, tokens, MOST_TOKENS))
@@ -93,14 +93,14 @@ class Memory:
     def series(self, steps: Iterable[int]) -> dict[str, Series]:
         """Return every series over `steps` and all logged steps, in the order of `KINDS`."""
         columns = [self._column(name) for name in self._values if self._values[name]]
-        # Entropies of tokens replace logged ones.
+        # Token entropies replace logged ones.
         found = {column.name: column for column in (*self._logged, *columns) if len(column.steps)}
         every = np.unique(np.concatenate([np.fromiter(steps, np.int64), *(c.steps for c in found.values())]))
         every = every.astype(np.int64)
         return {name: _on(every, found[name]) for name in KINDS if name in found}
 
     def token_figures(self) -> dict[str, Figure]:
-        """Return what alarms need besides the series, as `alarms.read_token_figures` does."""
+        """Return the figures that alarms need besides the series; see `alarms.read_token_figures`."""
         return {
             name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)]))
             for name, values in self._of_tokens.items()

@@ -1,4 +1,4 @@
-"""Draw a watched run on a terminal, again and again."""
+"""Draw a watched run on a terminal, redrawing at each refresh."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PIPE_WIDTH = 100
 
 
 def can_redraw() -> bool:
-    """Return whether stdout is a terminal that can redraw."""
+    """Return True if stdout is a terminal that can redraw."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Draw each view; with `again` each replaces the one before, until they end or Ctrl-C. The last one stays.
+    """Draw each view; with `again` each replaces the previous one until the views end or Ctrl-C. The last one remains.
 
-    A view fits the terminal, and is redrawn when the terminal is resized.
+    Views fit the terminal and are redrawn when it is resized.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:
@@ -55,7 +55,7 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
 
 
 def watched_text(seen: Watched) -> str:
-    """Render a view as it is printed without a terminal."""
+    """Render a view as printed without a terminal."""
     console = Console(file=io.StringIO(), highlight=False, width=_PIPE_WIDTH)
     with console.capture() as captured:
         console.print(WatchedView(seen), crop=False)
@@ -63,7 +63,7 @@ def watched_text(seen: Watched) -> str:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End as Ctrl-C does, so that the terminal is restored."""
+    """Stop as on Ctrl-C, so that the terminal is restored."""
     raise KeyboardInterrupt
 
 

@@ -1,6 +1,6 @@
-"""A series as a line of characters.
+"""A series as a sparkline of characters.
 
-Shapes: n values, one per step; NaN if there is none.
+Shapes: n values, one per step; NaN if missing.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from ..facts.series import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII = "_.:-=+*#"
-"""For terminals whose encoding has no blocks."""
+"""For terminals whose encoding lacks block characters."""
 BROKEN = "!"
 """Marks a NaN or an infinity."""
 
 _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
-"""Kinds whose neighbouring steps are joined by their maximum, so that a spike stays visible; others by their mean."""
+"""Kinds that merge neighbouring steps by their maximum, so that a spike stays visible; others use the mean."""
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
-    """Draw a series over all its steps in at most `width` characters, on its own scale; empty where it has no value.
+    """Draw a series over all its steps in at most `width` characters, on its own scale; empty without values.
 
-    The smallest value has the lowest character and the largest the highest; a constant series has the lowest. Steps that share
-    a character show the worst of them for a mismatch (the smallest ess, the mean_d farthest from 0), the largest for optimizer,
-    lengths and clips, else the mean. A space is a missing value, `!` a NaN or infinity.
+    The smallest value maps to the lowest character and the largest to the highest; a constant series is drawn lowest. A
+    character that covers several steps shows the worst for a mismatch (smallest ess, mean_d farthest from 0), the largest for
+    optimizer, length and policy series, else the mean. A space is a missing value, `!` a NaN or infinity.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""
@@ -46,12 +46,12 @@ def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
 
 
 def joined(series: Series, width: int) -> np.ndarray:
-    """Return [min(n, width)] values on the series' scale, neighbours joined as in `spark`."""
+    """Return [min(n, width)] values on the series' scale, neighbours merged as in `spark`."""
     return np.array([_one(series, part[np.isfinite(part)]) for part in _split(series.scaled, width)])
 
 
 def _split(values: np.ndarray, width: int) -> list[np.ndarray]:
-    """Split into one part of equal length per character."""
+    """Split into one chunk per character, of near-equal length."""
     return np.array_split(values, min(len(values), max(width, 1)))
 
 

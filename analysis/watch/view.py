@@ -1,4 +1,4 @@
-"""Draw a watched run with rich: in full, or as many rows of each section as fit the screen."""
+"""Draw a watched run with rich: in full, or cut to the rows that fit the screen."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
 _HIGH = 45
-"""Lines of a screen from which sections are separated by an empty line."""
+"""Minimum screen height, lines, to separate sections by an empty line."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Rows that a section keeps while others have more than theirs."""
+"""Rows that a section keeps while others can still shrink."""
 _NOT_FINITE = "NaN/inf"
 
 
@@ -34,7 +34,7 @@ class WatchedView:
     """Head, first alerts, changes, latest steps, the whole run in sparklines, and what to do next."""
 
     def __init__(self, seen: Watched, *, is_screen: bool = False):
-        """A view on a screen is as high as the screen at most."""
+        """`is_screen` limits the view to the height of the screen."""
         self._seen, self._is_screen = seen, is_screen
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -43,7 +43,7 @@ class WatchedView:
 
 
 class _Page:
-    """A view on a terminal of one size and encoding."""
+    """A view laid out for a terminal's size and encoding."""
 
     def __init__(self, seen: Watched, console: Console, options: ConsoleOptions, height: int | None):
         self.seen, self._console, self._options = seen, console, options
@@ -65,11 +65,11 @@ class _Page:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Return section -> rows shown; on a screen one line per row, cutting the longest sections first."""
+        """Return section -> rows shown; on a screen each row is one line, and the longest sections are cut first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole
-        # Without rows, every section except the latest steps says how many are missing.
+        # A section cut to no rows still says how many are missing, except the latest steps.
         empty = sum(
             len(self._console.render_lines(part, self._options)) for part in self.drawn(dict.fromkeys(whole, 0))
         )
@@ -94,7 +94,7 @@ class _Page:
             yield section
 
     def _text(self, text: str, style: str = "", **options: Any) -> Text:
-        """Return text without control characters or characters outside of the terminal's encoding."""
+        """Return text without control characters and characters outside the terminal's encoding."""
         text = printable(text)
         if not self._can(text):
             text = text.encode("ascii", "backslashreplace").decode()
@@ -108,7 +108,7 @@ class _Page:
         return True
 
     def _row(self, text: str) -> Text:
-        """Return a row's text; one line on a screen."""
+        """Return a row's text, kept to one line on a screen."""
         return self._text(text, no_wrap=self._height is not None, overflow="crop" if self._height else "fold")
 
     def _head(self) -> RenderableType:
@@ -182,7 +182,7 @@ class _Page:
         )
 
     def _courses(self, num_rows: int) -> RenderableType | None:
-        """Return one line per series: its name, its course, and its extremes."""
+        """Return one line per series: name, sparkline, and extremes."""
         if not self._series:
             return None
         characters = BLOCKS if self._can(BLOCKS) else ASCII
@@ -213,7 +213,7 @@ class _Page:
         ended = "Recording ended: " + seen.state if seen.is_over else "Still recording"
         if seen.state == WAITING:
             ended = "Nothing recorded yet"
-        # Never wrapped here, so that the command can be copied whole.
+        # Never wrapped, so that the command can be copied whole.
         command = self._text(f"tim-trace {verb} {shlex.quote(seen.trace)}", _TITLE, no_wrap=True, overflow="ignore")
         return Group(self._text(f"{ended}. Next:"), command)
 
@@ -242,7 +242,7 @@ def _ends(series: Series) -> tuple[str, str, str]:
 
 
 def _table(num_columns: int) -> Table:
-    """Return a table without lines and names, whose last column may be long."""
+    """Return a table without lines and headers, whose last column may be long."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, header_style=_TITLE)
     for place in range(num_columns):
         is_last = place == num_columns - 1
@@ -262,7 +262,7 @@ def _packed(facts: Sequence[str], width: int) -> list[str]:
 
 
 def _ending(text: str, width: int) -> str:
-    """Cut the beginning of a text (a path) to fit `width` columns."""
+    """Cut the start of a text (a path) to fit `width` columns."""
     while cell_len(text) > width:
         text = "~" + text[2:] if len(text) > 1 else ""
     return text

@@ -51,7 +51,7 @@ def _again_and_again(watcher: Watcher, every: float) -> Iterator[Watched]:
         if seen.is_over and not seen.num_unread_steps:
             return
         if not seen.num_unread_steps:
-            # A trace that takes long to read is read less often, so that watching stays a small load.
+            # A trace that is slow to read is read less often, to keep the load of watching small.
             time.sleep(max(every, 2 * (time.monotonic() - began)))
 
 

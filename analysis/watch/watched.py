@@ -47,15 +47,15 @@ class Watched(Result):
     exit_code: int | None = None
     """Exit code of the recorded command; None while it runs, or if there was none."""
     is_over: bool = False
-    """Whether nothing more will be recorded."""
+    """True if nothing more will be recorded."""
     notes: tuple[str, ...] = ()
     """What to know or do, one sentence each."""
     damaged: tuple[str, ...] = ()
-    """What cannot be read or is missing, and so is in no number; one sentence each."""
+    """Unreadable or missing data, which no number includes; one sentence each."""
     num_steps: int = 0
     """Steps that have sequences."""
     num_unread_steps: int = 0
-    """Steps whose tokens were not read yet; values over the whole run exclude them."""
+    """Steps whose tokens have not been read yet; values over the whole run exclude them."""
     first_step: int | None = None
     last_step: int | None = None
     num_sequences: int = 0
@@ -68,11 +68,11 @@ class Watched(Result):
     rate_from: str = ""
     """Where steps_per_minute comes from."""
     steps: str = "-10:"
-    """Steps to be shown, as `parse_steps` reads them."""
+    """Steps to show, in the syntax of `parse_steps`."""
     series: Mapping[str, Series]
-    """Name -> values by step, as `dynamics.read_series` returns them; same steps for all."""
+    """Name -> values by step, as from `read_series`; same steps for all."""
     alarms: AlarmReadings = field(default_factory=AlarmReadings)
-    """Every alarm judged at every step, as in `diagnose`."""
+    """Every alarm evaluated at every step, as in `diagnose`."""
     moved: tuple[Moved, ...] = ()
     """When the mismatch, the reward and the gradient norm changed, given enough steps."""
 

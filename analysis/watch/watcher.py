@@ -1,4 +1,4 @@
-"""Look at a trace again and again, and read only what is new."""
+"""Follow a growing trace, reading only what is new."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _MOVING = ("k3", "reward", "grad_norm")
 """Series whose changes are shown."""
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence is reported after the time of this many steps, and after at least `SILENT_S` seconds."""
+"""Silence is reported after this many average steps, but not before `SILENT_S` seconds."""
 SETTLED_S = 60.0
 """Silence after which a command counts as ended without an exit code: `tim-trace record` was killed."""
 
 
 class Watcher:
-    """Follow a run as it grows. It only reads: no lock, no file in the trace."""
+    """Follows a run as it grows. Read-only: takes no lock and writes no file in the trace."""
 
     def __init__(self, trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = "-10:"):
         """Raise InvalidOption for a malformed pair or steps."""
@@ -55,7 +55,7 @@ class Watcher:
         self._moved: tuple[tuple[int, float], tuple[Moved, ...]] | None = None
 
     def look(self) -> Watched:
-        """Return what is there now; reads up to `memory.MOST_TOKENS` tokens of steps that have grown.
+        """Return the current view, after reading up to `memory.MOST_TOKENS` tokens of steps that have grown.
 
         Raises TraceNotFound, NewerTrace or DamagedTrace.
         """
@@ -76,7 +76,7 @@ class Watcher:
         raise AssertionError
 
     def waiting(self, why: str) -> Watched:
-        """Return the view of a trace that does not exist yet, or no longer."""
+        """Return the view of a trace that does not exist yet or no longer exists."""
         self._begin("")
         note = f"{why}. Waiting for it; Ctrl-C stops"
         return Watched(
@@ -117,7 +117,7 @@ class Watcher:
         )  # fmt: skip
 
     def _age(self, source: Source) -> float | None:
-        """Return the seconds since the last record: from file times while they grow, else from logged times."""
+        """Return the seconds since the last record: from file times while the run is live, else from logged times."""
         times = [when for _, when in self._memory.times]
         times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
         if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
@@ -125,7 +125,7 @@ class Watcher:
         return max(0.0, time.time() - max(times)) if times else None  # clocks of two machines may differ
 
     def _rate(self, source: Source, steps: list[int]) -> tuple[float | None, str]:
-        """Return steps per minute, and where that comes from."""
+        """Return steps per minute, and the source of that figure."""
         if source.manifest.source.startswith("import"):
             return None, ""
         if (found := _rate_of(self._memory.times)) is not None:
@@ -138,7 +138,7 @@ class Watcher:
         return None, ""
 
     def _silence(self, source: Source) -> str:
-        """Return advice if nothing was recorded for the time of many steps, else an empty text."""
+        """Return advice if nothing was recorded for unusually long, else an empty text."""
         age_s, per_minute = self._age(source), _rate_of(self._memory.times)
         usual_s = 60 / per_minute if per_minute else 0.0
         if age_s is None or age_s < max(SILENT_S, SILENT_STEPS * usual_s):
@@ -185,14 +185,14 @@ class Watcher:
 
 
 def _rate_of(times: Times) -> float | None:
-    """Return steps per minute from the first to the last; None if that is unknown."""
+    """Return steps per minute between the first and last time; None if unknown."""
     if len(times) < 2 or times[-1][1] <= times[0][1]:
         return None
     return 60 * (times[-1][0] - times[0][0]) / (times[-1][1] - times[0][1])
 
 
 def _newest_file(store: Store) -> float | None:
-    """Return when a table or journal was last written, seconds since 1970; None if the storage does not say."""
+    """Return the newest modification time of tables and journals, seconds since 1970; None if the storage has none."""
     found = []
     for folder in (JOURNAL, *TABLES):
         try:
@@ -205,7 +205,7 @@ def _newest_file(store: Store) -> float | None:
 
 
 def _modified(entry: dict[str, Any]) -> float | None:
-    """Return the time of a file, under the name that its file system has for it."""
+    """Return a file's modification time; its key depends on the file system."""
     value = next(
         (entry[name] for name in ("mtime", "LastModified", "last_modified", "updated") if entry.get(name)), None
     )

@@ -1,1 +1,1 @@
-"""A report as one file of HTML."""
+"""A report as one HTML file."""

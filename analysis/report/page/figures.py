@@ -1,7 +1,7 @@
 """Charts as Bokeh figures, drawn in the reader's browser.
 
-Bokeh's script comes with the package and can be inlined (BSD-3), it draws on a canvas, and figures of one document can share
-an axis and a zoom. Text and grids have the placeholder colours of `THEME` until the page knows whether it is light or dark.
+Bokeh's script ships with its package and can be inlined (BSD-3). It draws on a canvas, and figures of one document can share
+an axis and a zoom. Text and grids use the placeholder colours of `THEME` until the page knows whether it is light or dark.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from bokeh.plotting import figure
 from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
-"""Colour of the page's style -> its placeholder in a figure, which the page replaces before it draws."""
+"""CSS colour of the page -> its placeholder in a figure, replaced by the page before drawing."""
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76
 """Pixels left of a frame, so that stacked figures align."""
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
-"""Calls of the page for a hovered and a clicked step."""
+"""JavaScript calls for a hovered and a clicked step."""
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
-"""Of secondary lines, so that colour is not the only difference."""
+"""Dashes of secondary lines, so that colour is not the only difference."""
 _LABELS = 22
 """Pixels of the step labels below the last figure."""
 _NEAR_ONE = 1e-5
-"""Shares closer to 1 than this are labelled by their distance from 1, which is shorter."""
+"""Ticks on an axis closer to 1 than this are labelled by their distance from 1, which is shorter."""
 _DISTANCE = (
     "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Number(Math.abs(1 - tick).toPrecision(3)).toExponential()"
 )
@@ -56,7 +56,7 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """Return one figure per series with a shared axis of steps; the page draws the hovered and the chosen step."""
+    """Return one figure per series with a shared step axis; the page draws the hovered and the selected step."""
     charts = list(charts)
     if not charts:
         return []
@@ -73,7 +73,7 @@ def stacked(charts: Iterable[LineChart]) -> list[figure]:
 
 
 def single(one: Chart) -> figure:
-    """Return a figure of its own."""
+    """Return a standalone figure."""
     if isinstance(one, Heatmap):
         return _heatmap(one)
     if isinstance(one, HistogramChart):
@@ -190,7 +190,7 @@ def _histogram(one: HistogramChart) -> figure:
     plot = _new(one.key, 240, y_axis_type="log", x_axis_label=one.x_label, y_axis_label=one.unit)
     edges = one.edges.astype(np.float64)
     for place, (name, counts) in enumerate(one.counts.items()):
-        # The logarithmic axis begins at 0.5, and 0 has no bar.
+        # The logarithmic axis begins at 0.5; a count of 0 gets no bar.
         tops = np.where(counts > 0, counts, np.nan).astype(np.float64)
         source = ColumnDataSource(
             {"left": edges[:-1], "right": edges[1:], "top": tops, "counts": counts.astype(np.float64)}
@@ -254,7 +254,7 @@ def _bar_chart(one: BarChart) -> figure:
 
 
 def _ends(one: BarChart) -> Range1d:
-    """Return a range over bars, intervals and 0; Bokeh's own would cover only the bars."""
+    """Return a range over bars, intervals and 0; Bokeh's default covers only the bars."""
     each = [bar for group in one.groups.values() for bar in group]
     ends = [0.0] + [end for bar in each for end in (bar.value, bar.low, bar.high) if end is not None]
     known = [end for end in ends if math.isfinite(end)]

@@ -1,4 +1,4 @@
-"""A report as one HTML file that opens from disk, with its script, style and data inside."""
+"""A report as one self-contained HTML file, with script, style and data inlined."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 
 def page(report: Report) -> str:
-    """Render a report as HTML. Every text is escaped on insertion; opening the page fetches nothing."""
+    """Render a report as HTML. All text is escaped on insertion; the page makes no network requests."""
     groups = [
         _embedded(stacked(report.run)),
         *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
@@ -74,9 +74,9 @@ def bokeh_script() -> str:
 
 
 def _embedded(plots: list[Any]) -> dict[str, Any]:
-    """Return the figures of one document, and the element that each goes into."""
+    """Return the figures as one Bokeh document, and the page element of each."""
     document = Document()
-    with document.models.freeze():  # otherwise Bokeh collects the models of all of them after each
+    with document.models.freeze():  # otherwise Bokeh collects all models again after each figure
         for plot in plots:
             document.add_root(plot)
     name = plots[0].name if plots else ""
@@ -88,12 +88,12 @@ def _embedded(plots: list[Any]) -> dict[str, Any]:
 
 
 def element_of(key: str) -> str:
-    """Return the id of a chart's element."""
+    """Return the id of a chart's HTML element."""
     return f"plot-{key}"
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return the lines of all stacked figures, in the order of their colours, and whether each is secondary."""
+    """Return (name, is secondary) for each line of the stacked figures, in colour order."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -120,7 +120,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """Format a number for sorting in a browser; a missing one is empty and sorts last."""
+    """Format a number for sorting in a browser; a missing number is empty and sorts last."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -145,7 +145,7 @@ def explained(text: str) -> Markup:
 
 
 def term(word: str, shown: str) -> Markup:
-    """Return a word with its note, for mouse and keyboard."""
+    """Return a word with its note, reachable by mouse and keyboard."""
     return Markup('<span class="term" tabindex="0">{}<span class="tip" role="tooltip">{}</span></span>').format(
         shown, WORDS[word]
     )
@@ -155,12 +155,12 @@ def term(word: str, shown: str) -> Markup:
 
 
 def pack(value: Any) -> str:
-    """Pack a JSON value as base64 of gzip."""
+    """Encode a JSON value as base64 of gzip."""
     return pack_text(json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
 def pack_text(text: str) -> str:
-    """Pack a text as base64 of gzip; equal texts give equal results."""
+    """Encode a text as base64 of gzip, deterministically."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
 
 
@@ -170,7 +170,7 @@ def floats(values: Any) -> str:
 
 
 def frames_of(charts: Iterable[Chart]) -> dict[str, Any]:
-    """Return key of a chart -> its steps, and the values that each puts into a column of the chart's data."""
+    """Return chart key -> its steps, and the values that replace the chart's data at each step."""
     found = {}
     for one in charts:
         by_step = getattr(one, "by_step", {})
@@ -202,7 +202,7 @@ def _field(key: str, place: int, kind: str, values: np.ndarray) -> dict[str, Any
 
 
 def sequences_of(subject: Subject) -> dict[str, Any]:
-    """Return what the page needs to open a sequence."""
+    """Return the data with which the page shows sequences."""
     excerpts = subject.excerpts
     return {
         "pair": list(subject.pair),
@@ -213,7 +213,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 
 def full_colour(subject: Subject) -> float:
-    """Return |d| of the full colour, nats: the 99.9% quantile over the run, at least 0.001."""
+    """Return the |d| drawn in full colour, nats: the 99.9% quantile over the run, at least 0.001."""
     return max(float(subject.spread.edges.d[-1]), 1e-3) if subject.spread is not None else 1.0
 
 

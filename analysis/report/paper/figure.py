@@ -1,6 +1,6 @@
-"""A chart as a figure of matplotlib: its style, names that may hold anything, and what is drawn of each kind of chart.
+"""Draw a chart as a matplotlib figure.
 
-The default font comes with matplotlib, so that a figure has the same bytes on every machine with that matplotlib.
+The default font ships with matplotlib, so a figure has the same bytes on every machine with that matplotlib version.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ WIDTHS: dict[str, tuple[float, float]] = {
     "column": (3.4, 7.0), "aaai": (3.3, 7.0), "acl": (3.03, 6.3), "acm": (3.33, 7.0), "iclr": (5.5, 5.5), "icml": (3.25, 6.75),
     "ieee": (3.5, 7.16), "jmlr": (6.0, 6.0), "nature": (3.5, 7.2), "neurips": (5.5, 5.5),
 }  # fmt: skip
-"""Name -> inches of a figure and of the overview of the run: a column and the whole width of the text."""
+"""Name -> width in inches of a single figure (one column) and of the run's overview (the full text width)."""
 DPI, SMALL = 200, 6.5
-"""Dots per inch; points of ticks and legends. Everything else has 8."""
+"""Dots per inch; font size of ticks and legends, points (all other text has 8)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
-"""Their number has no divisor in common with that of the colours, so that 40 lines differ in one or the other."""
-_FLOOR = 0.5  # of a histogram's axis, so that a bin with one token has a height
+"""5 dashes and 8 colours have no common divisor, so 40 lines differ in one or the other."""
+_FLOOR = 0.5  # lower end of a histogram's log axis, so that a bin with one token is visible
 _SETTINGS = {
     "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
     "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.5,
     "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "legend.frameon": False,
     "legend.borderpad": 0.1, "legend.borderaxespad": 0.2, "legend.labelspacing": 0.25, "lines.scale_dashes": False,
     "lines.linewidth": 1.2, "text.usetex": False, "figure.dpi": DPI, "savefig.dpi": "figure", "svg.hashsalt": "tim-trace",
-    # TrueType, which journals ask for and which can be edited; outlines, which need no font.
+    # PDF: TrueType, which journals require and editors can edit. SVG: outlines, which need no font.
     "pdf.fonttype": 42, "svg.fonttype": "path",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperStyle:
-    """What a reader chooses of a figure's look."""
+    """Width, font and title of figures."""
 
     column: float = WIDTHS["column"][0]
     page: float = WIDTHS["column"][1]
-    """Inches: width of a figure, and of the overview of the run."""
+    """Width of the run's overview, inches; `column` is that of a single figure."""
     font: str = FONT
-    """An installed font; characters that it lacks are drawn in DejaVu Sans."""
+    """An installed font; characters it lacks are drawn in DejaVu Sans."""
     title: bool = False
-    """Whether a figure has its title above it; a paper has it in the caption."""
+    """True to draw the title above each figure; papers put it in the caption."""
 
     def settings(self) -> AbstractContextManager[None]:
-        """Hold matplotlib's settings while a figure is made or written; the reader's own are restored at the end."""
+        """Apply the matplotlib settings while a figure is drawn or written, then restore the caller's."""
         fonts = list(dict.fromkeys([self.font, FONT]))
         return matplotlib_style.context(_SETTINGS | {"font.family": fonts}, after_reset=True)
 
@@ -69,7 +69,7 @@ PLAIN = PaperStyle()
 
 
 def paper_style(width: str | float = "column", font: str = FONT, title: bool = False) -> PaperStyle:
-    """Return the style of a width in inches or of `WIDTHS`, and of a font. Raises InvalidOption."""
+    """Return a style from a width, in inches or a name of `WIDTHS`, and a font. Raises InvalidOption."""
     try:
         column, page = WIDTHS[width] if width in WIDTHS else (float(width), float(width))
     except (TypeError, ValueError):
@@ -85,18 +85,18 @@ def paper_style(width: str | float = "column", font: str = FONT, title: bool = F
 
 
 def colour(place: int) -> str:
-    """Return the colour of the line or group at a place."""
+    """Return the colour of a line or group by its index."""
     return COLOURS[place % len(COLOURS)]
 
 
 def dash(place: int, *, is_side: bool = False) -> Any:
-    """Return the dashes of the line at a place; a line that stands beside others is never solid."""
+    """Return the dashes of a line by its index; a secondary line is never solid."""
     side = 1 + (place + place // len(COLOURS)) % (len(_DASHES) - 1)
     return _DASHES[side if is_side else place % len(_DASHES)]
 
 
 def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
-    """Put plain numbers on an axis whose ends are known: on a logarithmic one at powers of ten, if it has enough of them."""
+    """Put plain numbers on an axis with known limits; a logarithmic axis has ticks at powers of ten if it spans enough of them."""
     low, high = sorted(axis.get_view_interval())
     decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
     if decades < 0.6:
@@ -108,12 +108,12 @@ def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
 
 
 def plain(text: str, most: int = 60) -> str:
-    """Return text as one line without formulas, its middle cut, and characters that cannot be drawn as their numbers."""
-    return _one_line(text, most).replace("$", r"\$")  # text between two of them would be a formula
+    """Return text as one line of at most `most` characters, its middle cut, with undrawable characters as code points."""
+    return _one_line(text, most).replace("$", r"\$")  # matplotlib would read $...$ as a formula
 
 
 def wrapped(text: str, width: int, most_lines: int = 3) -> str:
-    """Return text as plain() does, broken into at most `most_lines` lines of `width` characters."""
+    """Return text as plain() does, wrapped to at most `most_lines` lines of `width` characters."""
     lines = textwrap.wrap(_one_line(text, width * most_lines), width)
     return "\n".join(lines[:most_lines]).replace("$", r"\$")
 
@@ -133,7 +133,7 @@ def _glyphs() -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack(Chart):
-    """Series one under the other, over one axis of steps."""
+    """Series stacked vertically over a shared step axis."""
 
     charts: tuple[LineChart, ...]
 
@@ -145,7 +145,7 @@ def stack_of(series: Sequence[LineChart]) -> Stack:
 
 
 def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
-    """Draw a chart. The figure belongs to no window and to no global state: `figure.savefig(path)` writes it."""
+    """Draw a chart as a figure independent of pyplot; `figure.savefig(path)` writes it."""
     with style.settings():
         if isinstance(one, Stack):
             return _stack(one, style)
@@ -164,7 +164,7 @@ def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
 
 
 def _stack(one: Stack, style: PaperStyle) -> Figure:
-    """Draw a panel per series in the width of a page, with a line of one name in one colour everywhere."""
+    """Draw one panel per series at page width; lines of the same name have the same colour in every panel."""
     figure = Figure(figsize=(style.page, min(0.6 + 0.62 * len(one.charts), 9.0)), layout="constrained")
     names = dict.fromkeys(line.name for chart in one.charts for line in chart.lines)
     places = {name: place for place, name in enumerate(names)}
@@ -183,8 +183,8 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
 
 
 def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Draw lines in the colours of their `places`, bands, and marks with their intervals; return the legend: name -> artist."""
-    # A logarithmic axis without a number above 0 would have no ends, so it stays linear.
+    """Draw lines in the colours of their `places`, bands, and marks with intervals; return the legend: name -> artist."""
+    # A logarithmic axis without a positive number has no limits, so it stays linear.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
     handles: dict[str, Any] = {}
@@ -200,7 +200,7 @@ def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = N
         patch = axes.axhspan(band.low, band.high, facecolor=(BAND, 0.13), edgecolor=(BAND, 0.6), zorder=0.5)
         if band.low <= high and band.high >= low:
             handles["published range"] = patch  # the CSV names the source
-    axes.set_ylim(low, high)  # a band far away must not press the lines together
+    axes.set_ylim(low, high)  # a band far away must not flatten the lines
     near, row, last = 0.08 * float(np.ptp(axes.get_xlim())), 0, -np.inf
     for mark in sorted(one.marks, key=lambda mark: mark.x):
         axes.axvspan(mark.low, mark.high, facecolor=MARK, alpha=0.12, linewidth=0, zorder=0.6)
@@ -215,7 +215,7 @@ def _has_positive(values: Iterable[Array]) -> bool:
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tuple[float, float], **how: Any) -> None:
-    """Write a text `shift` points away from a place, of which the coordinate `along` is in units of the data."""
+    """Write a text `shift` points away from `at`; its coordinate `along` is in data units, the other in axes units."""
     axes.annotate(
         text, at, xycoords=getattr(axes, f"get_{along}axis_transform")(), xytext=shift, textcoords="offset points",
         fontsize=SMALL - 1, bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, **how,
@@ -223,7 +223,7 @@ def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tup
 
 
 def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
-    """Draw a cell in the colour of the decimal logarithm of its tokens, empty at 0."""
+    """Draw cells coloured by log10 of their token count; empty at 0."""
     look: dict[str, Any] = {"edgecolor": "face", "linewidth": 0.2}  # without edges viewers show hairlines between cells
     norm = LogNorm(1, max(float(one.counts.max(initial=0)), 10.0))
     counts = np.where(one.counts > 0, one.counts, np.nan)
@@ -245,7 +245,7 @@ def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
 
 
 def _draw_histogram(axes: Axes, one: HistogramChart) -> dict[str, Any]:
-    """Draw bars on a logarithmic axis, none for a bin without tokens."""
+    """Draw bars on a logarithmic axis; a bin without tokens has no bar."""
     axes.set_yscale("log")
     handles: dict[str, Any] = {}
     for place, (name, counts) in enumerate(one.counts.items()):
@@ -261,7 +261,7 @@ def _draw_histogram(axes: Axes, one: HistogramChart) -> dict[str, Any]:
 
 
 def _draw_bars(axes: Axes, one: BarChart) -> dict[str, Any]:
-    """Draw bars, with their intervals if they have some."""
+    """Draw bars, with intervals where known."""
     height = 0.8 / max(len(one.groups), 1)
     handles: dict[str, Any] = {}
     for place, (group, bars) in enumerate(one.groups.items()):
@@ -283,10 +283,10 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 
 
 def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
-    """Put the title above the axes, and between them a legend if there is more than one name, or a density."""
+    """Put the title above the axes, and a legend in between if there are several names or a density."""
     figure, names = axes.figure, [plain(name, 46) for name in entries]
-    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # points, less the axis, over the width of a letter
-    longest = max(map(len, names), default=0) + 6  # letters, with the drawn part of an entry
+    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # points without the axis, over the width of a letter
+    longest = max(map(len, names), default=0) + 6  # letters, including the legend handle
     columns = max(1, min(len(names), int(width / (longest * SMALL))))
     height = 1.32 * SMALL * -(-len(names) // columns) if len(names) > 1 - isinstance(one, Heatmap) else 0.0
     if style.title:

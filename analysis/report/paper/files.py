@@ -1,4 +1,4 @@
-"""Figures for papers as files, each with its numbers as CSV. The same charts give the same bytes."""
+"""Write figures for papers, each with its numbers as CSV. The same charts give the same bytes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _METADATA: dict[str, dict[str, str | None]] = {
     "svg": {"Creator": "tim-trace", "Date": None},
     "pdf": {"Creator": "tim-trace", "Producer": None, "CreationDate": None},
 }
-"""Kind of a file -> what it says of itself: nothing that changes from day to day."""
+"""File format -> its metadata, without dates, so that files are reproducible."""
 
 
 def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Chart, ...]:
-    """The charts of a report, `report.charts`, after an overview of its series, `report.run`."""
+    """Return the charts of a report (`report.charts`) after an overview of its series (`report.run`)."""
     return (*((stack_of(series),) if series else ()), *(one for one in charts if not one.is_empty))
 
 
 def write_figures(
     charts: Sequence[Chart], folder: str | os.PathLike[str], *kinds: str, style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:
-    """Write each chart as KEY.png of 200 dots per inch, KEY.svg or KEY.pdf, and KEY.csv into a folder; return their paths.
+    """Write each chart as KEY.png (200 dpi), KEY.svg or KEY.pdf, and KEY.csv into a folder; return the paths.
 
     Raises FileThere if one of these files exists, unless `force` replaces it; StorageError.
     """
@@ -52,7 +52,7 @@ def write_figures(
 def write_pdf(
     charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:  # fmt: skip
-    """Write a PDF with a page per chart after a list of the charts, and KEY.csv into a folder beside it (figures.pdf:
+    """Write a PDF with a list of the charts and one page per chart, and KEY.csv into a folder next to it (figures.pdf:
     figures-data); return the paths, the PDF first. Raises as write_figures does.
     """
     target = local(path)
@@ -71,7 +71,7 @@ def write_pdf(
 
 
 def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
-    """Draw a page with the title, and below it a line per figure: its page, its title and its file in the folder `data`."""
+    """Draw a page with the title and one line per figure: its page, title, and CSV file in the folder `data`."""
     lines = [plain(title or "Figures", 80), "", "page, figure: its numbers"]
     lines += [f"{page}  {plain(one.title)}: {plain(f'{data}/{one.key}.csv')}" for page, one in enumerate(charts, 2)]
     figure = Figure(figsize=(7.0, 0.6 + 0.16 * len(lines)))
@@ -81,7 +81,7 @@ def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
 
 def _write_csv(one: Chart, path: Path) -> None:
     text = "".join(f"{line}\n" for line in to_csv(rows_of(one)))
-    # Half a pair of UTF-16, as a damaged name may hold it, is no UTF-8.
+    # A lone surrogate, as in a damaged name, cannot be encoded as UTF-8.
     write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
@@ -90,11 +90,11 @@ _Row = tuple[Any, ...]
 
 
 def rows_of(one: Chart) -> Rows:
-    """Return everything that a figure shows, a row per point, cell, bin, bar, mark or band; NULL in columns that a row lacks.
+    """Return the data of a figure, one row per point, cell, bin, bar, mark or band; NULL in columns that do not apply.
 
-    Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y). A stack has the chart's key before these.
-    Heatmap: `what` is cell, if it has tokens, or line. Histogram: a row per bin; `beyond` is below or above if the bin also
-    holds everything outside the axis. Bar chart: a row per bar.
+    Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y); a stack adds the chart's key as first
+    column. Heatmap: `what` is cell (only those with tokens) or line. Histogram: one row per bin; `beyond` is below or above if
+    the bin also holds everything outside the axis. Bar chart: one row per bar.
     """
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
@@ -139,11 +139,11 @@ _TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
     HistogramChart: (("name", "low", "high", "tokens", "beyond"), _histogram),
     BarChart: (("group", "name", "value", "low", "high", "text"), _bars),
 }
-"""Kind of chart -> the columns of its CSV, and what yields their rows."""
+"""Kind of chart -> the columns of its CSV, and the function that yields the rows."""
 
 
 def _columns(*columns: Any) -> Iterator[_Row]:
-    """Rows of Python's own numbers, which a CSV file writes with all their digits."""
+    """Yield rows of Python numbers, which CSV keeps with all digits."""
     return zip(*(np.asarray(column).tolist() for column in columns), strict=True)
 
 
