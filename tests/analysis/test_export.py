@@ -241,7 +241,7 @@ def test_files_in_a_folder_that_is_not_there_are_refused_and_no_folder_is_made(t
     for format in ("parquet", "jsonl", "tensorboard"):
         done = tim_trace("export", tmp_path / "run", "--to", format, "-o", tmp_path / "missing" / "out")
         assert done.code == 2
-        assert f"there is no folder {tmp_path / 'missing'}; make it first" in done.stderr
+        assert f"folder {tmp_path / 'missing'} does not exist; create it" in done.stderr
     assert not (tmp_path / "missing").exists()
     assert (
         tim_trace("export", tmp_path / "run", "--to", "jsonl", "-o", tmp_path / "out").code == 0

@@ -141,7 +141,7 @@ def test_the_interval_of_a_largest_value_ends_at_it(tmp_path):
     assert largest.high == largest.value == pytest.approx(0.2, rel=1e-6)
     # Of 20 sequences the top n are in no resample with a probability of (1 - n / 20)^20: 0.12 for 2, and 0.012 for 4.
     assert largest.low == pytest.approx(0.17, rel=1e-6)
-    assert (largest.verdict, largest.how.endswith("of the largest: ends at the value")) == ("passed", True)
+    assert (largest.verdict, largest.how.endswith("on the maximum: ends at the value")) == ("passed", True)
 
 
 def test_the_bootstrap_is_over_groups_and_not_over_sequences_or_tokens(tmp_path):
@@ -405,7 +405,7 @@ def test_a_gate_does_not_pass_where_its_number_leaves_a_token_out(tmp_path, side
         ("cannot tell", True), ("cannot tell", True), ("failed", True), ("passed", False),
     ]  # fmt: skip
     for each in found[:3]:
-        assert each.how.startswith(f"of 48 tokens that count {what}: they are left out; ")
+        assert each.how.startswith(f"of 48 tokens that count, {what} and are left out; ")
     assert tim_trace("gate", tmp_path / "run", "--fail-on", "tim.k3>1e-3").code == 1
 
 
@@ -499,5 +499,5 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read
     make_trace(tmp_path / "run")
     done = tim_trace("gate", tmp_path / "run", "--fail-on", "tim.k3>9", option, tmp_path / "missing" / "gate.xml")
     assert done.code == 2
-    assert f"there is no folder {tmp_path / 'missing'}" in done.stderr
+    assert f"folder {tmp_path / 'missing'} does not exist" in done.stderr
     assert not (tmp_path / "missing").exists()

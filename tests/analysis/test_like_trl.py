@@ -416,9 +416,9 @@ def test_options_that_trl_would_not_take_are_refused(tmp_path):
         stats(tmp_path / "run", like="trl", epsilon=-1.0)
     with pytest.raises(InvalidOption, match="logging_steps: got 0; give 1 or more"):
         stats(tmp_path / "run", by="step", like="trl", logging_steps=0)
-    with pytest.raises(InvalidOption, match="logging_steps: TRL logs no row for a whole run; use by='step'"):
+    with pytest.raises(InvalidOption, match="logging_steps: TRL does not log values for a whole run; use by='step'"):
         stats(tmp_path / "run", like="trl", logging_steps=2)
     with pytest.raises(InvalidOption, match="logging_first_step needs logging_steps"):
         stats(tmp_path / "run", by="step", like="trl", logging_first_step=True)
-    with pytest.raises(InvalidOption, match="delta: TRL's RLOO trainer has none"):
+    with pytest.raises(InvalidOption, match="delta: does not exist in TRL's RLOO trainer"):
         stats(tmp_path / "run", like="trl", trainer="rloo", delta=2.0)

@@ -319,7 +319,7 @@ def test_a_recorded_loss_is_read_whole(tmp_path):
     assert found.loss == loss
     assert found.loss_from == "as recorded"
     assert found.steps.dicts()[1]["bias"] == pytest.approx(expected(loss, batch, 1)["bias"], rel=1e-9)
-    assert "the KL term (coefficient 0.1) is in no figure" in found.notes
+    assert "all figures exclude the KL term (coefficient 0.1)" in found.notes
 
 
 def test_bypass_uses_the_true_ratio(opened):
@@ -540,7 +540,7 @@ def test_sapo_and_vespo_by_hand(tmp_path):
     assert found.value("bias") == pytest.approx(-2 * (1.0897306 - 1.2279685), abs=1e-6)
     assert "clipped" not in found.figures
     assert "first_order" not in found.figures
-    assert "vespo has no clip: its weight falls without a bound, so nothing counts as clipped" in found.notes
+    assert "vespo has no clip: its weight decays smoothly, so no term counts as clipped" in found.notes
     assert "k 2, lambda 3 where A >= 0, else k 3, lambda 2" in objective_text(found)
 
 
@@ -570,7 +570,7 @@ def test_what_the_loss_divides_by_counts_rows_that_cannot_be_compared(tmp_path):
 def test_micro_batches_that_were_not_recorded_are_said(tmp_path):
     trace = write(tmp_path / "run", [make(19)], Loss(aggregation="micro_token_mean"))
     found = objective(trace)
-    assert any("does not say which rows were one micro-batch" in note for note in found.notes)
+    assert any("micro-batches were not recorded" in note for note in found.notes)
     assert found.value("bias") == objective(trace, aggregation="token_mean").value("bias")
 
 

@@ -376,7 +376,7 @@ def test_files_that_are_there_stay_unless_forced(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="there is no folder"):
+    with pytest.raises(StorageError, match="does not exist"):
         write_figures((series(line([1.0])),), tmp_path / "file" / "figures", "svg")
     with pytest.raises(StorageError, match="cannot be written"):
         write_figures((series(line([1.0])),), tmp_path / "file", "svg")

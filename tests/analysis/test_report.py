@@ -432,5 +432,5 @@ def test_a_page_or_figures_in_a_folder_that_is_not_there_are_refused_and_no_fold
     missing = tmp_path / "missing"
     done = command("report", tmp_path / "run", *(word.format(missing) for word in options))
     assert (done.code, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert f"there is no folder {missing}; make it first, or name another place" in done.stderr
+    assert f"folder {missing} does not exist; create it, or choose another path" in done.stderr
     assert not missing.exists()

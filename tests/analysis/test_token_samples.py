@@ -291,7 +291,7 @@ def test_hostile_tokens_hide_and_reorder_nothing(tmp_path):
         "\ufeff": "\u27e8U+FEFF\u27e9", "\u2066": "\u27e8U+2066\u27e9", "\ue000": "\u27e8U+E000\u27e9",
         "\x1b[31m": "\u27e8U+001B\u27e9[31m",
     }  # fmt: skip
-    assert found.text_from == "Text by the tokenizer that the trace keeps: 16 tokens."
+    assert found.text_from == "Text decoded with the trace's tokenizer: 16 tokens."
 
 
 def test_a_token_that_the_tokenizer_lacks_is_shown_by_its_id(plain, tmp_path):

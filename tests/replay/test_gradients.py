@@ -63,7 +63,7 @@ def test_the_norm_that_trl_logged_comes_back_to_its_last_digit(arguments, config
     norms = [entry["grad_norm"] for entry in run.result["history"] if "grad_norm" in entry]
     assert [step.grad_norm for step in found.steps] == norms
     assert all(step.reproduced and step.forward_held for step in found.steps)
-    assert "to its last digit in" in gradient_sentence(found)
+    assert "to the last digit in" in gradient_sentence(found)
 
 
 @pytest.mark.engine
@@ -427,7 +427,7 @@ def test_the_command_says_whether_the_norm_came_back_and_gives_each_figure_as_js
     found = gradient(loop[0], steps="1:3", arm=["dtype=bf16"])
     for table, word in (("step", "progress_a"), ("module", "embedding"), ("arm", "num_biased")):
         text = gradient_text(found, table)
-        assert "to its last digit in all 3 steps" in text
+        assert "to the last digit in all 3 steps" in text
         assert word in text
     options = ["gradient", str(loop[0]), "--steps", "3", "--arm", "dtype=bf16"]
     printed = json.loads(CliRunner().invoke(cli.main, [*options, "--json"], catch_exceptions=False).stdout)

@@ -154,7 +154,7 @@ def test_info_and_check_tell_which_attempt_counts(traces):
     assert ["attempt", "steps", "sequences", "repeated later"] in cells
     assert ["1", "1 to 6", "48", "5 to 6"] in cells
     assert ["2", "5 to 8", "32"] in cells
-    assert "2 attempts at training. Each step uses its newest attempt: 16 sequences of earlier" in text
+    assert "2 training attempts. Each step uses its newest attempt: 16 sequences of earlier" in text
     (note,) = [note_text(note) for note in check(traces[0]).notes if note.code == "attempts"]
     assert note == (
         "training was attempted 2 times; each step uses its newest attempt; left out, because repeated later: "
@@ -164,7 +164,7 @@ def test_info_and_check_tell_which_attempt_counts(traces):
     assert check(traces[0]).rms_d < 0.1 < 3
     assert told(traces[0], "info")["attempts"][0]["superseded"] == [[5, 6]]
     assert any("2 attempts" in note for note in told(traces[0], "check")["notes"])
-    assert "attempts at training" not in info_text(info(str(traces[1])))
+    assert "training attempts" not in info_text(info(str(traces[1])))
     assert not any(note.code == "attempts" for note in check(traces[1]).notes)
 
 

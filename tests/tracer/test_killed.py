@@ -57,7 +57,7 @@ def test_a_killed_writer_loses_nothing_that_was_appended(tmp_path, seed):
     check_steps(tmp_path / "run", told)
     found = info(str(tmp_path / "run"))
     assert found.state == "killed"
-    assert any("ended without closing" in sentence for sentence in found.missing)
+    assert any("exited without closing" in sentence for sentence in found.missing)
 
 
 @pytest.mark.slow
