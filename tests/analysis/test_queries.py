@@ -362,6 +362,6 @@ def test_what_is_missing_is_named_and_nothing_else(tmp_path):
         ("divergences", "distributions"),
     ):
         with pytest.raises(
-            NothingToCompare, match=f"query {name} needs {needs}.*; there is none for train and rollout"
+            NothingToCompare, match=f"query {name} needs {needs}.*; not recorded for train and rollout"
         ):
             query(name, tmp_path / "run")

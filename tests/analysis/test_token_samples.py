@@ -244,7 +244,7 @@ def test_a_window_shows_the_bias_of_the_whole_response(tmp_path):
     ("loss", "passes", "told"),
     [
         (None, ("rollout", "train"), "no known loss"),
-        (Loss(level="sequence_mean"), ("rollout", "train"), "ratios of sequences"),
+        (Loss(level="sequence_mean"), ("rollout", "train"), "sequence-level ratios"),
         (Loss(), ("train",), "one side of the mismatch"),
     ],
 )
