@@ -361,7 +361,5 @@ def test_what_is_missing_is_named_and_nothing_else(tmp_path):
         ("staleness", "the pass current"),
         ("divergences", "distributions"),
     ):
-        with pytest.raises(
-            NothingToCompare, match=f"query {name} needs {needs}.*; not recorded for train and rollout"
-        ):
+        with pytest.raises(NothingToCompare, match=f"query {name} needs {needs}.*; not recorded for train and rollout"):
             query(name, tmp_path / "run")
