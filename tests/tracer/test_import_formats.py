@@ -133,14 +133,14 @@ def test_splits_of_a_dataset_are_named_and_an_only_one_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ("{", "does not name the files of a dataset"),
-        ("[]", "does not name the files of a dataset"),
+        ("{", "does not list the files of a dataset"),
+        ("[]", "does not list the files of a dataset"),
         ('{"_data_files": [{"filename": "../dump.arrow"}]}', r"names '../dump.arrow', which is no file of the folder"),
         ('{"_data_files": [{"filename": "missing.arrow"}]}', r"missing\.arrow: not readable as Arrow"),
         ('{"_data_files": []}', r"holds no \.parquet"),
         (
             '{"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "i.arrow"}]}',
-            r"its rows are chosen by an index; flatten_indices\(\)",
+            r"its rows are selected by an index; call flatten_indices\(\)",
         ),
     ],
 )

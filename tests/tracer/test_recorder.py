@@ -100,7 +100,7 @@ def test_every_column_of_a_sequence_comes_back(tmp_path):
         (["stop", None], None),
         (["é", "stop"], None),
         (["stop", 3], "row 1: got 3"),
-        (["stop", "\udcff"], "row 1.*no text in UTF-8"),
+        (["stop", "\udcff"], "row 1.*cannot be encoded as UTF-8"),
     ],
 )
 def test_a_column_of_texts_is_looked_at_text_by_text(tmp_path, texts, problem):

@@ -97,7 +97,7 @@ def test_integers_of_numpy_and_torch_are_steps(recorder, step):
         ("ab", r"response_ids: got 'ab' \(str\)"),
         (None, "response_ids: got None"),
         (7, r"response_ids: got 7 \(int\)"),
-        ([], "response_ids: holds no sequence; leave the call out"),
+        ([], "response_ids: holds no sequence; skip the call"),
         (np.zeros((0, 5), int), "response_ids: holds no sequence"),
     ],
 )
@@ -165,8 +165,8 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"seq_ids": {"a": 1, "b": 2}}, "seq_ids: got .*; give a list of strings or integers"),
         ({"seq_ids": ["a"]}, "1 seq_ids for 2 responses"),
         ({"seq_ids": ["a", "a"]}, "sequence 'a': comes a second time"),
-        ({"seq_ids": ["a", "\ud800"]}, "seq_ids: row 1: .* is no text in UTF-8"),
-        ({"finish_reason": ["stop", "\ud800"]}, "finish_reason: row 1: .* is no text in UTF-8"),
+        ({"seq_ids": ["a", "\ud800"]}, "seq_ids: row 1: .* cannot be encoded as UTF-8"),
+        ({"finish_reason": ["stop", "\ud800"]}, "finish_reason: row 1: .* cannot be encoded as UTF-8"),
         ({"prompt_ids": [[1]]}, "1 prompts for 2 responses"),
         ({"prompt_ids": [[1], [-1]]}, "prompt_ids: row 1, token 0 is -1"),
         ({"response_mask": [[1, 0]]}, "response_mask: got 1 rows for 2 sequences"),
@@ -262,13 +262,13 @@ SCORES = [
     ({"logprobs": np.array([[-1, -2], [-3, -4]])}, "logprobs: got int64"),
     ({"logprobs": [[-1e39, -2.0], [-3.0]]}, "row 0, token 0 is -1e\\+39; give numbers that float32 holds"),
     ({"logprobs": np.array([-1.0, -2.0])}, r"logprobs of pass 'train': got shape \(2,\)"),
-    ({"logprobs": LOGPROBS, "attention_mask": MASK}, "attention_mask: logprobs came as lists, which have no padding"),
+    ({"logprobs": LOGPROBS, "attention_mask": MASK}, "attention_mask: logprobs are lists, which have no padding"),
     ({"logprobs": LOGPROBS, "entropy": [["x", 1.0], [1.0]]}, "entropy of pass 'train': row 0"),
     ({"logprobs": LOGPROBS, "scored_mask": [[1, NAN], [1]]}, "scored_mask of pass 'train': row 0, token 1 is nan"),
     ({"logprobs": LOGPROBS, "policy_version": [1, 2, 3]}, "policy_version: got 3 values for 2 sequences"),
     ({"logprobs": LOGPROBS, "policy_version": "x"}, "policy_version: got 'x'"),
     ({"logprobs": LOGPROBS, "rows": [0.5, 1]}, r"rows: got \[0.5, 1\] \(list\); give a list of row numbers"),
-    ({"logprobs": LOGPROBS, "rows": [True, False]}, r"rows: .*of a mask, give np.flatnonzero\(mask\)"),
+    ({"logprobs": LOGPROBS, "rows": [True, False]}, r"rows: .*for a mask, give np.flatnonzero\(mask\)"),
     ({"logprobs": LOGPROBS, "rows": ["0", "1"]}, "rows: got"),
     ({"logprobs": LOGPROBS, "rows": [[0, 1]]}, "rows: got"),
     ({"logprobs": LOGPROBS, "rows": 1}, "rows: got"),
@@ -365,7 +365,7 @@ def test_scores_may_come_through_another_recorder_of_the_trace(tmp_path):
         ({"loss": np.ones(0)}, r"'loss': got values of shape \(0,\)"),
         ({3: 1.0}, r"the name 3 \(int\) is no string"),
         ({"loss": 10**400}, "too large for float64"),
-        ({"loss": "\ud800"}, "is no text in UTF-8"),
+        ({"loss": "\ud800"}, "cannot be encoded as UTF-8"),
         ([("loss", 1.0)], "give a dict of name -> value"),
         (None, "metrics of step 1: got None; give a dict"),
     ],
@@ -397,7 +397,7 @@ def test_what_a_framework_logs_is_kept_in_every_form(tmp_path):
 def test_a_closed_recorder_takes_nothing_in_silence(recorder):
     added = recorder.add_sequences(step=1, response_ids=[[1]])
     recorder.close()
-    with pytest.raises(InvalidRecord, match="the recorder is closed, and nothing more is recorded; open another one"):
+    with pytest.raises(InvalidRecord, match="the recorder is closed; open another one"):
         recorder.add_scores("train", added, logprobs=[[-1.0]])
     with pytest.raises(InvalidRecord, match="the recorder is closed"):
         recorder.add_sequences(step=2, response_ids=[[1]])
@@ -474,12 +474,12 @@ def test_a_device_tensor_that_is_wrong_is_told_at_the_next_call_which_then_works
         bad = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [-3, 4]]))
         recorder.writer._worker.drain()
         with pytest.raises(
-            InvalidRecord, match=r"row 1, token 0 is -3.*\[of an earlier call: this one recorded nothing"
+            InvalidRecord, match=r"row 1, token 0 is -3.*\[from an earlier call; this call recorded nothing"
         ):
             recorder.add_metrics(1, {"loss": 0.5})
         recorder.add_metrics(1, {"loss": 0.5})
         with pytest.raises(
-            InvalidRecord, match=r"this batch was refused \(.*row 1, token 0 is -3.*give add_sequences what"
+            InvalidRecord, match=r"this batch was rejected \(.*row 1, token 0 is -3.*correct the call of add_sequences"
         ):
             recorder.add_scores("train", bad, logprobs=LOGPROBS)
         good = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [3, 4]]))
