@@ -399,7 +399,7 @@ def test_check_s_advice_for_a_dump_is_to_attach(tmp_path):
 
 def test_options_of_attach_go_with_it(dumped, tmp_path):
     assert "go with --attach" in tim_trace("weights", dumped, "--force").stderr
-    with pytest.raises(InvalidOption, match="model_version: goes with model='DIR'"):
+    with pytest.raises(InvalidOption, match="model_version: requires model='DIR'"):
         import_dump("verl", tmp_path / "dump", output=tmp_path / "x", model_version=3)
 
 

@@ -234,7 +234,7 @@ def test_turns_of_torchtitan_are_one_response_with_masked_tokens_between(tmp_pat
     assert list(scores(tmp_path / "run", "rollout").values()) == [[-0.5, -0.25, None, -1.0]]
     rollout["turns"][1]["prompt_token_ids"] = [1, 2, 9, 4, 5]
     dumps.write_lines(tmp_path / "rollout_samples.jsonl", [rollout])
-    with pytest.raises(ImportFailed, match="turn 1 was tokenised anew"):
+    with pytest.raises(ImportFailed, match="turn 1 was re-tokenized"):
         import_dump("torchtitan", tmp_path, output=tmp_path / "x")
 
 

@@ -111,7 +111,7 @@ def test_a_file_that_changed_there_is_refused(s3, tmp_path):
     import_dump("nemo-rl", url, output=tmp_path / "run")
     (name,) = s3.ls("bucket/changed")
     s3.pipe_file(name, s3.cat_file(name).replace(b"1", b"2"))
-    with pytest.raises(ImportFailed, match=r"s3://bucket/changed/train_data_step3.jsonl: is not what it was"):
+    with pytest.raises(ImportFailed, match=r"s3://bucket/changed/train_data_step3.jsonl: has changed since it was imported"):
         import_dump("nemo-rl", url, output=tmp_path / "run")
 
 
@@ -128,7 +128,7 @@ def test_one_file_is_imported_by_its_url_from_the_command_line(s3, tmp_path):
 
 def test_a_pickle_that_names_a_function_is_refused_by_its_url(s3, tmp_path):
     s3.pipe_file("bucket/hostile/gen_batch.dp", b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R.")
-    with pytest.raises(ImportFailed, match=r"s3://bucket/hostile/gen_batch.dp: names posix.system"):
+    with pytest.raises(ImportFailed, match=r"s3://bucket/hostile/gen_batch.dp: uses posix.system"):
         import_dump("verl", "s3://bucket/hostile", output=tmp_path / "run")
 
 

@@ -147,7 +147,7 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path, form):
         with pytest.raises(ImportFailed) as raised:
             read_pickled(path)
         message = str(raised.value)
-        assert "names" in message, name
+        assert "uses" in message, name
         assert "\n" not in message
         assert not (tmp_path / "was-run").exists(), name
 
@@ -297,7 +297,7 @@ def test_tensors_that_claim_more_than_they_have_are_refused(tmp_path):
     for tensor in (torch.ones(1).expand(200_000, 200_000), torch.ones(1).expand(1 << 40)):
         torch.save(tensor, path)
         found = read_pickled(path)
-        with pytest.raises(ImportFailed, match="64 times its own size"):
+        with pytest.raises(ImportFailed, match="64 times its size"):
             found.array()
 
 
@@ -308,7 +308,7 @@ def test_samples_that_share_one_long_list_are_refused(tmp_path):
     (tmp_path / "rollout_data").mkdir()
     torch.save({"samples": [dict(sample) for _ in range(2000)]}, tmp_path / "rollout_data" / "1.pt")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ImportFailed, match="64 times its own size"):
+    with pytest.raises(ImportFailed, match="64 times its size"):
         import_dump("slime", tmp_path, output=tmp_path / "run")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 << 20
 
@@ -400,5 +400,5 @@ def test_runs_of_numbers_are_what_python_reads(tmp_path, protocol):
     assert end == len(content)
     assert repr(found) == repr(numbers)
     for cut in draw.integers(1, len(content), 60):
-        with pytest.raises(ImportFailed, match=r"is incomplete pickle|is no pickle of arrays"):
+        with pytest.raises(ImportFailed, match=r"incomplete pickle|not a pickle of arrays"):
             load(content[:cut], {}, "here", Budget("here", len(content)))

@@ -164,7 +164,7 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"seq_ids": [1.5, 2.5]}, "seq_ids: row 0 is 1.5"),
         ({"seq_ids": {"a": 1, "b": 2}}, "seq_ids: got .*; give a list of strings or integers"),
         ({"seq_ids": ["a"]}, "1 seq_ids for 2 responses"),
-        ({"seq_ids": ["a", "a"]}, "sequence 'a': comes a second time"),
+        ({"seq_ids": ["a", "a"]}, "sequence 'a': occurs twice"),
         ({"seq_ids": ["a", "\ud800"]}, "seq_ids: row 1: .* cannot be encoded as UTF-8"),
         ({"finish_reason": ["stop", "\ud800"]}, "finish_reason: row 1: .* cannot be encoded as UTF-8"),
         ({"prompt_ids": [[1]]}, "1 prompts for 2 responses"),
@@ -176,8 +176,8 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"response_mask": [[1, 0.5], [1]]}, "response_mask: row 0, token 1 is 0.5; a mask is 0 or 1"),
         ({"response_mask": [[1, None], [1]]}, "response_mask: row 0, token 1 is None"),
         ({"response_mask": [["1", "0"], ["1"]]}, "response_mask: row 0 is"),
-        ({"response_attention_mask": MASK}, "response_ids came as lists, which have no padding"),
-        ({"prompt_attention_mask": MASK}, "prompt_ids came not at all"),
+        ({"response_attention_mask": MASK}, "response_ids were given as lists, which have no padding"),
+        ({"prompt_attention_mask": MASK}, "prompt_ids were not given"),
     ],
 )
 def test_what_contradicts_a_batch_is_refused(recorder, changes, message):
@@ -187,7 +187,7 @@ def test_what_contradicts_a_batch_is_refused(recorder, changes, message):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (np.zeros((2, 2)), "response_attention_mask: is 0 everywhere, so that no row has a token"),
+        (np.zeros((2, 2)), "response_attention_mask: is 0 everywhere, so no row has a token"),
         (np.ones((2, 3)), r"got shape \(2, 2\), but the attention mask has \(2, 3\)"),
         (np.ones(2), r"response_attention_mask: got shape \(2,\); give \[B, T\]"),
         (np.array([[1, NAN], [1, 0]]), "response_attention_mask: row 0, token 1 is nan"),
@@ -203,7 +203,7 @@ def test_a_mask_is_0_or_1_where_the_batch_has_cells(recorder, mask, message):
 def test_a_row_without_a_token_is_recorded_with_a_warning(recorder):
     mask = np.array([[1, 1], [0, 0]])
     with pytest.warns(
-        TimTraceWarning, match=r"is 0 in all of row 1 \(1 of 2 rows\), which is recorded without a token"
+        TimTraceWarning, match=r"is 0 in all of row 1 \(1 of 2 rows\), which is recorded without tokens"
     ):
         recorder.add_sequences(step=1, response_ids=PADDED, response_attention_mask=mask)
     recorder.close()
@@ -242,7 +242,7 @@ def test_what_does_not_look_like_padding_is_recorded_in_silence(recorder, ids):
 def test_scores_shorter_than_a_batch_without_a_mask_name_the_mask(recorder):
     added = recorder.add_sequences(step=1, seq_ids="ab", response_ids=PADDED)
     with pytest.raises(
-        InvalidRecord, match="response_ids came 2 wide without response_attention_mask, so that every cell"
+        InvalidRecord, match="response_ids were 2 wide without response_attention_mask, so every cell"
     ):
         recorder.add_scores("train", added, logprobs=LOGPROBS)
     with pytest.raises(InvalidRecord, match=r"'b': 1 values of logprobs .* without response_attention_mask"):
@@ -316,7 +316,7 @@ def top_k(tokens):
 
 def test_distributions_that_fit_no_scored_row_are_refused_at_the_call(recorder):
     added = recorder.add_sequences(step=1, response_ids=RESPONSES)
-    with pytest.raises(InvalidRecord, match="captured_rows: row 1 is not among the rows that are scored"):
+    with pytest.raises(InvalidRecord, match="captured_rows: row 1 is not among the scored rows"):
         recorder.add_scores("train", added, rows=[0], logprobs=LOGPROBS[:1], distribution=top_k(1), captured_rows=[1])
     with pytest.raises(InvalidRecord, match=r"distributions with .* rows for 2 response tokens"):
         recorder.add_scores("train", added, logprobs=LOGPROBS, distribution=top_k(3), captured_rows=[0])
@@ -336,7 +336,7 @@ def test_scores_go_to_the_recorder_that_gave_the_batch(tmp_path):
     with Recorder(tmp_path / "a") as one, Recorder(tmp_path / "b") as other:
         added = one.add_sequences(step=1, response_ids=[[1]])
         with pytest.raises(
-            InvalidRecord, match=r"recorded in .*/a, and this recorder writes .*/b; add its scores with"
+            InvalidRecord, match=r"recorded in .*/a, but this recorder writes .*/b; add its scores with"
         ):
             other.add_scores("train", added, logprobs=[[-1.0]])
         with pytest.raises(
@@ -357,13 +357,13 @@ def test_scores_may_come_through_another_recorder_of_the_trace(tmp_path):
     [
         (
             {"loss": {"policy": 1.0}},
-            r"'loss': got \{'policy': 1.0\} \(dict\); give each of its values a name of its own",
+            r"'loss': got \{'policy': 1.0\} \(dict\); give each of its values its own name",
         ),
         ({"loss": [1.0, 2.0]}, r"'loss': got \[1.0, 2.0\] \(list\); give one number"),
-        ({"loss": torch.ones(3)}, r"'loss': got values of shape \(3,\); give one number, as their mean"),
+        ({"loss": torch.ones(3)}, r"'loss': got values of shape \(3,\); give one number, such as their mean"),
         ({"loss": np.ones((2, 2))}, r"'loss': got values of shape \(2, 2\)"),
         ({"loss": np.ones(0)}, r"'loss': got values of shape \(0,\)"),
-        ({3: 1.0}, r"the name 3 \(int\) is no string"),
+        ({3: 1.0}, r"the name 3 \(int\) is not a string"),
         ({"loss": 10**400}, "too large for float64"),
         ({"loss": "\ud800"}, "cannot be encoded as UTF-8"),
         ([("loss", 1.0)], "give a dict of name -> value"),
@@ -460,10 +460,10 @@ def test_a_refused_batch_does_not_move_the_step_on_and_keeps_no_name(recorder):
     recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
     with pytest.raises(InvalidRecord):
         recorder.add_sequences(step=9, seq_ids=["z"], response_ids=[[1]], reward="x")
-    with pytest.raises(InvalidRecord, match="'a': comes a second time"):
+    with pytest.raises(InvalidRecord, match="'a': occurs twice"):
         recorder.add_sequences(step=1, seq_ids=["b", "a"], response_ids=RESPONSES)
     recorder.add_sequences(step=1, seq_ids=["b", "c"], response_ids=RESPONSES)
-    with pytest.raises(InvalidRecord, match="'c': comes a second time"):
+    with pytest.raises(InvalidRecord, match="'c': occurs twice"):
         recorder.add_sequences(step=1, seq_ids=["c"], response_ids=[[1]])
     recorder.add_sequences(step=2, seq_ids=["z"], response_ids=[[1]])
 
