@@ -552,7 +552,7 @@ def test_a_wrong_file_is_explained(tmp_path, text, message):
 
 
 def test_paths_that_hold_nothing_are_named(tmp_path):
-    with pytest.raises(ImportFailed, match="nothing is there"):
+    with pytest.raises(ImportFailed, match="not found"):
         import_parquet(tmp_path / "missing.parquet", output=tmp_path / "run")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ImportFailed, match=r"holds no \.parquet, \.jsonl, \.json, \.csv or \.arrow file"):

@@ -1,7 +1,7 @@
 """An import divided into units, each written by its own writer in an actor of a cluster, and their merge.
 
-A unit's files go to a folder next to the future trace, which gets its final name, a hash of its input, only when complete.
-So nothing of a failed actor is used, and an import that was killed reuses its complete units when started again.
+A unit's files go to a folder next to the future trace. Only when complete, the folder gets its final name, a hash of the
+unit's input. So nothing of a failed actor is used, and an import that was killed reuses its complete units when restarted.
 """
 
 from __future__ import annotations
