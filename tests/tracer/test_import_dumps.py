@@ -169,7 +169,7 @@ def test_an_import_claims_no_libraries_of_the_machine_that_reads_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("format", "lacks"),
-    [("ms-swift", "token ids, so that nothing"), ("vllm", "token ids of the prompts, so that replay")],
+    [("ms-swift", "token ids, so these texts"), ("vllm", "token ids of the prompts, so it")],
 )
 def test_weights_are_not_advised_where_they_would_not_help(tmp_path, format, lacks):
     dumps.ONE_SIDED[format](tmp_path / "dump", make_steps(1))
@@ -560,7 +560,7 @@ def test_links_out_of_the_folder_and_special_files_are_not_read(tmp_path):
         import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
     (tmp_path / "dump" / "train_data_step1.jsonl").unlink()
     os.mkfifo(tmp_path / "dump" / "train_data_step1.jsonl")
-    with pytest.raises(ImportFailed, match="no regular file"):
+    with pytest.raises(ImportFailed, match="not a regular file"):
         import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
 
 

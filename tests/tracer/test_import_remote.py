@@ -145,7 +145,7 @@ def test_a_cut_file_there_waits_for_its_end(s3, tmp_path):
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("s3://bucket/nothing/here", "nothing is there that can be read"),
+        ("s3://bucket/nothing/here", "not found; name the folder"),
         ("s3://no-such-bucket/dump", "s3://no-such-bucket/dump: "),
         ("gopher://somewhere/dump", "no file system is known for it"),
     ],

@@ -558,7 +558,7 @@ def test_paths_that_hold_nothing_are_named(tmp_path):
     with pytest.raises(ImportFailed, match=r"holds no \.parquet, \.jsonl, \.json, \.csv or \.arrow file"):
         import_parquet(tmp_path / "empty", output=tmp_path / "run")
     (tmp_path / "x.tsv").write_text("a")
-    with pytest.raises(ImportFailed, match=r"is not \.parquet, \.jsonl, \.json, \.csv or \.arrow"):
+    with pytest.raises(ImportFailed, match=r"is not a \.parquet, \.jsonl, \.json, \.csv or \.arrow"):
         import_parquet(tmp_path / "x.tsv", output=tmp_path / "run")
     for content in (b"", b"a", b"PAR1" + b"\0" * 40 + b"PAR1"):
         (tmp_path / "x.parquet").write_bytes(content)

@@ -54,7 +54,7 @@ class DumpFolder:
         if given.is_file():
             return cls(url=url, root=given.parent, files=(given.name,), is_file=True)
         if not given.is_dir():
-            raise ImportFailed(f"{url}: nothing is there that can be read; name the folder that the framework wrote to")
+            raise ImportFailed(f"{url}: not found; name the folder that the framework wrote to")
         root, found = Path(os.path.realpath(given)), []
         for base, folders, names in os.walk(root):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -76,7 +76,7 @@ class DumpFolder:
         found = {path[len(base) :].lstrip("/"): (path, size) for path, size in sizes.items()}
         remote = {name: each for name, each in found.items() if name and not re.search(r"(^|/)\.|/$", name)}
         if not remote:
-            raise ImportFailed(f"{url}: nothing is there that can be read; name the folder that the framework wrote to")
+            raise ImportFailed(f"{url}: not found; name the folder that the framework wrote to")
         return cls(
             url=url,
             root=Path(base),
