@@ -251,9 +251,7 @@ def dumps_with_versions(folder, model, step):
 
 def test_a_version_that_no_row_is_of_is_refused_with_those_there_are(tmp_path, model):
     dumps_with_versions(tmp_path / "dump", model, 1)
-    with pytest.raises(
-        InvalidOption, match=r"imported without weights: .* no row has version 0; recorded versions: 4"
-    ):
+    with pytest.raises(InvalidOption, match=r"imported without weights: .* no row has version 0; recorded versions: 4"):
         import_dump("slime", tmp_path / "dump", output=tmp_path / "run", model=tmp_path / "model")
     assert info(tmp_path / "run").num_sequences == 6
     with pytest.raises(InvalidOption, match="got True"):

@@ -135,7 +135,10 @@ def test_splits_of_a_dataset_are_named_and_an_only_one_is_read(tmp_path):
     [
         ("{", "does not list the files of a dataset"),
         ("[]", "does not list the files of a dataset"),
-        ('{"_data_files": [{"filename": "../dump.arrow"}]}', r"lists '../dump.arrow', which is not a file name in that folder"),
+        (
+            '{"_data_files": [{"filename": "../dump.arrow"}]}',
+            r"lists '../dump.arrow', which is not a file name in that folder",
+        ),
         ('{"_data_files": [{"filename": "missing.arrow"}]}', r"missing\.arrow: not readable as Arrow"),
         ('{"_data_files": []}', r"holds no \.parquet"),
         (

@@ -111,7 +111,9 @@ def test_a_file_that_changed_there_is_refused(s3, tmp_path):
     import_dump("nemo-rl", url, output=tmp_path / "run")
     (name,) = s3.ls("bucket/changed")
     s3.pipe_file(name, s3.cat_file(name).replace(b"1", b"2"))
-    with pytest.raises(ImportFailed, match=r"s3://bucket/changed/train_data_step3.jsonl: has changed since it was imported"):
+    with pytest.raises(
+        ImportFailed, match=r"s3://bucket/changed/train_data_step3.jsonl: has changed since it was imported"
+    ):
         import_dump("nemo-rl", url, output=tmp_path / "run")
 
 

@@ -202,9 +202,7 @@ def test_a_mask_is_0_or_1_where_the_batch_has_cells(recorder, mask, message):
 
 def test_a_row_without_a_token_is_recorded_with_a_warning(recorder):
     mask = np.array([[1, 1], [0, 0]])
-    with pytest.warns(
-        TimTraceWarning, match=r"is 0 in all of row 1 \(1 of 2 rows\), which is recorded without tokens"
-    ):
+    with pytest.warns(TimTraceWarning, match=r"is 0 in all of row 1 \(1 of 2 rows\), which is recorded without tokens"):
         recorder.add_sequences(step=1, response_ids=PADDED, response_attention_mask=mask)
     recorder.close()
     assert table(recorder, "sequences", "response_ids") == [([1, 2],), ([],)]
@@ -241,9 +239,7 @@ def test_what_does_not_look_like_padding_is_recorded_in_silence(recorder, ids):
 
 def test_scores_shorter_than_a_batch_without_a_mask_name_the_mask(recorder):
     added = recorder.add_sequences(step=1, seq_ids="ab", response_ids=PADDED)
-    with pytest.raises(
-        InvalidRecord, match="response_ids were 2 wide without response_attention_mask, so every cell"
-    ):
+    with pytest.raises(InvalidRecord, match="response_ids were 2 wide without response_attention_mask, so every cell"):
         recorder.add_scores("train", added, logprobs=LOGPROBS)
     with pytest.raises(InvalidRecord, match=r"'b': 1 values of logprobs .* without response_attention_mask"):
         recorder.add_scores("train", added, logprobs=np.full((2, 2), -1.0, np.float32), attention_mask=MASK)
