@@ -254,7 +254,7 @@ def context_part(values, total, rank, size, width=None):
 
 
 def write_miles_train(folder, steps, *, data=2, context=2, tensor=2, padded=False):
-    """One file a rank: ranks of tensor parallelism hold the same, those of context parallelism other tokens."""
+    """One file per rank: tensor-parallel ranks hold the same data, context-parallel ranks different tokens."""
     (folder / "train_data").mkdir(parents=True, exist_ok=True)
     for step, samples in steps.items():
         rank, width = 0, max(len(s.tokens) for s in samples) + 3 if padded else None

@@ -201,11 +201,11 @@ def test_verify_reads_no_more_than_the_account_says(tmp_path, pattern):
     rest_slow(
         [
             ("1.pt", "slime", b"\x80\x04", "this machine a memory of"),
-            ("rows.jsonl", "parquet", b"{", "line 1: has no end within"),
+            ("rows.jsonl", "parquet", b"{", "line 1: does not end within"),
             ("rows.json", "parquet", b"[", "this machine a memory of"),
-            ("rows.csv", "parquet", b"step,", "line 1: has no end within"),
-            ("completions.jsonl", "ms-swift", b"{", "line 1: has no end within"),
-            ("1.jsonl", "areal", b"{", "line 1: has no end within"),
+            ("rows.csv", "parquet", b"step,", "line 1: does not end within"),
+            ("completions.jsonl", "ms-swift", b"{", "line 1: does not end within"),
+            ("1.jsonl", "areal", b"{", "line 1: does not end within"),
         ],
         3,
     ),
@@ -228,7 +228,7 @@ def test_a_long_line_is_read_and_one_without_end_is_not(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_bytes(b"{}\n" + b"x" * 101)
     found = read_lines(tmp_path / "rows.jsonl")
     assert next(found) == (1, {})
-    with pytest.raises(ImportFailed, match="line 2: has no end within 100 bytes"):
+    with pytest.raises(ImportFailed, match="line 2: does not end within 100 bytes"):
         next(found)
 
 

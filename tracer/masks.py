@@ -15,7 +15,7 @@ from .ragged import Padding, is_padded
 from .staging import to_numpy
 
 MIN_RUN = 2
-"""Minimum run of equal tokens at the edge of a row that may be padding; a model writes one end token."""
+"""Minimum run of equal tokens at a row's edge that may be padding; a model writes one end token."""
 MIN_LONGEST_RUN = 4
 """Minimum length of the longest such run in a batch: padding is longer than chance repeats of a token."""
 MIN_SHARE = 0.25
@@ -39,20 +39,20 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
             warn(name, sentence)
         return None
     if not is_padded(ids):
-        came = "not at all" if ids is None else "as lists, which have no padding"
+        came = "not given" if ids is None else "given as lists, which have no padding"
         raise InvalidRecord(
-            f"{where}, {name}: {side}_ids came {came}; give {side}_ids as a tensor or array [B, T] with it, or lists "
+            f"{where}, {name}: {side}_ids were {came}; give {side}_ids as a tensor or array [B, T] with it, or lists "
             "without it"
         )
     padding = Padding.of(mask, f"{where}, {name}")
     empty = np.flatnonzero(padding.lengths == 0)
     if warn and padding.width and len(empty):
         if len(empty) == len(padding.lengths):
-            raise InvalidRecord(f"{where}, {name}: is 0 everywhere, so that no row has a token; give 1 where one is")
+            raise InvalidRecord(f"{where}, {name}: is 0 everywhere, so no row has a token; give 1 for each token")
         warn(
             f"{name} of empty rows",
             f"{where}, {name}: is 0 in all of row {empty[0]} ({len(empty)} of {len(padding.lengths)} rows), which is "
-            "recorded without a token; what counts in the loss is said by response_mask",
+            "recorded without tokens; to exclude tokens from the loss, use response_mask",
         )
     return padding
 

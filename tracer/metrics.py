@@ -20,12 +20,12 @@ _SCHEMA = METRICS_TABLE.schema
 
 
 def check_metrics(values: Any, what: str) -> None:
-    """Raise InvalidRecord unless these are names with one value each: a number, a text or None."""
+    """Raise InvalidRecord unless this is a dict of name -> number, text or None."""
     if not isinstance(values, Mapping):
         raise InvalidRecord(f"{what}: got {shown(values)}; give a dict of name -> value")
     for name, value in values.items():
         if not isinstance(name, str):
-            raise InvalidRecord(f"{what}: the name {shown(name)} is no string; name each value by one")
+            raise InvalidRecord(f"{what}: the name {shown(name)} is not a string")
         text(name, what)
         _check(value, f"{what}, {name!r}")
 
@@ -34,16 +34,18 @@ def _check(value: Any, what: str) -> None:
     if isinstance(value, str):
         text(value, what)
     elif isinstance(value, Mapping):
-        raise InvalidRecord(f"{what}: got {shown(value)}; give each of its values a name of its own, as 'loss/policy'")
+        raise InvalidRecord(
+            f"{what}: got {shown(value)}; give each of its values its own name, for example 'loss/policy'"
+        )
     elif is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
         if int(np.prod(value.shape)) != 1:
             raise InvalidRecord(
-                f"{what}: got values of shape {tuple(value.shape)}; give one number, as their mean, or each a name"
+                f"{what}: got values of shape {tuple(value.shape)}; give one number, such as their mean, or name each value"
             )
         if not is_tensor(value) and value.dtype.kind in "OU":
             _check(value.item(), what)
     elif isinstance(value, (Sequence, Set)):
-        raise InvalidRecord(f"{what}: got {shown(value)}; give one number, as their mean, or each a name of its own")
+        raise InvalidRecord(f"{what}: got {shown(value)}; give one number, such as their mean, or name each value")
     elif isinstance(value, int) and _float(value) is None:
         raise InvalidRecord(f"{what}: the number is too large for float64; give it as text")
 
@@ -79,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """The value as a number, or None when it is not one."""
+    """Return the value as a number; None if it is not one."""
     if is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
         array = to_numpy(value)
         return float(array.item()) if array.size == 1 and array.dtype.kind in "fiub" else None
@@ -94,5 +96,5 @@ def _float(value: float) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """The value as text that UTF-8 can hold."""
+    """Return the value as text that UTF-8 can encode."""
     return str(value).encode(errors="backslashreplace").decode()

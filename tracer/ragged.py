@@ -1,4 +1,4 @@
-"""Batches as they come, padded or ragged, brought to flat values and lengths.
+"""Converting batches, padded or ragged, to flat values and lengths.
 
 Shapes: B rows, T padded width, N tokens of all rows together.
 """
@@ -19,14 +19,14 @@ from .staging import is_tensor, to_numpy
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Lists of differing lengths, end to end."""
+    """Lists of different lengths, concatenated."""
 
     values: np.ndarray
     """[N]"""
     lengths: np.ndarray
     """[B] int64, adding up to N."""
     valid: np.ndarray | None = None
-    """[N] bool, False where the value was not recorded; None when all were."""
+    """[N] bool, False if the value was not recorded; None if all were."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -38,36 +38,36 @@ class Ragged:
 
     @property
     def num_known(self) -> int:
-        """How many values were recorded."""
+        """Number of recorded values."""
         return len(self.values) if self.valid is None else int(self.valid.sum())
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """Some of the lists, in their order; of all of them this one itself."""
+        """Select some lists, in the given order; return `self` if that changes nothing."""
         if is_every_row(rows, len(self.lengths)):
             return self
         cells = cells_of(rows, self.lengths)
         return Ragged(self.values[cells], self.lengths[rows], None if self.valid is None else self.valid[cells])
 
     def to_arrow(self, type: pa.ListType) -> pa.Array:
-        """As an Arrow list array, without copying the values."""
+        """Return an Arrow list array, without copying the values."""
         values = number_array(self.values, type.value_type, self.valid)
         return pa.ListArray.from_arrays(number_array(self.offsets, pa.int32()), values)
 
 
 def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
-    """Whether `rows` are the numbers of all rows, in their order."""
+    """True if `rows` are all row numbers, in order."""
     return len(rows) == num_rows and bool((rows == np.arange(num_rows)).all())
 
 
 def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Places of some rows' values among those of all rows, end to end."""
+    """Return the indices of some rows' values in the concatenated values of all rows."""
     counts = lengths[rows]
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.asarray(np.repeat(np.cumsum(lengths)[rows] - counts, counts) + within)
 
 
 _LONG = 1024
-"""Width from which copying row by row is faster than picking cells by a mask: a row takes as long as some 1,500 cells."""
+"""Minimum width for which copying row by row is faster than indexing with a mask: a row costs as much as 1,500 cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +78,19 @@ class Padding:
     lengths: np.ndarray
     """[B] int64"""
     starts: np.ndarray | None
-    """[B] int64, first token of each row; None when a row's tokens do not follow each other."""
+    """[B] int64, first token of each row; None if the tokens of a row are not contiguous."""
     mask: np.ndarray
     """[B, T] bool"""
 
     @classmethod
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
-        """Read an attention mask [B, T]: nonzero where there is a token. `what` names it in errors.
+        """Read an attention mask [B, T], nonzero at tokens. `what` names it in errors.
 
-        Raises InvalidRecord for another shape, and for what is neither 0 nor a positive number.
+        Raises InvalidRecord for another shape, and for values that are not whole numbers from 0 on.
         """
         given = _cells(mask, what)
         if given.ndim != 2:
-            raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], as the batch that it belongs to")
+            raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], like its batch")
         cells: np.ndarray = _narrow(given.reshape(-1), np.dtype(bool), what, _of_width(given.shape[1])).reshape(
             given.shape
         )
@@ -102,13 +102,13 @@ class Padding:
         return cls(width, lengths, starts if contiguous else None, cells)
 
     def take(self, rows: np.ndarray) -> Padding:
-        """The padding of some rows, in their order."""
+        """Return the padding of some rows, in the given order."""
         return Padding(
             self.width, self.lengths[rows], None if self.starts is None else self.starts[rows], self.mask[rows]
         )
 
     def flatten(self, cells: np.ndarray) -> np.ndarray:
-        """Copy the tokens of a [B, T] batch end to end: [N]."""
+        """Concatenate the tokens of a [B, T] batch: [N]."""
         if self.starts is None or self.width < _LONG:
             return np.asarray(cells[self.mask])
         out = np.empty(int(self.lengths.sum()), cells.dtype)
@@ -120,12 +120,12 @@ class Padding:
 
 
 def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged:
-    """Copy a batch to flat values: a padded [B, T] tensor or array with its padding, or lists of differing lengths.
+    """Copy a batch to flat values: a padded [B, T] tensor or array with its padding, or lists of different lengths.
 
-    The dtype says what the values are: integers are token ids, bool is a mask, floats are values of a token. `what`
-    names the batch in errors. None inside a list of floats becomes a value that was not recorded.
+    `dtype` decides how values are checked: integers as token ids, bool as a mask, floats as per-token values. `what` names
+    the batch in errors. None inside a list of floats means not recorded.
 
-    Raises InvalidRecord for values that are something else, and for those that the dtype does not hold.
+    Raises InvalidRecord for values of another kind, and for values that the dtype cannot hold.
     """
     dtype = np.dtype(dtype)
     if isinstance(data, Ragged):
@@ -142,12 +142,12 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
 
 
 def is_padded(data: Any) -> bool:
-    """Whether a batch comes as one tensor or array, whose rows are all as wide."""
+    """True if a batch is one tensor or array, not a sequence of rows."""
     return is_tensor(data) or (isinstance(data, np.ndarray) and not (data.dtype == object and data.ndim == 1))
 
 
 def num_rows(data: Any, what: str) -> int:
-    """How many rows a batch has, in whatever form it comes. Raises InvalidRecord for what has none."""
+    """Return the number of rows of a batch in any form. Raises InvalidRecord for a value without rows."""
     if isinstance(data, Ragged):
         return len(data)
     shape = getattr(data, "shape", None)
@@ -159,7 +159,7 @@ def num_rows(data: Any, what: str) -> int:
 
 
 def shown(value: Any) -> str:
-    """A value as an error names it, in one line and short."""
+    """Describe a value briefly, in one line, for an error message."""
     text = " ".join(repr(value).split())
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return "None" if value is None else f"{text} ({type(value).__name__})"
@@ -171,8 +171,8 @@ def _flatten_padded(cells: np.ndarray, dtype: np.dtype, padding: Padding | None,
         return Ragged(_narrow(cells.reshape(-1), dtype, what, _of_width(cells.shape[1])), lengths)
     if cells.shape != padding.mask.shape:
         raise InvalidRecord(
-            f"{what}: got shape {cells.shape}, but the attention mask has {padding.mask.shape}; pad both alike, or pass "
-            "this batch's own attention mask"
+            f"{what}: got shape {cells.shape}, but the attention mask has {padding.mask.shape}; pad both the same way, or "
+            "pass this batch's own attention mask"
         )
     return Ragged(_narrow(padding.flatten(cells), dtype, what, _of_lengths(padding.lengths)), padding.lengths)
 
@@ -187,7 +187,7 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
         arrays.append(array)
         flags.append(valid)
     lengths = np.array([len(array) for array in arrays], np.int64)
-    # An empty list has NumPy's default dtype, which says nothing.
+    # An empty list has NumPy's default dtype, which must not affect the result's.
     filled = [array for array in arrays if len(array)]
     values = _narrow(np.concatenate(filled), dtype, what, _of_lengths(lengths)) if filled else np.empty(0, dtype)
     if all(valid is None for valid in flags):
@@ -197,7 +197,7 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
 
 
 def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
-    """The rows as arrays, where they are flat arrays or tensors of one dtype that what is wanted can be made of; else None."""
+    """Return the rows as arrays if all are flat arrays or tensors of one convertible dtype; else None."""
     kinds = {type(row) for row in data}
     if len(kinds) != 1 or not (kinds == {np.ndarray} or is_tensor(data[0])) or len({row.dtype for row in data}) != 1:
         return None
@@ -205,18 +205,18 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
         return None
     if kinds != {np.ndarray}:
         if dtype.kind == "i" and data[0].dtype.is_floating_point:
-            return None  # half floats are told by name
+            return None  # let _row raise the error on rounded token ids
         try:
             data = [row.numpy() for row in data]
-        except (TypeError, ValueError, RuntimeError):  # of a dtype that NumPy lacks, or with a gradient
+        except (TypeError, ValueError, RuntimeError):  # a dtype that NumPy lacks, or a tensor with gradient
             return None
     return list(data) if data[0].dtype.kind in _KINDS[dtype.kind] else None
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """One list as an array of its own dtype, and where it was recorded; None where all of it was."""
+    """Return one list as an array of its own dtype, and [T] bool: where it was recorded, None if everywhere."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
-        raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one a sequence")
+        raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
     valid = None
     # NumPy would read None as NaN; here None is "not recorded" and NaN is a value.
     if isinstance(row, (list, tuple)) and _has_none(row):
@@ -235,12 +235,12 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
 def _has_none(row: Sequence[Any]) -> bool:
     try:
         return None in row
-    except (TypeError, ValueError, RuntimeError):  # arrays in it have no one truth
+    except (TypeError, ValueError, RuntimeError):  # arrays in the list have no single truth value
         return any(item is None for item in row)
 
 
 _KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
-"""Kind of dtype that is wanted -> kinds that it is made of."""
+"""Kind of the target dtype -> kinds that convert to it."""
 
 
 def _needed(dtype: np.dtype) -> str:
@@ -250,7 +250,7 @@ def _needed(dtype: np.dtype) -> str:
 
 
 def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
-    """A tensor, array or list as NumPy holds it. Raises InvalidRecord for what it cannot hold."""
+    """Convert a tensor, array or list to NumPy. Raises InvalidRecord if that fails."""
     name = str(getattr(data, "dtype", "")).removeprefix("torch.")
     if dtype is not None and dtype.kind == "i" and name in ("bfloat16", "float16"):
         raise InvalidRecord(
@@ -266,7 +266,7 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray, dtype: np.dtype, what: str, place: _Place) -> np.ndarray:
-    """Copy flat values to a dtype; raise InvalidRecord for the first that it does not hold."""
+    """Copy flat values to a dtype. Raises InvalidRecord for the first value that it cannot hold."""
     if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_needed(dtype)}")
     with np.errstate(invalid="ignore", over="ignore"):
@@ -281,13 +281,13 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, place: _Place) -> np
 
 
 def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """[N] where a value is not what it became: no token id, no flag, or more than rounded; None where it nowhere is."""
+    """Return [N] bool: invalid token ids, flags, or floats that overflowed; None if a quick check finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)
     most = np.iinfo(out.dtype).max if out.dtype.kind == "i" else np.inf
     if is_float and out.dtype.kind == "i":
-        most = min(most, 2 ** (np.finfo(values.dtype).nmant + 1))  # a larger one may have been rounded before it came
+        most = min(most, 2 ** (np.finfo(values.dtype).nmant + 1))  # a larger id may already have been rounded
     if not is_float and (not len(values) or (values.min() >= 0 and values.max() <= most)):
         return None
     whole = np.floor(values) == values if is_float else True
@@ -295,7 +295,7 @@ def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
 
 
 _Place = Callable[[int], str]
-"""Number of a flat value -> where it stands, for errors."""
+"""Index of a flat value -> its row and token, for errors."""
 
 
 def _of_width(width: int) -> _Place:

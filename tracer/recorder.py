@@ -1,7 +1,7 @@
 """The recorder: writes a trace from a training loop.
 
-Shapes: B sequences, P padded prompt width, T padded response width, N response tokens of some sequences together,
-K kept tokens, V vocabulary, L layers with a router, S experts of a token.
+Shapes: B sequences, P padded prompt width, T padded response width, N tokens of several sequences, concatenated,
+L layers with a router, S experts per token.
 """
 
 from __future__ import annotations
@@ -64,22 +64,22 @@ from .worker import run_within
 from .writer import QUEUE_BYTES, Part, TraceWriter
 
 ATTEMPT_SESSION = "recorder"
-"""Session of attempts that `tim-trace record` did not start."""
+"""Session name of attempts that `tim-trace record` did not start."""
 
 _STAGED = {name: column for name, column in GIVEN.items() if name not in ("step", "seq_id")}
-"""Columns whose values are checked once they are on the host."""
+"""Columns whose values are checked once they are in host memory."""
 
 _Arrays = dict[str, tuple[np.ndarray, str]]
-"""Name -> values as NumPy holds them, and the dtype that their bits mean."""
+"""Name -> NumPy array of the bits, and the dtype to interpret them as."""
 
 
 class Recorder:
-    """Records what each side thought of every token, from any training loop.
+    """Records the logprobs of every token from any training loop: the engine's, the trainer's, and those of other passes.
 
-    Use it as a context manager; leaving it seals the trace. Methods return at once: a thread writes, and only when it
-    falls behind by `queue_bytes` does the caller wait (the wait is counted, nothing is dropped). Device tensors are
-    copied at once, and on a stream of their own to the host. Values that contradict each other raise InvalidRecord, for device tensors at the
-    next call. A full disk, and one that does not answer for `max_wait` seconds, end the recording and never the training.
+    Use it as a context manager; leaving it seals the trace. Methods return at once: a thread writes, and the caller waits
+    only if that thread is `queue_bytes` behind (see `waited_s`; nothing is dropped). Device tensors are copied at once on
+    the device, then to the host on a separate stream. Inconsistent values raise InvalidRecord, for device tensors at the
+    next call. A full disk, or one that does not respond for `max_wait` seconds, ends the recording, never the training.
 
     >>> import tempfile
     >>> with Recorder(tempfile.mkdtemp()) as recorder:
@@ -104,16 +104,16 @@ class Recorder:
     ):
         """Open a trace for recording.
 
-        `capture` and `capture_fraction` say what `captures` answers: they are a decision for the whole run. `force`
-        replaces a trace that lies there, and nothing else. `join` says that several processes write this trace: each opens
-        it with the same path, and the first makes it; the default is to join when torchrun or its kin started several
-        processes. `resume` adds to a trace that lies there, finished or not: this run goes on from a checkpoint of that one.
-        Rows of a process that joins after one in its place died, or resumes, say that they are of another attempt; views
-        show the newest attempt at each step. `max_wait` bounds, in seconds, how long a call waits for a file system that does
-        not answer: after it recording stops and the training goes on.
+        `capture` and `capture_fraction` decide, for the whole run, which sequences `captures` selects. `force` replaces an
+        existing trace. `join` means that several processes write this trace: each opens the same path, and the first one
+        creates it; by default this is the case if WORLD_SIZE, as set by torchrun, is above 1. `resume` adds to an existing
+        trace, finished or not, when a run continues from a checkpoint. Rows after a resume, or from a process that replaces
+        one that died, are marked as a new attempt; views show the newest attempt at each step. `max_wait` is the maximum
+        time, in seconds, that a call waits for a file system that does not respond; then recording stops and training
+        continues.
 
-        Raises TraceExists when something lies there that this run did not begin, and there is neither `force` nor `resume`, and
-        when another process records this rank; StorageStalled when the file system does not answer.
+        Raises TraceExists if the path holds something that this run did not start, without `force` or `resume`, and if
+        another process records this rank; StorageStalled if the file system does not respond.
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(
@@ -144,10 +144,10 @@ class Recorder:
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
-        """A recorder for what a framework or a file holds: a logprob above 0 is a finding there, not the caller's mistake.
+        """Return a recorder for data of a framework or file, whose errors are findings and do not raise.
 
-        A logged value of any form is kept there, as text where it is no number, and what comes after the end is passed
-        over. `ordered` says that steps do not go back.
+        Logprobs above 0 are kept, logged values that are not numbers become text, and calls after `close` are ignored.
+        `ordered` means that steps never decrease.
         """
         recorder = cls.__new__(cls)
         recorder.capture = capture
@@ -176,34 +176,34 @@ class Recorder:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that calls have waited for the disk so far, one that waits now included."""
+        """Seconds that calls have waited for the disk so far, including a call that is waiting now."""
         return self.writer.patience.waited_s
 
     @checked
     def flush(self, *, sync: bool = False, weights: bool = True) -> bool:
-        """Return once everything that was added before survives `kill -9`; with `sync`, a loss of power, too.
+        """Return once everything added so far survives `kill -9`; with `sync`, also a power failure.
 
-        Without it, what `add_*` returned for is with the operating system about a second later: the queue holds nothing for
-        longer, and a caller who comes while something is older waits. `sync` has the disk confirm every file, which takes
-        milliseconds to seconds. Without `weights`, versions of the weights may still be on their way.
+        Without a flush, rows reach the operating system about a second after `add_*` returns; if the queue holds older
+        rows, the next call waits. `sync` calls fsync on every file, which takes milliseconds to seconds. Without `weights`,
+        weight versions may still be in the queue.
 
-        Returns False after recording has stopped, and says so on stderr: what was added since is lost. Raises InvalidRecord
-        for device tensors that were found wrong.
+        Returns False, with a message on stderr, if recording has stopped: rows added since then are lost. Raises
+        InvalidRecord for invalid device tensors of earlier calls.
         """
         return self.writer.flush(sync=sync, weights=weights)
 
     @checked
     def close(self, *, at_exit: bool = False) -> bool:
-        """Write and seal what is queued. Raises InvalidRecord for device tensors that were found wrong at last.
+        """Write and seal everything queued. Raises InvalidRecord for invalid device tensors of earlier calls.
 
-        `at_exit` says that the interpreter is ending. Returns False, as `flush` does, after recording has stopped.
+        `at_exit` means that the interpreter is shutting down. Returns False, like `flush`, if recording has stopped.
         """
         is_whole = self.writer.close(at_exit=at_exit)
         self.writer.raise_invalid()
         return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
-        """Which sequences' distributions are to be kept: [B] bool, the same in every process and every run."""
+        """Return [B] bool: which sequences' distributions to capture. Deterministic across processes and runs."""
         step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)
@@ -211,9 +211,9 @@ class Recorder:
 
     @checked
     def add_contract(self, pass_name: str, contract: Contract) -> str:
-        """Say what decides a pass's numbers from now on, and return the contract's hash.
+        """Record a pass's contract (dtype, kernels and other settings behind its numbers), and return its hash.
 
-        Scores that are added later point at it. A name that is not standard becomes known by this.
+        Scores added later refer to it. This also declares a pass with a non-standard name.
         """
         known = self._contracts.get(pass_name)
         if known is not None and known[0] is contract:
@@ -225,13 +225,13 @@ class Recorder:
         return digest
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Keep a transformers tokenizer in the trace, so that tokens can be shown as text; the first one stays."""
+        """Save a transformers tokenizer in the trace, to show tokens as text; only the first one is saved."""
         _check_has("tokenizer", tokenizer, "save_pretrained", "tokenizer of transformers")
         self.writer.save_tokenizer(tokenizer)
 
     @checked
     def describe(self, *, model: Mapping[str, Any] | None = None, tokenizer: Mapping[str, Any] | None = None) -> None:
-        """Note the identity of the trained model and its tokenizer, in words of your own."""
+        """Record a description of the trained model and its tokenizer, as dicts of your choice."""
         state = self.writer.state
         state.model = state.model if model is None else dict(model)
         state.tokenizer = state.tokenizer if tokenizer is None else dict(tokenizer)
@@ -264,18 +264,18 @@ class Recorder:
         """Record sampled sequences and return them as a batch for `add_scores`.
 
         `response_ids` and `prompt_ids` are [B, T] and [B, P] tensors or arrays with their attention masks (nonzero
-        where there is a token, padded on either side), or B lists. Without a mask every cell of a padded batch is a
-        token, and what looks like padding warns. `response_mask` is aligned with `response_ids`: nonzero where the
-        token counts in the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` is one [B]
-        for each reward function. Everything else is one value or [B]; None is "not recorded".
+        at tokens, padded on either side), or B lists. Without a mask, every cell of a padded batch is a token, and
+        likely padding raises a warning. `response_mask` is aligned with `response_ids`: nonzero if the token counts in
+        the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function
+        to [B] values. Everything else is one value or [B]; None means not recorded.
 
-        `step` is an integer from 0 on. Steps may not go back, and a sequence's name may come once a step; names are
-        made when none are given. `split` is "eval" for sequences that are sampled to evaluate: they and their scores are in
-        the views `eval_sequences` and `eval_scores`, and in no figure of the run.
+        `step` is an integer from 0 on and must not decrease. `seq_ids` must be unique within a step; by default they are
+        generated. `split` is "eval" for evaluation samples: they and their scores are in the views `eval_sequences`
+        and `eval_scores`, and excluded from all statistics of the run.
 
-        Raises InvalidRecord, and records nothing then; for device tensors at a later call, or at the end.
+        Raises InvalidRecord, and records nothing then; for device tensors at a later call or at `close`.
         """
-        passed = dict(locals())  # every keyword by its name, before any of them is replaced
+        passed = dict(locals())  # all keywords by name, before any is reassigned
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
         step = step_number(step)
         if not isinstance(split, str) or split not in SPLITS:
@@ -283,13 +283,11 @@ class Recorder:
         given["response_ids"] = local_part(response_ids, f"step {step}, response_ids")
         rows = num_rows(given["response_ids"], f"step {step}, response_ids")
         if not rows:
-            raise InvalidRecord(
-                f"step {step}, response_ids: holds no sequence; leave the call out where a step has none"
-            )
+            raise InvalidRecord(f"step {step}, response_ids: holds no sequence; skip the call if a step has none")
         if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
             raise InvalidRecord(
                 f"step {step}, rewards: got {shown(rewards)}; give a dict of a reward function's name -> its values [B], "
-                "or their sum as reward="
+                "or give their sum as reward="
             )
         given["rewards"] = None if rewards is None else list(rewards.values())
         given["advantage" if is_per_token(advantage) else "advantages"] = None
@@ -341,23 +339,23 @@ class Recorder:
         captured_rows: Any = None,
         routing: Routing | None = None,
     ) -> None:
-        """Record what one pass gave each response token of a batch, or of some of its rows.
+        """Record one pass's scores of each response token of a batch, or of some of its rows.
 
-        `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: padded as those were,
-        or with an `attention_mask` of their own, or as lists. `scored_mask`, aligned alike, is nonzero where the pass
-        gave a value; the others become NULL. `rows` names the rows of the batch that these are, in their order.
-        `policy_version` is that of the scoring weights: the optimizer updates that they had seen. Without it `rollout` has
-        that of the sampling weights, and every other pass none: no analysis says then how far the engine was behind, and
-        `replay` takes the sampling weights and says so.
+        `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: with the same padding,
+        with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero where the pass has a
+        value; the rest becomes NULL. `rows` are the row numbers in the batch, in the order of the scores.
+        `policy_version` is the number of optimizer updates of the scoring weights. It defaults to the sampling weights'
+        version for `rollout`, and to None for other passes: then staleness cannot be computed, and `replay` uses the
+        sampling weights and reports that.
 
-        `distribution` holds the captured distributions of `captured_rows` (rows of the batch): the response tokens of
-        one row after those of the other, [N, ...].
+        `distribution` holds the captured distributions of `captured_rows` (row numbers in the batch): [N, ...], their
+        response tokens concatenated.
 
-        `routing` is what the routers of a mixture of experts chose: Routing(expert_ids=[N, L, S], expert_weights=
-        [N, L, S]) of every prompt token and then every response token of one row after those of the other, without
-        padding; S experts in the order of the model's slots, L layers in the order of the contract's `moe_layers`.
+        `routing` holds the router choices of a mixture of experts, Routing(expert_ids=[N, L, S], expert_weights=
+        [N, L, S]): all rows concatenated without padding, each with its prompt tokens and then its response tokens; S
+        in the order of the model's slots, L in the order of the contract's `moe_layers`.
 
-        Raises InvalidRecord, and records nothing then; for device tensors at a later call, or at the end.
+        Raises InvalidRecord, and records nothing then; for device tensors at a later call or at `close`.
         """
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
         check_pass(pass_name, self._declared)
@@ -374,17 +372,17 @@ class Recorder:
         found = num_rows(logprobs, f"{what}, logprobs")
         if found != len(chosen):
             raise InvalidRecord(
-                f"{what}: {found} rows of logprobs for {len(chosen)} sequences; pass rows= to score some of the batch"
+                f"{what}: {found} rows of logprobs for {len(chosen)} sequences; pass rows= to score only some of them"
             )
         check_whole(logprobs, f"{what}, logprobs")
         if forward is not None:
             forward.check(len(chosen), f"{what}, forward")
         captured = batch.captured_rows(captured_rows, chosen) if distribution is not None else np.empty(0, np.int64)
-        if policy_version is None and pass_name == ROLLOUT:  # the weights that sampled are those that scored
+        if policy_version is None and pass_name == ROLLOUT:  # sampling and scoring weights are the same
             policy_version = of_rows(batch.policy_version, chosen, len(batch))
         if isinstance(distribution, Hidden) and policy_version is None:
             raise InvalidRecord(
-                f"{what}, distribution: the weights that scored project hidden states; give policy_version"
+                f"{what}, distribution: hidden states need the scoring weights to become logits; give policy_version"
             )
         staged = Staged(
             what,
@@ -397,7 +395,7 @@ class Recorder:
         )
         iteration = batch.next_iteration(pass_name, chosen)
         staged.wait |= not batch.is_resolved
-        # A contract is that of training; in evaluation the model has no dropout, and the engine its own settings.
+        # A contract describes training; evaluation has no dropout, and its own engine settings.
         has_contract = pass_name in self._contracts and batch.split == TRAIN_SPLIT
         contract = self._contracts[pass_name][1] if has_contract else None
         tolerance = rounding_tolerance(logprobs)
@@ -422,10 +420,10 @@ class Recorder:
         )
 
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Keep the weights that scored or sampled, bit for bit: a state_dict, and the optimizer updates it has seen.
+        """Save the weights of a policy version, bit for bit: a state_dict after `version` optimizer updates.
 
-        Tensors may be on any device and may be DTensors, of which each process keeps its part. They may change once
-        this returns; it waits while the version before is still being written. A version is kept once.
+        Tensors may be on any device, and may be DTensors, of which each process saves its part. They may change once
+        this returns; it waits while the previous version is still being written. Each version is saved once.
 
         Raises InvalidRecord for a dtype that cannot be kept.
         """
@@ -437,10 +435,9 @@ class Recorder:
         self.writer.keep_weights(version, tensors)
 
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record logged values: numbers (tensors too) as they are, None as neither number nor text, the rest as text.
+        """Record logged values: numbers and one-element tensors as numbers, None as NULL, the rest as text.
 
-        Raises InvalidRecord when the step goes back, and for a dict, a list or an array of several values: what is not
-        one value is no metric.
+        Raises InvalidRecord if the step decreases, and for values that are a dict, a list or an array of several values.
         """
         step = step_number(step)
         if self._ordered and self._metric_step is not None and step < self._metric_step:
@@ -451,12 +448,12 @@ class Recorder:
         self._metric_step = step
 
     def add_hyperparameters(self, values: Mapping[str, Any], *, step: int = 0) -> None:
-        """Record the run's settings: metrics of step 0 under `hyperparameter/`; what is no number is kept as text.
+        """Record the run's settings, as metrics of step 0 under `hyperparameter/`; values that are not numbers become text.
 
-        Those that change on the way are given again with the first step that they hold for, so that a cause can be
-        looked for among them.
+        If a setting changes during the run, record it again with the first step it applies to, so that `attribute` can
+        consider it as a cause.
 
-        Raises InvalidRecord when the step goes back.
+        Raises InvalidRecord if the step decreases.
         """
         if not isinstance(values, Mapping):
             raise InvalidRecord(f"hyperparameters: got {shown(values)}; give a dict of name -> value")
@@ -468,7 +465,7 @@ class Recorder:
             self._add_metrics(0, named)
 
     def add_loss(self, loss: Loss) -> None:
-        """Record how the loss is made, so that `objective` and `gradient` can make it again.
+        """Record how the loss is computed, so that `objective` and `gradient` can recompute it.
 
         >>> import tempfile
         >>> with Recorder(tempfile.mkdtemp()) as recorder:
@@ -479,12 +476,12 @@ class Recorder:
         self.add_hyperparameters(loss.hyperparameters)
 
     def add_optimizer(self, step: int, optimizer: Any) -> None:
-        """Record how large the update of this step was beside the weights, and the mean second moment.
+        """Record the size of this step's update relative to the weights, and the mean second moment.
 
-        Call it after `optimizer.step()`, a torch Adam, AdamW or SGD with momentum; it reads the optimizer's state and
-        changes nothing. The metrics are those of tracer.optimizer.optimizer_statistics, and `dynamics` follows them.
+        Call it after `optimizer.step()` of a torch Adam, AdamW or SGD with momentum; it only reads the optimizer's state.
+        The metrics, listed in tracer.optimizer.optimizer_statistics, are used by `dynamics`.
 
-        Raises InvalidRecord when the step goes back.
+        Raises InvalidRecord if the step decreases.
         """
         _check_has(f"step {step}, optimizer", optimizer, "param_groups", "torch optimizer")
         self.add_metrics(step, self.writer.part(Part.OPTIMIZER, optimizer_statistics, optimizer) or {})
@@ -561,8 +558,8 @@ class Recorder:
         own = values["attention_mask"]
         if own is not None and not is_padded(values["logprobs"]):
             raise InvalidRecord(
-                f"step {step}, pass {pass_name!r}, attention_mask: logprobs came as lists, which have no padding; give "
-                "a tensor or array [B, T] with it, or lists without it"
+                f"step {step}, pass {pass_name!r}, attention_mask: logprobs are lists, which have no padding; give "
+                "the mask with a tensor or array [B, T], or lists without a mask"
             )
         padding = batch.padding(chosen)
         if own is not None:
@@ -594,15 +591,17 @@ class Recorder:
         )
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
-        """Router choices as they are written; every batch of a pass has the same arrays."""
+        """Return router choices in the stored form; shape and dtypes must be the same in every batch of a pass."""
         if not given:
             return {}
         what = f"step {batch.step}, routing of pass {pass_name!r}"
         lengths = batch.whole_lengths(chosen)
         if lengths is None:
-            raise InvalidRecord(f"{what}: the sequences came without prompt_ids, and a prompt's tokens are routed too")
+            raise InvalidRecord(
+                f"{what}: the sequences have no prompt_ids; routing covers prompt tokens too, so give add_sequences the prompts"
+            )
         check_routing(Routing(**given), int(lengths.sum()), what)
-        # The caller may change its arrays before they are written.
+        # Copied, since the caller may change its arrays before they are written.
         arrays = {
             name: (np.array(values), dtype)
             for name, (values, dtype) in zip(given, map(bits, given.values()), strict=True)
@@ -611,7 +610,7 @@ class Recorder:
         known = self._routed.setdefault(pass_name, kind)
         if known != kind:
             raise InvalidRecord(
-                f"{what}: has {kind}, and before {known}; a pass has one model, and one form of routing"
+                f"{what}: has {kind}, but earlier batches {known}; shape and dtypes must not change within a pass"
             )
         return arrays
 
@@ -652,9 +651,9 @@ class Recorder:
         append: Callable[[Any], None],
         refused: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Check and flatten now what is on the host, later what is still on its way; write later.
+        """Check and flatten values on the host now, those on a device once copied; queue them for writing.
 
-        `refused` undoes what the call had noted, when its values are wrong.
+        `refused` undoes the call's bookkeeping if its values are invalid.
         """
 
         def checked() -> Any:
@@ -677,15 +676,13 @@ class Recorder:
             raise
 
     def _raise_earlier(self) -> None:
-        """Raise what was found wrong with the device tensors of an earlier call, and for a recorder that is closed."""
+        """Raise errors of earlier calls' device tensors, and InvalidRecord if the recorder is closed."""
         try:
             self.writer.raise_invalid()
         except InvalidRecord as error:
-            raise InvalidRecord(f"{error} [of an earlier call: this one recorded nothing, make it again]") from error
+            raise InvalidRecord(f"{error} [from an earlier call; this call recorded nothing, repeat it]") from error
         if self._checks_logprobs and self.writer.state.state == CLOSED:
-            raise InvalidRecord(
-                f"{self.folder}: the recorder is closed, and nothing more is recorded; open another one"
-            )
+            raise InvalidRecord(f"{self.folder}: the recorder is closed; open another one")
 
     def _warn_once(self, key: str, sentence: str) -> None:
         if key not in self._warned:
@@ -701,19 +698,19 @@ class Recorder:
         if change > 0.0:
             self._warned.add(pass_name)
             warnings.warn(
-                f"float64 logprobs of pass {pass_name!r} are kept as float32: the largest changed by {change:.1e} nats",
+                f"float64 logprobs of pass {pass_name!r} are stored as float32: rounding error up to {change:.1e} nats",
                 TimTraceWarning,
                 stacklevel=2,
             )
 
 
-_BACK = "steps never go back within a writer; a run that was resumed opens a recorder of its own"
+_BACK = "steps must not decrease; open a new recorder for a resumed run"
 
 
 def _unmasked(batch: Batch) -> str:
     return (
-        f"response_ids came {batch.width_without_mask} wide without response_attention_mask, so that every cell counts "
-        "as a token; give add_sequences that mask, or lists without padding"
+        f"response_ids were {batch.width_without_mask} wide without response_attention_mask, so every cell counts as a "
+        "token; give add_sequences that mask, or lists without padding"
     )
 
 
@@ -724,7 +721,7 @@ def _check_types(what: str, **given: tuple[Any, Any]) -> None:
 
 
 def _check_has(what: str, value: Any, attribute: str, wanted: str) -> None:
-    """Raise InvalidRecord for a value that lacks what is used of it."""
+    """Raise InvalidRecord if a value lacks an attribute."""
     if not hasattr(value, attribute):
         raise InvalidRecord(f"{what}: got {shown(value)}; give a {wanted}")
 
@@ -734,16 +731,16 @@ def _type_names(type: Any) -> list[str]:
 
 
 def _refuse_taken(folder: Path, path: Any) -> None:
-    """Raise TraceExists when this rank's writer has ended well, or records in another process.
+    """Raise TraceExists if this rank's writer is closed, or another live process is recording this rank.
 
-    A rank that torchrun or Slurm restarts goes on, and so does one whose process died.
+    A rank that torchrun or Slurm restarted, or whose process died, may continue.
     """
     store, rank = Store(folder), environment.rank()
     of_rank = [state for state in states_of_rank(store, rank) if is_of_this_start(state, ATTEMPT_SESSION)]
     if any(state.state == CLOSED for state in of_rank):
         raise TraceExists(
             f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, replace it with "
-            "force=True, or go on with it with resume=True"
+            "force=True, or continue it with resume=True"
         )
     for state in of_rank:
         found = liveness(state, store)
@@ -751,6 +748,6 @@ def _refuse_taken(folder: Path, path: Any) -> None:
             continue
         who = f"{path}: process {state.pid} on {state.host} records rank {rank} of this trace"
         if found.how == PROCESS:
-            raise TraceExists(f"{who}; give each process a RANK of its own, name another folder, or end that process")
-        sentence = f"{who}, or did {found.silent_s or 0.0:.0f} s ago; what this one records counts as another attempt"
+            raise TraceExists(f"{who}; give each process its own RANK, name another folder, or end that process")
+        sentence = f"{who}, or did so {found.silent_s or 0.0:.0f} s ago; this process records as a new attempt"
         warnings.warn(sentence, TimTraceWarning, stacklevel=2)

@@ -1,6 +1,6 @@
 """Router choices of a mixture of experts: the experts of each token in slot order, and their weights.
 
-Shapes: N tokens, L layers that have a router, S slots (experts of a token), C cells of one forward (its rows times its
+Shapes: N tokens, L layers with a router, S slots (experts of a token), C cells of one forward (its rows times its
 width), B rows, W width.
 """
 
@@ -28,7 +28,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """The routers' choices for some tokens."""
+    """The router choices for some tokens."""
 
     expert_ids: Any
     """[N, L, S] integers, experts in the order of the model's slots; -1 if the token was not routed."""
@@ -46,7 +46,7 @@ class Router:
     """A router of a model."""
 
     layer: int
-    """Index of the decoder layer that it serves."""
+    """Index of its decoder layer."""
     module: Any
 
     @property
@@ -64,12 +64,12 @@ class Router:
 
 
 def is_mixture(model: Any) -> bool:
-    """Whether a model has experts."""
+    """True if a model has experts."""
     return any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
 
 
 def routers(model: Any) -> list[Router]:
-    """Return the routers of a transformers model, by layer: modules next to `experts` whose class name contains Router or ends in Gate."""
+    """Return a transformers model's routers by layer: siblings of `experts` whose class name contains Router or ends in Gate."""
     found: list[Router] = []
     for name, parent in model.named_modules():
         children = dict(parent.named_children())
@@ -141,18 +141,18 @@ class RouterTap:
         try:
             narrow = ids_CS.to(id_dtype(self._routers[index].num_experts))
             self._heard[index].append((narrow, weights_CS.detach().clone()))
-        except RuntimeError as error:  # mostly out of memory, which must not reach the model
+        except RuntimeError as error:  # usually out of memory, which must not reach the model
             self.problem = f"its choices cannot be copied ({str(error).splitlines()[0]})"
             self._heard = [[] for _ in self._routers]
 
     def forwards(self) -> list[Routing]:
-        """Return the choices since the last call of this, per forward: [C, L, S] each."""
+        """Return the choices since the previous call, one Routing per forward: [C, L, S]."""
         import torch
 
         heard, self._heard = self._heard, [[] for _ in self._routers]
         shapes = {ids.shape[1:] for layer in heard for ids, _ in layer}
         if self.problem is None and (len({len(layer) for layer in heard}) > 1 or len(shapes) > 1):
-            self.problem = "its routers do not choose equally many experts in every layer of every forward"
+            self.problem = "its routers do not choose the same number of experts in every layer and forward"
         if self.problem is not None:
             return []
         return [
@@ -208,7 +208,7 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
 
 
 def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[Routing]:
-    """Read the routing of rows of scores; a place is the columns `routing` and `routing_start`, and the number of tokens.
+    """Read the routing of score rows; a place is (`routing`, `routing_start`, number of tokens).
 
     Rows of one sealed group are read together, since segments are small. Raises DamagedTrace.
     """
@@ -226,7 +226,7 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
             begin = start - spans[group][0]
         if arrays is None:
             raise DamagedTrace(
-                f"{store.shown(f'{DENSE}/{group}')}: holds no routing of rows {start} to {start + count}"
+                f"{store.shown(f'{DENSE}/{group}')}: holds no routing for rows {start} to {start + count}"
             )
         part = {name: values[begin : begin + count] for name, values in arrays.items()}
         found.append(Routing(expert_ids=part[EXPERT_IDS], expert_weights=part.get(EXPERT_WEIGHTS)))

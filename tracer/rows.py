@@ -1,4 +1,4 @@
-"""Building the trace's rows: values checked and flattened first, Arrow batches afterwards.
+"""Building the trace's rows: checking and flattening values, then building Arrow batches.
 
 Shapes: B rows, T padded width, N tokens of all rows together.
 """
@@ -20,30 +20,27 @@ from .scalars import per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""How far above 0 a logprob may lie by rounding: one unit in the last place of a logit near 16 in that dtype."""
+"""Maximum logprob above 0 by rounding, nats: one unit in the last place of a logit near 16 in that dtype."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass ran its rows through the model together.
-
-    `ids`, `rows` and `places` say which rows shared a forward; `pad_left` and `pad_right` say how each was padded.
-    """
+    """How a pass batched its rows: `ids`, `rows` and `places` give the forward of each row, `pad_left` and `pad_right` its padding."""
 
     ids: np.ndarray
-    """[B] int64, the same for rows of one forward."""
+    """[B] int64, equal for rows of the same forward."""
     places: np.ndarray
-    """[B] int32, place of the row in its forward, from 0."""
+    """[B] int32, index of the row in its forward, from 0."""
     rows: np.ndarray
-    """[B] int32, rows of that forward."""
+    """[B] int32, number of rows in that forward."""
     pad_left: np.ndarray
-    """[B] int32, tokens of padding before the prompt."""
+    """[B] int32, padding tokens before the prompt."""
     pad_right: np.ndarray
-    """[B] int32, tokens of padding after the response."""
+    """[B] int32, padding tokens after the response."""
 
     def check(self, rows: int, what: str) -> None:
-        """Raise InvalidRecord unless each is one integer a row."""
+        """Raise InvalidRecord unless each array has one integer per row."""
         for name in ("ids", "places", "rows", "pad_left", "pad_right"):
             values = np.asarray(getattr(self, name))
             if values.shape != (rows,) or values.dtype.kind not in "iu":
@@ -55,13 +52,13 @@ class Forward:
 
 @dataclass(slots=True, kw_only=True)
 class SequenceRows:
-    """Sequences, checked and flattened."""
+    """Sequences of one step, checked and flattened."""
 
     step: int
     seq_ids: list[str]
     writer: str
     columns: dict[str, Any]
-    """Column -> one value for all rows, [B] values, lists, or of the rewards each function's [B] values."""
+    """Column -> one value for all rows, [B] values, or lists; for rewards, function -> [B] values."""
     attempt: int | None = None
 
     def to_batch(self) -> pa.RecordBatch:
@@ -90,13 +87,13 @@ class ScoreRows:
     writer: str
     contract: str | None
     scores: Mapping[str, Ragged | None]
-    """Column -> a value of each response token."""
+    """Column -> one value per response token."""
     attempt: int | None = None
     iteration: Any = 0
     policy_version: Any = None
     forward: Forward | None = None
     dense: Sequence[tuple[str, int] | None] | None = None
-    """[B] Zarr group and first row of each captured sequence."""
+    """[B] Zarr group and first row of each sequence's distributions; None if not captured."""
     routing: Sequence[tuple[str, int]] | None = None
     """[B] Zarr group and first row of each sequence's router choices."""
 
@@ -128,7 +125,7 @@ class ScoreRows:
 
 
 class _Builder:
-    """Builds record batches of one table. Most columns are one value for all rows, the same from batch to batch."""
+    """Builds record batches of one table, and caches columns that are one repeated value, since these recur in every batch."""
 
     def __init__(self, schema: pa.Schema):
         self.schema = schema
@@ -136,7 +133,7 @@ class _Builder:
         self._repeated: dict[tuple[str, Any, int], pa.Array] = {}
 
     def batch(self, columns: Mapping[str, Any], rows: int) -> pa.RecordBatch:
-        """Make a batch of [rows] values a column; a column that is not given is NULL."""
+        """Build a batch with `rows` rows; missing columns are NULL."""
         arrays = [self._column(name, columns.get(name), rows) for name in self.types]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
@@ -167,7 +164,7 @@ _SCORES = _Builder(SCORES_TABLE.schema)
 
 
 def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
-    """[B] float64: what one reward function gave, NaN where it gave none. Raises InvalidRecord."""
+    """Return [B] float64: one reward function's values, NaN if missing. Raises InvalidRecord."""
     found = per_row(value, rows, pa.float64(), what, flags=True)
     if isinstance(found, pa.Array):
         return float_values(found)
@@ -175,7 +172,7 @@ def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
 
 
 def _reward_maps(rewards: Mapping[str, np.ndarray], rows: int) -> pa.Array:
-    """One map a row from one array a reward function."""
+    """Build one map per row from one array per reward function."""
     names = list(rewards)
     keys = text_array(names * rows)
     values = number_array(np.stack([rewards[name] for name in names], axis=1).reshape(-1), pa.float64())
@@ -196,7 +193,7 @@ def aligned(
     what: str,
     remedy: str = ALIGN,
 ) -> Ragged:
-    """Flatten a batch that must have the response's lengths, and name the first sequence that has not."""
+    """Flatten per-token values. Raises InvalidRecord, naming the first sequence, if lengths differ from the responses'."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
         raise InvalidRecord(f"step {step}, {what}: got {len(ragged)} rows for {len(lengths)} sequences")
@@ -211,7 +208,7 @@ def aligned(
 
 
 def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
-    """Raise InvalidRecord for a logprob above 0 by more than rounding. NaN and infinities pass: they are findings."""
+    """Raise InvalidRecord for a logprob above 0 by more than `tolerance`; NaN and -inf pass, as findings."""
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
         too_high &= logprobs.valid
@@ -227,22 +224,22 @@ def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], s
 
 
 def rounding_tolerance(data: Any) -> float:
-    """How far above 0 a logprob of this dtype may lie by rounding, nats."""
+    """Return how far rounding can raise a logprob of this dtype above 0, nats."""
     if isinstance(data, (list, tuple)) and len(data):
         data = data[0]
     return ROUNDING_NATS.get(str(getattr(data, "dtype", "")).removeprefix("torch."), FLOAT32_ROUNDING_NATS)
 
 
 def check_whole(logprobs: Any, what: str) -> None:
-    """Raise InvalidRecord for logprobs in a tensor or array of integers: what they were is lost."""
+    """Raise InvalidRecord for logprobs of an integer dtype: they have been rounded."""
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":
-        raise InvalidRecord(f"{what}: got {name}; give log-probabilities as floats, before anything rounds them")
+        raise InvalidRecord(f"{what}: got {name}; give log-probabilities as floats, before any rounding to integers")
 
 
 def is_per_token(advantage: Any) -> bool:
-    """Whether an advantage is given for each token, and not for each sequence."""
+    """True if advantages are given per token, not per sequence."""
     if isinstance(advantage, Ragged):
         return True
     if hasattr(advantage, "ndim"):
@@ -254,7 +251,7 @@ def is_per_token(advantage: Any) -> bool:
 
 
 def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
-    """The part of a per-row value that belongs to some rows."""
+    """Select some rows of a per-row value; return a single value unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count:
         return [value[row] for row in rows]
     if hasattr(value, "shape") and len(value.shape) == 1 and value.shape[0] == count:
@@ -263,7 +260,7 @@ def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
 
 
 def with_holes(values: Ragged | None, scored: Ragged | None) -> Ragged | None:
-    """Mark values as not recorded where the pass gave none."""
+    """Mark values outside the `scored` mask as not recorded."""
     if values is None or scored is None or scored.values.all():
         return values
     valid = scored.values if values.valid is None else values.valid & scored.values

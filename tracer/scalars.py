@@ -1,4 +1,4 @@
-"""Values that a step or a sequence has one of: checked, and brought to the type of their column.
+"""Checking scalar values of steps and sequences, and converting them to their column's type.
 
 Shapes: B sequences.
 """
@@ -22,23 +22,23 @@ _INT64_MAX = 2**63 - 1
 
 
 def step_number(value: Any, what: str = "step") -> int:
-    """A step's number as an int. Raises InvalidRecord unless it is an integer, of Python, NumPy or torch, from 0 on.
+    """Return a step number as an int. Raises InvalidRecord unless it is a Python, NumPy or torch integer from 0 on.
 
     >>> step_number(np.int64(3))
     3
     """
     whole = value.item() if _is_array(value) and value.shape == () else value
     if not isinstance(whole, Integral) or isinstance(whole, (bool, np.bool_)) or not 0 <= int(whole) <= _INT64_MAX:
-        raise InvalidRecord(f"{what}: got {shown(value)}; give an integer from 0 on, as the framework counts")
+        raise InvalidRecord(f"{what}: got {shown(value)}; give an integer from 0 on")
     return int(whole)
 
 
 def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool = False) -> Any:
-    """A column's values: one Python value for all rows, or an Arrow array [B] of `type`; None is "not recorded".
+    """Return a column's values: one Python value for all rows, or an Arrow array [B] of `type`; None is "not recorded".
 
-    `flags` says that True and False count as 1 and 0 in a column of numbers.
+    `flags` allows True and False, as 1 and 0, in a column of numbers.
 
-    Raises InvalidRecord for a value that the column does not hold, and for another number of them than `rows`.
+    Raises InvalidRecord for a value that the column cannot hold, and unless there is one value, or one per row.
     """
     if value is None:
         return None
@@ -55,7 +55,7 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
 
 
 def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
-    """Whether no value has to be looked at by itself: each is None, or a float, ASCII or int64 of a column that holds it."""
+    """True if all values fit the column without conversion: None, floats, ASCII text, or integers in range."""
     kinds = set(map(type, values)) - {NoneType}
     if pa.types.is_string(column):
         return kinds <= {str} and "".join(filter(None, values)).isascii()
@@ -66,7 +66,7 @@ def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
 
 
 def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
-    """The values of the rows, as an array [B] or a list. Raises InvalidRecord unless there is one for each row."""
+    """Return per-row values as an array [B] or a list. Raises InvalidRecord unless there is one per row."""
     if is_tensor(value) or hasattr(value, "__array__"):
         values = _array(value, what)
         if values.shape != (rows,):
@@ -82,7 +82,7 @@ def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
 
 
 def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
-    """Names of sequences or groups as strings; integers become their digits, and None stays where it is `optional`.
+    """Return names of sequences or groups as strings; integers become digits, and None is kept if `optional`.
 
     Raises InvalidRecord.
     """
@@ -96,11 +96,11 @@ def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
 
 
 def text(value: str, what: str) -> str:
-    """A string that can be written. Raises InvalidRecord for half of a surrogate pair, which UTF-8 lacks."""
+    """Return a string if UTF-8 can encode it. Raises InvalidRecord for a lone surrogate."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRecord(f"{what}: {value!r:.60} is no text in UTF-8 ({error.reason})") from error
+        raise InvalidRecord(f"{what}: {value!r:.60} cannot be encoded as UTF-8 ({error.reason})") from error
     return str(value)
 
 
@@ -140,7 +140,7 @@ _WANTED = {
 
 
 def _whole(value: Any, type: pa.DataType) -> int | None:
-    """A whole number, of an integer or a float, that the type holds; None for another."""
+    """Return an integer or integral float as an int in the type's range; None for anything else."""
     number = _float(value)
     if not isinstance(value, Integral) and (number is None or not number.is_integer()):
         return None

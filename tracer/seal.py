@@ -23,14 +23,14 @@ from .store import Store
 from .whole_file import trace_file
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Response tokens a row group: a scan holds one row group's lists at a time, and prunes by step in such units."""
+"""Response tokens per row group: the unit in which scans hold lists in memory and prune by step."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
 
 
 def seal(folder: Path, segment: Segment) -> dict[str, SealedFile]:
-    """Seal every table of a segment, and return what was sealed by its path; the journals are left there."""
+    """Seal every table of a segment; return path -> sealed file. The journals are kept."""
     found: dict[str, SealedFile] = {}
     for table in JOURNALED:
         found |= seal_table(folder, segment, table)
@@ -38,11 +38,11 @@ def seal(folder: Path, segment: Segment) -> dict[str, SealedFile]:
 
 
 def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFile]:
-    """Write a closed journal as Parquet, or Zarr for distributions, and return what was written, by its path.
+    """Write a closed journal as Parquet, or as Zarr for distributions; return path -> sealed file.
 
-    The journal is left there: it goes once the writer's state accounts for what takes its place. A process killed in
-    between leaves both; readers take the journal then, and sealing again ends in the same file. Each file appears whole, by
-    rename. Raises DamagedTrace for a journal that is not as it was written: it stays, and can be read up to there.
+    The journal is kept until the writer's state accounts for its replacement. If the process is killed in between, both
+    exist: readers use the journal, and sealing again writes the same file. Files appear complete, by rename. Raises
+    DamagedTrace for a damaged journal, which is kept and stays readable up to the damage.
     """
     if not (folder / segment.journal(table)).exists():
         return {}
@@ -53,13 +53,13 @@ def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFi
 
 
 def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.RecordBatch]) -> dict[str, SealedFile]:
-    """Write rows of a segment as Parquet, or Zarr for distributions, and return what was written, by its path."""
+    """Write rows of a segment as Parquet, or as Zarr for distributions; return path -> sealed file."""
     batches = [batch for batch in rows if batch.num_rows]
     if not batches:
         return {}
     if table == DENSE_TABLE:
         target = folder / segment.dense
-        if target.exists():  # of a process that was killed while it sealed
+        if target.exists():  # left by a process that was killed while sealing
             shutil.rmtree(target)
         with trace_file(folder, segment.dense) as temporary:
             root = dense.write_group(temporary, segment, batches)
@@ -70,10 +70,10 @@ def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.Reco
 
 
 def write_parquet(path: Path, relative: str, table: str, batches: list[pa.RecordBatch]) -> SealedFile:
-    """Write rows of a table of the trace with its encodings, in row groups of about a million response tokens.
+    """Write rows of a trace table with its encodings, in row groups of about a million response tokens.
 
-    `relative` is the path that the file will have in the trace. Scores are grouped by pass, so that a query of two passes
-    leaves the others' bytes alone; each of their batches holds one pass.
+    `relative` is the file's future path in the trace. Each batch of scores holds one pass; they are grouped by pass, so
+    that a query of two passes skips the bytes of the others.
     """
     parts = _by_pass(batches) if table in (SCORES, EVAL_SCORES) else [pa.Table.from_batches(batches)]
     written = write_checked(
@@ -92,7 +92,7 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 
 
 def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
-    """Encodings of a table of the trace, for pyarrow's ParquetWriter: floats, and token ids on request, are split into bytes."""
+    """Return a table's options for pyarrow's ParquetWriter; floats, and token ids if `splits_ids`, use BYTE_STREAM_SPLIT."""
     columns = TABLE_SPECS[table].columns
     split = (FLOATS, TOKENS) if splits_ids else (FLOATS,)
     encodings = {f"{column.name}.list.element": "BYTE_STREAM_SPLIT" for column in columns if column.type in split}
@@ -106,7 +106,7 @@ def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
 
 
 def row_group_bounds(lengths: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
-    """Cut rows into runs of at most `limit` tokens; a single longer row is a run of its own.
+    """Yield ranges of rows with at most `limit` tokens each; a longer row gets its own range.
 
     >>> import numpy as np
     >>> list(row_group_bounds(np.array([4, 4, 4, 9, 1]), limit=8))
@@ -129,8 +129,8 @@ def _by_pass(batches: list[pa.RecordBatch]) -> list[pa.Table]:
 
 
 def response_lengths(rows: pa.Table) -> np.ndarray:
-    """Response tokens of each row; 0 in a table that has none."""
-    import pyarrow.compute as pc  # here, since `tim-trace record` mostly finds everything sealed: 60 ms
+    """Return the number of response tokens per row; 0 if the table has no response lists."""
+    import pyarrow.compute as pc  # imported here: it takes 60 ms, and `tim-trace record` rarely needs it
 
     for name in ("logprobs", "response_ids"):
         if name in rows.column_names:

@@ -1,4 +1,4 @@
-"""Getting tensors to the host without holding the training stream up."""
+"""Copying tensors to the host without blocking the training stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLOATS_TO_WIDEN = ("torch.bfloat16", "torch.float16")
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether `value` is a torch tensor; torch itself is never imported for the answer."""
+    """True for a torch tensor; does not import torch."""
     return _is_of_torch(type(value)) and hasattr(value, "detach")
 
 
@@ -27,12 +27,12 @@ def _is_of_torch(kind: Any) -> bool:
 
 
 def on_device(value: Any) -> bool:
-    """Whether `value` is a tensor whose numbers are not in host memory."""
+    """True for a tensor that is not in host memory."""
     return is_tensor(value) and not value.is_cpu
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """View a host tensor or array as NumPy, without copying where the dtype allows; half floats widen exactly."""
+    """View a host tensor or array as NumPy, without copying if the dtype allows; 16-bit floats become float32."""
     if is_tensor(value):
         value = value.detach()
         if str(value.dtype) in _FLOATS_TO_WIDEN:
@@ -42,9 +42,9 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Of a DTensor the part that this process holds, where that is whole rows; every other value as it is.
+    """Return this process's local part of a DTensor, without communication; other values unchanged.
 
-    No other process is asked. Raises InvalidRecord for a DTensor whose rows lie on several.
+    Raises InvalidRecord for a DTensor whose rows are divided among processes.
     """
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
@@ -53,8 +53,8 @@ def local_part(value: Any, what: str) -> Any:
     if all(placement.is_replicate() or placement.is_shard(0) for placement in value.placements):
         return value.to_local()
     raise InvalidRecord(
-        f"{what}: is a DTensor with placements {tuple(value.placements)}, so that no process has whole rows; give its "
-        "full_tensor(), which every process of its mesh has to call"
+        f"{what}: is a DTensor with placements {tuple(value.placements)}, so no process has whole rows; give its "
+        "full_tensor(), which every process of its mesh must call"
     )
 
 
@@ -63,11 +63,10 @@ def _is_divided(kind: Any) -> bool:
 
 
 def stage(value: Any) -> Callable[[], Any]:
-    """Start copying `value` to the host and return what waits for the copy and gives it: the numbers as they are now.
+    """Start copying `value` to the host; return a function that waits for the copy and returns it.
 
-    A device tensor is copied on the device first, in the caller's stream, and from there on a stream of its own: the
-    caller's stream goes on and may change the tensor, and only the thread that asks for the numbers waits. Everything else
-    is copied at once.
+    A CUDA tensor is first copied on the device, in the caller's stream, and then to the host on a separate stream. So the
+    caller may change the tensor at once, and only the thread that calls the function waits. Other values are copied at once.
     """
     if on_device(value) and value.device.type == "cuda":
         return _stage_cuda(value.detach())
@@ -95,7 +94,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
     try:
         given = tensor.clone(memory_format=torch.contiguous_format)
     except torch.cuda.OutOfMemoryError:
-        on_host = tensor.cpu()  # waits for the device, and needs none of its memory
+        on_host = tensor.cpu()  # waits for the device, but needs none of its memory
         return lambda: on_host
     side, pinned = _copies_of(given.device)
     ready, done = torch.cuda.Event(), torch.cuda.Event()
@@ -108,7 +107,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
             if room is None:
                 return given.cpu()
             room.view(given.dtype).view(given.shape).copy_(given, non_blocking=True)
-            # The allocator may hand the copy's memory out again only after this.
+            # Keeps the allocator from reusing the copy's memory before the transfer is done.
             given.record_stream(side)
             done.record(side)
         return room.view(given.dtype).view(given.shape)
@@ -126,7 +125,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
 
 
 class PinnedMemory:
-    """Pinned memory, made once, since making it may wait for the device: pieces follow each other until all are given back."""
+    """A pinned buffer, allocated once, since allocation may wait for the device; it restarts when all pieces are returned."""
 
     def __init__(self, num_bytes: int = 64 << 20):
         self.num_bytes = num_bytes
@@ -135,7 +134,7 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """A piece, or None where there is no room: the thread that asks for the numbers copies these."""
+        """Return a piece, or None if it does not fit; then the thread that needs the values copies them itself."""
         import torch
 
         with self._lock:
@@ -148,40 +147,40 @@ class PinnedMemory:
             return self._memory[start : self._stop]
 
     def give_back(self) -> None:
-        """End the use of a piece."""
+        """Return a piece to the buffer."""
         with self._lock:
             self._num_pieces -= 1
 
 
 @cache
 def _copies_of(device: Any) -> tuple[Any, PinnedMemory]:
-    """The stream of a device's copies, and the memory that they go to."""
+    """Return the device's copy stream and pinned buffer."""
     import torch
 
     return torch.cuda.Stream(device=device), PinnedMemory()
 
 
 class Staged:
-    """Values that are handed over to the writing thread, some of them on their way from a device."""
+    """Values handed to the writing thread, possibly still being copied from a device."""
 
     def __init__(self, what: str, **values: Any):
-        """`what` names the call in errors. Raises InvalidRecord for a DTensor of which no process has whole rows."""
+        """`what` names the call in errors. Raises InvalidRecord for a DTensor whose rows are divided among processes."""
         self._values = values = {name: local_part(value, f"{what}, {name}") for name, value in values.items()}
         self._waiting: dict[str, Callable[[], Any]] | None = None
         self.wait = any(_any_on_device(value) for value in values.values())
         self.num_bytes = sum(_num_bytes(value) for value in values.values())
 
     def start(self) -> None:
-        """Begin the copies."""
+        """Start the copies."""
         self._waiting = {name: stage(value) for name, value in self._values.items()}
 
     def wait_for_device(self) -> None:
-        """Return once the copies are there."""
-        with contextlib.suppress(Exception):  # `values` raises it to who can say what is not recorded
+        """Wait for the copies."""
+        with contextlib.suppress(Exception):  # `values` raises it where the call is known
             self._values, self._waiting = self.values(), None
 
     def values(self) -> dict[str, Any]:
-        """Every value, on the host."""
+        """Return all values, on the host."""
         if self._waiting is None:
             return self._values
         return {name: wait() for name, wait in self._waiting.items()}

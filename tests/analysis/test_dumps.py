@@ -404,7 +404,7 @@ def test_a_hostile_file_is_named_and_not_run(tmp_path, exact, protocol):
     a, b = save(tmp_path / "a", exact), save(tmp_path / "b", exact)
     content = pickle.dumps(_Hostile(tmp_path / "ran"), protocol)
     (b / "lm_head.pt").write_bytes(content)
-    with pytest.raises(ImportFailed, match=r"lm_head\.pt: names .*system.*nothing of it was run"):
+    with pytest.raises(ImportFailed, match=r"lm_head\.pt: uses .*system.*nothing in it was run"):
         locate_dumps(a, b)
     torch.save({"value": _Hostile(tmp_path / "ran"), "meta": {}}, b / "lm_head.pt")
     with pytest.raises(ImportFailed, match="system"):

@@ -140,10 +140,10 @@ def test_routing_that_does_not_fit_is_refused(tmp_path, changes, words):
 def test_a_pass_has_one_form_of_routing(tmp_path):
     recorder = make_routed(tmp_path / "run", close=False)
     batch = recorder.add_sequences(step=2, prompt_ids=[[5, 6]], response_ids=[[7, 8]])
-    with pytest.raises(InvalidRecord, match="a pass has one model, and one form of routing"):
+    with pytest.raises(InvalidRecord, match="must not change within a pass"):
         recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]], routing=Routing(expert_ids=IDS_A))
     batch = recorder.add_sequences(step=2, response_ids=[[7, 8]])
-    with pytest.raises(InvalidRecord, match="without prompt_ids, and a prompt's tokens are routed too"):
+    with pytest.raises(InvalidRecord, match="have no prompt_ids; routing covers prompt tokens too"):
         recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]], routing=Routing(expert_ids=IDS_A[:2]))
     recorder.close()
 

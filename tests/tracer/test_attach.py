@@ -251,9 +251,7 @@ def dumps_with_versions(folder, model, step):
 
 def test_a_version_that_no_row_is_of_is_refused_with_those_there_are(tmp_path, model):
     dumps_with_versions(tmp_path / "dump", model, 1)
-    with pytest.raises(
-        InvalidOption, match=r"is imported, without weights: .* no row has version 0; recorded versions: 4"
-    ):
+    with pytest.raises(InvalidOption, match=r"imported without weights: .* no row has version 0; recorded versions: 4"):
         import_dump("slime", tmp_path / "dump", output=tmp_path / "run", model=tmp_path / "model")
     assert info(tmp_path / "run").num_sequences == 6
     with pytest.raises(InvalidOption, match="got True"):
@@ -399,7 +397,7 @@ def test_check_s_advice_for_a_dump_is_to_attach(tmp_path):
 
 def test_options_of_attach_go_with_it(dumped, tmp_path):
     assert "go with --attach" in tim_trace("weights", dumped, "--force").stderr
-    with pytest.raises(InvalidOption, match="model_version: goes with model='DIR'"):
+    with pytest.raises(InvalidOption, match="model_version: requires model='DIR'"):
         import_dump("verl", tmp_path / "dump", output=tmp_path / "x", model_version=3)
 
 

@@ -91,7 +91,7 @@ def test_an_evaluation_may_have_the_names_and_steps_of_training(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(step=3, seq_ids=["a"], response_ids=[[1]])
         recorder.add_sequences(step=2, seq_ids=["a"], response_ids=[[1]], split="eval")
-        with pytest.raises(InvalidRecord, match="comes a second time"):
+        with pytest.raises(InvalidRecord, match="occurs twice"):
             recorder.add_sequences(step=2, seq_ids=["a"], response_ids=[[1]], split="eval")
         with pytest.raises(InvalidRecord, match=r"split: got 'test' .*; give 'train' or 'eval'"):
             recorder.add_sequences(step=3, response_ids=[[1]], split="test")

@@ -133,14 +133,17 @@ def test_splits_of_a_dataset_are_named_and_an_only_one_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ("{", "does not name the files of a dataset"),
-        ("[]", "does not name the files of a dataset"),
-        ('{"_data_files": [{"filename": "../dump.arrow"}]}', r"names '../dump.arrow', which is no file of the folder"),
+        ("{", "does not list the files of a dataset"),
+        ("[]", "does not list the files of a dataset"),
+        (
+            '{"_data_files": [{"filename": "../dump.arrow"}]}',
+            r"lists '../dump.arrow', which is not a file name in that folder",
+        ),
         ('{"_data_files": [{"filename": "missing.arrow"}]}', r"missing\.arrow: not readable as Arrow"),
         ('{"_data_files": []}', r"holds no \.parquet"),
         (
             '{"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "i.arrow"}]}',
-            r"its rows are chosen by an index; flatten_indices\(\)",
+            r"its rows are selected by an index; call flatten_indices\(\)",
         ),
     ],
 )
@@ -181,7 +184,7 @@ def test_text_that_is_no_text_is_named(tmp_path):
     table = pa.Table.from_pylist([{name: value for name, value in rows_of()[0].items() if name != "finish_reason"}])
     bytes_as_text = pa.StringArray.from_buffers(1, pa.py_buffer(np.int32([0, 1]).tobytes()), pa.py_buffer(b"\xe4"))
     pq.write_table(table.append_column("finish_reason", bytes_as_text), tmp_path / "dump.parquet")
-    with pytest.raises(ImportFailed, match=r"column 'finish_reason' holds bytes that are no text in UTF-8"):
+    with pytest.raises(ImportFailed, match=r"column 'finish_reason' holds bytes that are not valid UTF-8"):
         import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
 
 
@@ -197,7 +200,7 @@ def test_a_long_cell_of_csv_is_read_whole(tmp_path):
     [
         (
             'step,prompt_ids,response_ids,train_logprobs\n1,[1],"[1]",[-1]\n1,[1],[1, 2],[-1]\n',
-            "line 3: has 5 cells, and the",
+            "line 3: has 5 cells, but the",
         ),
         (
             "step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],[-1 2]\n",
@@ -225,10 +228,10 @@ def test_wrong_csv_is_named_by_its_line(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "row 1: is no object; each is one sequence"),
+        ("[1]", "row 1: is not an object; each is one sequence"),
         ('[{"step": 1}', r"dump\.json: not JSON .*; a \.json file that begins with \[ is one array of objects"),
         ("[]", "lacks the columns"),
-        ('{\n "step": 1}', r"line 1: not JSON .*; each line is one object, or the whole of a \.json file one array"),
+        ('{\n "step": 1}', r"line 1: not JSON .*; each line is one object, or a \.json file is one array"),
         ('[{"step": 1, "step": 2}]', "row 1: has the key step twice"),
     ],
 )
@@ -282,14 +285,14 @@ def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
         (["scores=reward"], r"map: .*dump\.jsonl has no column 'scores'; it has step, seq_id, prompt_ids, .*, score"),
         (
             ["score=prize"],
-            "map: 'score' cannot become 'prize'; a trace takes step, seq_id, .*response_ids, .*finish_reason",
+            "map: 'score' cannot become 'prize'; the columns of a trace are step, seq_id, .*response_ids, .*finish_reason",
         ),
-        (["score=reward"], r"the columns reward and score both become 'reward'; map one to nothing, as reward="),
-        (["score=top_p", "uid=top_p"], "the columns score and uid both become 'top_p'; map one to nothing, as score="),
-        (["score"], "map: got 'score'; give theirs=ours, as completion_ids=response_ids"),
+        (["score=reward"], r"the columns reward and score both become 'reward'; leave one out with reward="),
+        (["score=top_p", "uid=top_p"], "the columns score and uid both become 'top_p'; leave one out with score="),
+        (["score"], "map: got 'score'; give theirs=ours, for example completion_ids=response_ids"),
         (["=reward"], "map: got '=reward'; give theirs=ours"),
-        (["score=top_p", "score=top_k"], "map: 'score' becomes both 'top_p' and 'top_k'; a column has one name"),
-        (["step="], "lacks the columns step .*as theirs=step"),
+        (["score=top_p", "score=top_k"], "map: 'score' is mapped to both 'top_p' and 'top_k'; map it once"),
+        (["step="], "lacks the columns step .*for example theirs=step"),
     ],
 )
 def test_a_map_that_cannot_be_is_one_line(tmp_path, texts, message):

@@ -119,10 +119,10 @@ def test_responses_of_vllm_are_the_engine_s_side(tmp_path):
     rows = connect(tmp_path / "run").execute(query).fetchall()
     assert [row[:2] for row in rows] == [(s.prompt.tolist(), s.response.tolist()) for s in samples[:3]]
     assert rows[2][2:] == (0.6, "length")
-    assert "engine's side alone" in note_of(tmp_path / "run", "train")
-    with pytest.raises(NothingToCompare, match="engine's side alone"):
+    assert "only the engine's logprobs" in note_of(tmp_path / "run", "train")
+    with pytest.raises(NothingToCompare, match="only the engine's logprobs"):
         check(tmp_path / "run")
-    with pytest.raises(NothingToCompare, match="engine's side alone"):
+    with pytest.raises(NothingToCompare, match="only the engine's logprobs"):
         stats(tmp_path / "run")
 
 
@@ -153,7 +153,7 @@ def test_meta_info_of_sglang_is_the_engine_s_side_and_its_truncation(tmp_path):
     query = "SELECT prompt_ids, policy_version, finish_reason FROM sequences"
     assert connect(tmp_path / "run").execute(query).fetchall() == [(sample.prompt.tolist(), 7, "stop")]
     (tmp_path / "saved.json").write_text(json.dumps([{"output_ids": [1], "meta_info": meta}]))
-    with pytest.raises(ImportFailed, match="other tokens"):
+    with pytest.raises(ImportFailed, match="differ from the tokens"):
         import_dump("sglang", tmp_path / "saved.json", output=tmp_path / "x")
 
 
@@ -234,7 +234,7 @@ def test_turns_of_torchtitan_are_one_response_with_masked_tokens_between(tmp_pat
     assert list(scores(tmp_path / "run", "rollout").values()) == [[-0.5, -0.25, None, -1.0]]
     rollout["turns"][1]["prompt_token_ids"] = [1, 2, 9, 4, 5]
     dumps.write_lines(tmp_path / "rollout_samples.jsonl", [rollout])
-    with pytest.raises(ImportFailed, match="turn 1 was tokenised anew"):
+    with pytest.raises(ImportFailed, match="turn 1 was re-tokenized"):
         import_dump("torchtitan", tmp_path, output=tmp_path / "x")
 
 
@@ -252,7 +252,7 @@ def test_completions_of_ms_swift_are_rows_of_lists(tmp_path):
     rows = connect(tmp_path / "run").execute(query).fetchall()
     assert rows == [(3, -1.0, {"Accuracy": 0.0}), (3, 1.0, {"Accuracy": 1.0})]
     dumps.write_lines(tmp_path / "completions.jsonl", [{**line, "advantages": [1.0]}])
-    with pytest.raises(ImportFailed, match="lists of other lengths"):
+    with pytest.raises(ImportFailed, match="lists of different lengths"):
         import_dump("ms-swift", tmp_path, output=tmp_path / "x")
 
 
@@ -306,6 +306,6 @@ def test_texts_are_not_joined_to_a_recorded_run_and_the_reason_is_told(tmp_path,
     dumps.ONE_SIDED[format](tmp_path, make_steps(1))
     make_trace(tmp_path / "run")
     before = stats(tmp_path / "run").dicts()
-    with pytest.raises(TraceExists, match=f"texts of {format} cannot be joined: nothing in them names a sequence"):
+    with pytest.raises(TraceExists, match=f"texts of {format} cannot be matched to its sequences"):
         import_dump(format, tmp_path, output=tmp_path / "run")
     assert stats(tmp_path / "run").dicts() == before

@@ -100,7 +100,7 @@ def test_every_column_of_a_sequence_comes_back(tmp_path):
         (["stop", None], None),
         (["é", "stop"], None),
         (["stop", 3], "row 1: got 3"),
-        (["stop", "\udcff"], "row 1.*no text in UTF-8"),
+        (["stop", "\udcff"], "row 1.*cannot be encoded as UTF-8"),
     ],
 )
 def test_a_column_of_texts_is_looked_at_text_by_text(tmp_path, texts, problem):
@@ -312,7 +312,7 @@ def test_a_step_that_goes_back_is_refused(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(step=3, response_ids=[[1]])
         recorder.add_metrics(3, {"loss": 1})
-        with pytest.raises(InvalidRecord, match="step 2 after step 3: steps never go back"):
+        with pytest.raises(InvalidRecord, match="step 2 after step 3: steps must not decrease"):
             recorder.add_sequences(step=2, response_ids=[[1]])
         with pytest.raises(InvalidRecord, match="metrics of step 2 after step 3"):
             recorder.add_metrics(2, {"loss": 1})
@@ -321,7 +321,7 @@ def test_a_step_that_goes_back_is_refused(tmp_path):
 def test_a_name_that_comes_twice_in_a_step_is_refused_and_in_another_step_not(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
-        with pytest.raises(InvalidRecord, match="step 1, sequence 'a': comes a second time"):
+        with pytest.raises(InvalidRecord, match="step 1, sequence 'a': occurs twice"):
             recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
         recorder.add_sequences(step=2, seq_ids=["a"], response_ids=[[1]])
 
@@ -330,7 +330,7 @@ def test_a_name_of_an_earlier_call_is_refused_as_long_as_its_step_lasts(tmp_path
     with Recorder(tmp_path / "run") as recorder:
         for name in "ab":
             recorder.add_sequences(step=1, seq_ids=[name], response_ids=[[1]])
-        with pytest.raises(InvalidRecord, match="'a': comes a second time"):
+        with pytest.raises(InvalidRecord, match="'a': occurs twice"):
             recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
         recorder.add_sequences(step=2, seq_ids=["a"], response_ids=[[1]])
 
@@ -339,7 +339,7 @@ def test_a_pass_scores_a_sequence_once(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         added = recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
         recorder.add_scores("train", added, logprobs=[[-1.0]])
-        with pytest.raises(InvalidRecord, match="'a': scores of pass 'train' were added before"):
+        with pytest.raises(InvalidRecord, match="'a': scores of pass 'train' were already added"):
             recorder.add_scores("train", added, logprobs=[[-1.0]])
 
 
@@ -368,7 +368,7 @@ def test_float64_is_kept_as_float32_with_a_warning_that_says_how_far_off(tmp_pat
     with Recorder(tmp_path / "run") as recorder:
         added = recorder.add_sequences(step=1, response_ids=[[1]])
         with pytest.warns(
-            UserWarning, match=r"float64 logprobs of pass 'train' are kept as float32: .* 1\.\de-09 nats"
+            UserWarning, match=r"float64 logprobs of pass 'train' are stored as float32: .* 1\.\de-09 nats"
         ):
             recorder.add_scores("train", added, logprobs=np.array([[-0.1]]))
         recorder.add_scores("rollout", added, logprobs=np.array([[-0.5]]))

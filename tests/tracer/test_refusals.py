@@ -97,7 +97,7 @@ def test_integers_of_numpy_and_torch_are_steps(recorder, step):
         ("ab", r"response_ids: got 'ab' \(str\)"),
         (None, "response_ids: got None"),
         (7, r"response_ids: got 7 \(int\)"),
-        ([], "response_ids: holds no sequence; leave the call out"),
+        ([], "response_ids: holds no sequence; skip the call"),
         (np.zeros((0, 5), int), "response_ids: holds no sequence"),
     ],
 )
@@ -164,9 +164,9 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"seq_ids": [1.5, 2.5]}, "seq_ids: row 0 is 1.5"),
         ({"seq_ids": {"a": 1, "b": 2}}, "seq_ids: got .*; give a list of strings or integers"),
         ({"seq_ids": ["a"]}, "1 seq_ids for 2 responses"),
-        ({"seq_ids": ["a", "a"]}, "sequence 'a': comes a second time"),
-        ({"seq_ids": ["a", "\ud800"]}, "seq_ids: row 1: .* is no text in UTF-8"),
-        ({"finish_reason": ["stop", "\ud800"]}, "finish_reason: row 1: .* is no text in UTF-8"),
+        ({"seq_ids": ["a", "a"]}, "sequence 'a': occurs twice"),
+        ({"seq_ids": ["a", "\ud800"]}, "seq_ids: row 1: .* cannot be encoded as UTF-8"),
+        ({"finish_reason": ["stop", "\ud800"]}, "finish_reason: row 1: .* cannot be encoded as UTF-8"),
         ({"prompt_ids": [[1]]}, "1 prompts for 2 responses"),
         ({"prompt_ids": [[1], [-1]]}, "prompt_ids: row 1, token 0 is -1"),
         ({"response_mask": [[1, 0]]}, "response_mask: got 1 rows for 2 sequences"),
@@ -176,8 +176,8 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"response_mask": [[1, 0.5], [1]]}, "response_mask: row 0, token 1 is 0.5; a mask is 0 or 1"),
         ({"response_mask": [[1, None], [1]]}, "response_mask: row 0, token 1 is None"),
         ({"response_mask": [["1", "0"], ["1"]]}, "response_mask: row 0 is"),
-        ({"response_attention_mask": MASK}, "response_ids came as lists, which have no padding"),
-        ({"prompt_attention_mask": MASK}, "prompt_ids came not at all"),
+        ({"response_attention_mask": MASK}, "response_ids were given as lists, which have no padding"),
+        ({"prompt_attention_mask": MASK}, "prompt_ids were not given"),
     ],
 )
 def test_what_contradicts_a_batch_is_refused(recorder, changes, message):
@@ -187,7 +187,7 @@ def test_what_contradicts_a_batch_is_refused(recorder, changes, message):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (np.zeros((2, 2)), "response_attention_mask: is 0 everywhere, so that no row has a token"),
+        (np.zeros((2, 2)), "response_attention_mask: is 0 everywhere, so no row has a token"),
         (np.ones((2, 3)), r"got shape \(2, 2\), but the attention mask has \(2, 3\)"),
         (np.ones(2), r"response_attention_mask: got shape \(2,\); give \[B, T\]"),
         (np.array([[1, NAN], [1, 0]]), "response_attention_mask: row 0, token 1 is nan"),
@@ -202,9 +202,7 @@ def test_a_mask_is_0_or_1_where_the_batch_has_cells(recorder, mask, message):
 
 def test_a_row_without_a_token_is_recorded_with_a_warning(recorder):
     mask = np.array([[1, 1], [0, 0]])
-    with pytest.warns(
-        TimTraceWarning, match=r"is 0 in all of row 1 \(1 of 2 rows\), which is recorded without a token"
-    ):
+    with pytest.warns(TimTraceWarning, match=r"is 0 in all of row 1 \(1 of 2 rows\), which is recorded without tokens"):
         recorder.add_sequences(step=1, response_ids=PADDED, response_attention_mask=mask)
     recorder.close()
     assert table(recorder, "sequences", "response_ids") == [([1, 2],), ([],)]
@@ -241,9 +239,7 @@ def test_what_does_not_look_like_padding_is_recorded_in_silence(recorder, ids):
 
 def test_scores_shorter_than_a_batch_without_a_mask_name_the_mask(recorder):
     added = recorder.add_sequences(step=1, seq_ids="ab", response_ids=PADDED)
-    with pytest.raises(
-        InvalidRecord, match="response_ids came 2 wide without response_attention_mask, so that every cell"
-    ):
+    with pytest.raises(InvalidRecord, match="response_ids were 2 wide without response_attention_mask, so every cell"):
         recorder.add_scores("train", added, logprobs=LOGPROBS)
     with pytest.raises(InvalidRecord, match=r"'b': 1 values of logprobs .* without response_attention_mask"):
         recorder.add_scores("train", added, logprobs=np.full((2, 2), -1.0, np.float32), attention_mask=MASK)
@@ -262,13 +258,13 @@ SCORES = [
     ({"logprobs": np.array([[-1, -2], [-3, -4]])}, "logprobs: got int64"),
     ({"logprobs": [[-1e39, -2.0], [-3.0]]}, "row 0, token 0 is -1e\\+39; give numbers that float32 holds"),
     ({"logprobs": np.array([-1.0, -2.0])}, r"logprobs of pass 'train': got shape \(2,\)"),
-    ({"logprobs": LOGPROBS, "attention_mask": MASK}, "attention_mask: logprobs came as lists, which have no padding"),
+    ({"logprobs": LOGPROBS, "attention_mask": MASK}, "attention_mask: logprobs are lists, which have no padding"),
     ({"logprobs": LOGPROBS, "entropy": [["x", 1.0], [1.0]]}, "entropy of pass 'train': row 0"),
     ({"logprobs": LOGPROBS, "scored_mask": [[1, NAN], [1]]}, "scored_mask of pass 'train': row 0, token 1 is nan"),
     ({"logprobs": LOGPROBS, "policy_version": [1, 2, 3]}, "policy_version: got 3 values for 2 sequences"),
     ({"logprobs": LOGPROBS, "policy_version": "x"}, "policy_version: got 'x'"),
     ({"logprobs": LOGPROBS, "rows": [0.5, 1]}, r"rows: got \[0.5, 1\] \(list\); give a list of row numbers"),
-    ({"logprobs": LOGPROBS, "rows": [True, False]}, r"rows: .*of a mask, give np.flatnonzero\(mask\)"),
+    ({"logprobs": LOGPROBS, "rows": [True, False]}, r"rows: .*for a mask, give np.flatnonzero\(mask\)"),
     ({"logprobs": LOGPROBS, "rows": ["0", "1"]}, "rows: got"),
     ({"logprobs": LOGPROBS, "rows": [[0, 1]]}, "rows: got"),
     ({"logprobs": LOGPROBS, "rows": 1}, "rows: got"),
@@ -316,7 +312,7 @@ def top_k(tokens):
 
 def test_distributions_that_fit_no_scored_row_are_refused_at_the_call(recorder):
     added = recorder.add_sequences(step=1, response_ids=RESPONSES)
-    with pytest.raises(InvalidRecord, match="captured_rows: row 1 is not among the rows that are scored"):
+    with pytest.raises(InvalidRecord, match="captured_rows: row 1 is not among the scored rows"):
         recorder.add_scores("train", added, rows=[0], logprobs=LOGPROBS[:1], distribution=top_k(1), captured_rows=[1])
     with pytest.raises(InvalidRecord, match=r"distributions with .* rows for 2 response tokens"):
         recorder.add_scores("train", added, logprobs=LOGPROBS, distribution=top_k(3), captured_rows=[0])
@@ -336,7 +332,7 @@ def test_scores_go_to_the_recorder_that_gave_the_batch(tmp_path):
     with Recorder(tmp_path / "a") as one, Recorder(tmp_path / "b") as other:
         added = one.add_sequences(step=1, response_ids=[[1]])
         with pytest.raises(
-            InvalidRecord, match=r"recorded in .*/a, and this recorder writes .*/b; add its scores with"
+            InvalidRecord, match=r"recorded in .*/a, but this recorder writes .*/b; add its scores with"
         ):
             other.add_scores("train", added, logprobs=[[-1.0]])
         with pytest.raises(
@@ -357,15 +353,15 @@ def test_scores_may_come_through_another_recorder_of_the_trace(tmp_path):
     [
         (
             {"loss": {"policy": 1.0}},
-            r"'loss': got \{'policy': 1.0\} \(dict\); give each of its values a name of its own",
+            r"'loss': got \{'policy': 1.0\} \(dict\); give each of its values its own name",
         ),
         ({"loss": [1.0, 2.0]}, r"'loss': got \[1.0, 2.0\] \(list\); give one number"),
-        ({"loss": torch.ones(3)}, r"'loss': got values of shape \(3,\); give one number, as their mean"),
+        ({"loss": torch.ones(3)}, r"'loss': got values of shape \(3,\); give one number, such as their mean"),
         ({"loss": np.ones((2, 2))}, r"'loss': got values of shape \(2, 2\)"),
         ({"loss": np.ones(0)}, r"'loss': got values of shape \(0,\)"),
-        ({3: 1.0}, r"the name 3 \(int\) is no string"),
+        ({3: 1.0}, r"the name 3 \(int\) is not a string"),
         ({"loss": 10**400}, "too large for float64"),
-        ({"loss": "\ud800"}, "is no text in UTF-8"),
+        ({"loss": "\ud800"}, "cannot be encoded as UTF-8"),
         ([("loss", 1.0)], "give a dict of name -> value"),
         (None, "metrics of step 1: got None; give a dict"),
     ],
@@ -397,7 +393,7 @@ def test_what_a_framework_logs_is_kept_in_every_form(tmp_path):
 def test_a_closed_recorder_takes_nothing_in_silence(recorder):
     added = recorder.add_sequences(step=1, response_ids=[[1]])
     recorder.close()
-    with pytest.raises(InvalidRecord, match="the recorder is closed, and nothing more is recorded; open another one"):
+    with pytest.raises(InvalidRecord, match="the recorder is closed; open another one"):
         recorder.add_scores("train", added, logprobs=[[-1.0]])
     with pytest.raises(InvalidRecord, match="the recorder is closed"):
         recorder.add_sequences(step=2, response_ids=[[1]])
@@ -460,10 +456,10 @@ def test_a_refused_batch_does_not_move_the_step_on_and_keeps_no_name(recorder):
     recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
     with pytest.raises(InvalidRecord):
         recorder.add_sequences(step=9, seq_ids=["z"], response_ids=[[1]], reward="x")
-    with pytest.raises(InvalidRecord, match="'a': comes a second time"):
+    with pytest.raises(InvalidRecord, match="'a': occurs twice"):
         recorder.add_sequences(step=1, seq_ids=["b", "a"], response_ids=RESPONSES)
     recorder.add_sequences(step=1, seq_ids=["b", "c"], response_ids=RESPONSES)
-    with pytest.raises(InvalidRecord, match="'c': comes a second time"):
+    with pytest.raises(InvalidRecord, match="'c': occurs twice"):
         recorder.add_sequences(step=1, seq_ids=["c"], response_ids=[[1]])
     recorder.add_sequences(step=2, seq_ids=["z"], response_ids=[[1]])
 
@@ -474,12 +470,12 @@ def test_a_device_tensor_that_is_wrong_is_told_at_the_next_call_which_then_works
         bad = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [-3, 4]]))
         recorder.writer._worker.drain()
         with pytest.raises(
-            InvalidRecord, match=r"row 1, token 0 is -3.*\[of an earlier call: this one recorded nothing"
+            InvalidRecord, match=r"row 1, token 0 is -3.*\[from an earlier call; this call recorded nothing"
         ):
             recorder.add_metrics(1, {"loss": 0.5})
         recorder.add_metrics(1, {"loss": 0.5})
         with pytest.raises(
-            InvalidRecord, match=r"this batch was refused \(.*row 1, token 0 is -3.*give add_sequences what"
+            InvalidRecord, match=r"this batch was rejected \(.*row 1, token 0 is -3.*correct the call of add_sequences"
         ):
             recorder.add_scores("train", bad, logprobs=LOGPROBS)
         good = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [3, 4]]))

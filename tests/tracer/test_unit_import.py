@@ -205,7 +205,7 @@ def test_an_error_in_a_row_group_is_told_in_the_same_words(tmp_path, cluster):
     twice[200]["seq_id"], twice[200]["step"] = "s3", 1
     for name, written, told in (
         ("row", rows, "step 4, sequence .150.: 40 values of logprobs"),
-        ("twice", twice, "comes a second time"),
+        ("twice", twice, "occurs twice"),
     ):
         pq.write_table(pa.Table.from_pylist(written), tmp_path / f"{name}.parquet", row_group_size=30)
         refusals = []
@@ -253,7 +253,7 @@ def test_a_name_that_comes_twice_in_two_units_is_refused_in_the_same_words(tmp_p
             {"step": 1, "prompt": ["a"] * 9, "completion": ["b"] * 9, "advantages": [0.5] * 9} for _ in range(8)
         ])  # fmt: skip
     for ray in (None, cluster[0].address):
-        with pytest.raises(ImportFailed, match="comes a second time") as refusal:
+        with pytest.raises(ImportFailed, match="occurs twice") as refusal:
             import_dump("ms-swift", tmp_path / "dump", output=tmp_path / "run", ray=ray)
         told.append(str(refusal.value))
     assert told[0] == told[1]

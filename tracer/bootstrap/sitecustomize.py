@@ -1,6 +1,6 @@
-"""Python imports this at its start, since `tim-trace record` puts its folder first on PYTHONPATH.
+"""Imported by Python at startup, since `tim-trace record` puts this folder first on PYTHONPATH.
 
-It turns recording on and then gives way to the sitecustomize that would have been imported without it.
+It starts recording, then imports the sitecustomize that it shadows, if there is one.
 """
 
 import os
@@ -12,15 +12,15 @@ def _activate() -> None:
         from tim_trace.tracer.hooks.activate import activate
     except ImportError as error:
         print(
-            f"tim-trace: nothing that {sys.executable} does is recorded: it cannot import tim_trace ({error}); "
+            f"tim-trace: {sys.executable} is not recorded: it cannot import tim_trace ({error}); "
             f"install it there: {sys.executable} -m pip install tim-trace",
             file=sys.stderr,
         )
         return
     if activate() is None:
         print(
-            "tim-trace: this process is not recorded: what started it passed PYTHONPATH on and TIM_TRACE_RECORD not; "
-            "docs/start/clusters.md says how to start it",
+            "tim-trace: this process is not recorded: its launcher passed on PYTHONPATH but not TIM_TRACE_RECORD; "
+            "see docs/start/clusters.md",
             file=sys.stderr,
         )
 

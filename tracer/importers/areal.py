@@ -1,4 +1,4 @@
-"""AReaL: rollout/<version>/<task>.jsonl, which holds texts, rewards and the weights' versions."""
+"""AReaL: rollout/<version>/<task>.jsonl with texts, rewards and weight versions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ AREAL = Format(
         "policy_version": ("tail_version", "head_version"),
         "reward": ("reward",),
     },
-    alignment="texts alone: no token has an id or a logprob; the folder's version is the step",
+    alignment="texts only, no token ids or logprobs; the version in the folder name is the step",
     pattern=r"(\d+)/[^/]+\.jsonl",
     keys=frozenset({"head_version", "tail_version"}),
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "AReaL dumps texts; write input_ids, logprobs and prox_logp of its batches with tim_trace.Recorder, or as Parquet",
+        "AReaL dumps only texts; record input_ids, logprobs and prox_logp of its batches with tim_trace.Recorder, or write them as Parquet",
     ),
     lines=True,
 )

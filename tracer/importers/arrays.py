@@ -1,4 +1,4 @@
-"""The classes that frameworks' dumps are made of, as plain data: NumPy arrays, torch tensors, and shells around them."""
+"""Plain stand-ins for the classes in frameworks' pickles: NumPy arrays, torch tensors, and the framework's own objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCH_DTYPES = {
     "int64": "<i8", "long": "<i8", "int32": "<i4", "int": "<i4", "int16": "<i2", "short": "<i2", "int8": "i1", "char": "i1",
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
-"""torch's name of a dtype -> NumPy's; bfloat16 has none, and is read as float32, which holds it exactly."""
+"""torch's name of a dtype -> NumPy's; bfloat16, which NumPy lacks, is read as float32, without loss."""
 _NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -27,22 +27,22 @@ _ONE_NAME = {
     "double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32", "short": "int16",
     "char": "int8", "byte": "uint8",
 }  # fmt: skip
-"""torch's second name of a dtype -> its first."""
+"""torch's alias of a dtype -> its canonical name."""
 MAX_DIMENSIONS = 8
 
 
 class Held:
-    """What is an array, once its bytes are there."""
+    """An array whose bytes may still be missing."""
 
     __slots__ = ()
 
     def array(self) -> np.ndarray:
-        """The array; a view where one is possible. Raises NotPlain for bytes that are no array of its shape."""
+        """Return the array, as a view if possible. Raises NotPlain if the bytes do not fit its shape."""
         raise NotImplementedError
 
 
 class NumpyDtype(Stateful):
-    """A NumPy dtype by its text, and whether its bytes are swapped."""
+    """A NumPy dtype: its type string and byte order."""
 
     __slots__ = ("order", "text")
 
@@ -51,21 +51,21 @@ class NumpyDtype(Stateful):
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">", "|", "=")):
-            raise NotPlain("a NumPy dtype has a state of another form")
+            raise NotPlain("unexpected state of a NumPy dtype")
         self.order = state[1]
 
     @property
     def dtype(self) -> np.dtype:
-        """NumPy's own. Raises NotPlain for any but numbers, flags, text and objects."""
+        """The dtype as a NumPy object. Raises NotPlain unless it is of numbers, booleans, text or objects."""
         if self.text[:1] not in ("b", "i", "u", "f", "U", "S", "O") or not self.text[1:].isdigit():
-            raise NotPlain(f"a NumPy array of dtype {self.text!r}")
+            raise NotPlain(f"unsupported NumPy dtype {self.text!r}")
         if self.text[0] == "O":
             return np.dtype(object)
         return np.dtype(("" if self.order in "|=" else self.order) + self.text)
 
 
 class NumpyArray(Stateful, Held):
-    """A NumPy array that is made empty and then gets its bytes."""
+    """A NumPy array, created empty and filled by `give_state`."""
 
     __slots__ = ("_bytes", "_dtype", "_fortran", "_shape")
 
@@ -76,17 +76,17 @@ class NumpyArray(Stateful, Held):
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) in (4, 5)):
-            raise NotPlain("a NumPy array has a state of another form")
+            raise NotPlain("unexpected state of a NumPy array")
         shape, dtype, fortran, content = state[-4:]
         if not isinstance(dtype, NumpyDtype) or not isinstance(content, (*BYTES, str, list)):
-            raise NotPlain("a NumPy array has a state of another form")
+            raise NotPlain("unexpected state of a NumPy array")
         self._shape, self._dtype, self._fortran = checked_shape(shape), dtype, bool(fortran)
         self._bytes = content.encode("latin1") if isinstance(content, str) else content
 
     def array(self) -> np.ndarray:
         if isinstance(self._bytes, list):
             if self._dtype.text[:1] != "O" or len(self._bytes) != math.prod(self._shape):
-                raise NotPlain("a NumPy array has another number of objects than its shape")
+                raise NotPlain("a NumPy array with a number of objects that does not fit its shape")
             found = np.empty(len(self._bytes), object)
             for place, item in enumerate(self._bytes):
                 found[place] = item
@@ -95,7 +95,7 @@ class NumpyArray(Stateful, Held):
 
 
 class Storage:
-    """The bytes below tensors; a file may give them after the tensors."""
+    """The bytes of one or more tensors; in old files they follow the tensors."""
 
     __slots__ = ("content", "dtype")
 
@@ -104,23 +104,23 @@ class Storage:
 
 
 class Tensor(Held):
-    """A torch tensor: some elements of a storage."""
+    """A torch tensor: a strided view of a storage."""
 
     __slots__ = ("_array", "_budget", "_dtype", "_offset", "_shape", "_storage", "_strides")
 
     def __init__(self, storage: Any, offset: Any, shape: Any, strides: Any, budget: Budget, dtype: str | None = None):
         if not isinstance(storage, Storage) or type(offset) is not int or offset < 0:
-            raise NotPlain("a tensor of another form")
+            raise NotPlain("malformed tensor")
         self._storage, self._offset, self._budget = storage, offset, budget
         self._shape, self._strides = checked_shape(shape), checked_shape(strides)
         self._dtype = dtype
         self._array: np.ndarray | None = None
         if len(self._shape) != len(self._strides):
-            raise NotPlain("a tensor has other strides than its shape")
+            raise NotPlain("a tensor whose strides and shape differ in length")
 
     @property
     def dtype(self) -> str | None:
-        """torch's name of the dtype that it was saved in."""
+        """torch's name of the saved dtype."""
         name = self._dtype or self._storage.dtype
         return _ONE_NAME.get(name, name) if name is not None else None
 
@@ -132,14 +132,14 @@ class Tensor(Held):
     def _made(self) -> np.ndarray:
         name, content = self._dtype or self._storage.dtype, self._storage.content
         if content is None or name not in TORCH_DTYPES:
-            raise NotPlain(f"a tensor of dtype {name}" if content else "a tensor without its bytes")
+            raise NotPlain(f"unsupported tensor dtype {name}" if content else "a tensor without its bytes")
         dtype = _NUMPY_DTYPES[name]
         count, is_flat = math.prod(self._shape), self._strides == _contiguous(self._shape)
         last = self._offset + (
             count - 1 if is_flat else sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
         )
         if count and last >= len(content) // dtype.itemsize:
-            raise NotPlain("a tensor reaches beyond its bytes")
+            raise NotPlain("a tensor that extends past the end of its bytes")
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
@@ -153,7 +153,7 @@ class Tensor(Held):
 
 
 class Shell(Stateful):
-    """An object of a framework, as the plain state that its pickle holds."""
+    """Stand-in for a framework's object: its constructor arguments and pickled state."""
 
     __slots__ = ("arguments", "state")
 
@@ -165,68 +165,68 @@ class Shell(Stateful):
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of elements that lie one after the other."""
+    """Return the strides of a contiguous array, in elements."""
     if len(shape) == 1:
         return (1,)
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """The float32 values of bfloat16 bits, exactly."""
+    """Convert bfloat16 bits (uint16) to float32, without loss."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """A shape, or strides. Raises NotPlain for what is neither."""
+    """Return a shape or strides as a tuple. Raises NotPlain if it is neither."""
     if not isinstance(shape, (tuple, list)) or len(shape) > MAX_DIMENSIONS:
-        raise NotPlain("an array of another shape")
+        raise NotPlain("invalid array shape")
     for size in shape:
         if type(size) is not int or not 0 <= size < 2**48:
-            raise NotPlain("an array of another shape")
+            raise NotPlain("invalid array shape")
     return tuple(shape)
 
 
 def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
-    """Bytes as an array. Raises NotPlain unless they are as many as its shape says."""
+    """Return bytes as an array. Raises NotPlain if their number does not fit the shape."""
     if dtype.hasobject or dtype.itemsize == 0 or len(content) != math.prod(shape) * dtype.itemsize:
-        raise NotPlain(f"an array of shape {shape} has {len(content)} bytes")
+        raise NotPlain(f"an array of shape {shape} with {len(content)} bytes")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
-    """A tensor that was written as the name of its dtype, its shape and its bytes. Raises NotPlain."""
+    """Return a tensor that was saved as dtype name, shape and bytes. Raises NotPlain."""
     if isinstance(content, Held):
         content = bytes_of(content.array())
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     if name not in TORCH_DTYPES or not isinstance(content, BYTES):
-        raise NotPlain(f"a tensor of dtype {dtype!r}")
+        raise NotPlain(f"unsupported tensor dtype {dtype!r}")
     is_bfloat16 = name == "bfloat16"
     found = shaped(content, _NUMPY_DTYPES[name], checked_shape(shape))
     return from_bfloat16(found) if is_bfloat16 else found
 
 
 def bytes_of(array: np.ndarray) -> Bytes:
-    """An array's bytes, not copied where they lie one after the other. Raises NotPlain for an array of objects."""
+    """Return an array's bytes, copied only if it is not contiguous. Raises NotPlain for an array of objects."""
     if array.dtype.hasobject:
-        raise NotPlain("an array of objects where bytes belong")
+        raise NotPlain("an array of objects where bytes are expected")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def settled(value: Any) -> Any:
-    """A value of a dump, an array where it holds one."""
+    """Return a value of a dump, with stand-ins of arrays turned into arrays."""
     return value.array() if isinstance(value, Held) else value
 
 
 def _sequence(value: Any = ()) -> list[Any]:
     if not isinstance(value, (list, tuple, *BYTES)):
-        raise NotPlain("a list of another form")
+        raise NotPlain("malformed list")
     return list(value)
 
 
 def _dictionary(items: Any = ()) -> dict[Any, Any]:
     if isinstance(items, (list, tuple)) and not items:
         return {}
-    raise NotPlain("a dictionary of another form")
+    raise NotPlain("malformed dictionary")
 
 
 def _default_dictionary(*_: Any) -> dict[Any, Any]:
@@ -235,7 +235,7 @@ def _default_dictionary(*_: Any) -> dict[Any, Any]:
 
 def _latin1(text: Any, encoding: Any = "latin1") -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
-        raise NotPlain("bytes of another form")
+        raise NotPlain("malformed bytes")
     return text.encode("latin1")
 
 
@@ -245,7 +245,7 @@ def _bytes(content: Any = b"", encoding: Any = "latin1") -> Bytes:
 
 def _scalar(dtype: Any, content: Any) -> Any:
     if not isinstance(dtype, NumpyDtype) or not isinstance(content, bytes):
-        raise NotPlain("a NumPy number of another form")
+        raise NotPlain("malformed NumPy scalar")
     return shaped(content, dtype.dtype, ()).item()
 
 
@@ -260,7 +260,7 @@ def _text(*parts: Any) -> str:
 
 
 def _refused(*_: Any) -> Any:
-    raise NotPlain("it calls a class that is only named")
+    raise NotPlain("it calls a class that may only be referenced")
 
 
 def _size(shape: Any = ()) -> tuple[int, ...]:
@@ -294,4 +294,4 @@ PLAIN = {
     ("torch", "Size"): Known(_size),
     ("torch", "device"): Known(_text),
 }
-"""Names that are in the pickles of every framework."""
+"""(module, name) -> its stand-in, for names that occur in every framework's pickles."""

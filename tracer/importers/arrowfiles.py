@@ -1,4 +1,4 @@
-"""Reading rows of Parquet files and of Arrow files, as Hugging Face datasets keep them."""
+"""Reading rows of Parquet and Arrow files, including those of Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
 
 
 def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
-    """Names of a Parquet file's columns, in its order. Raises ImportFailed."""
+    """Return a Parquet file's column names, in file order. Raises ImportFailed."""
     with explained(name, "Parquet"), filesystem.open(name, "rb") as file:
         return list(pq.read_schema(file).names)
 
@@ -23,7 +23,7 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
 def parquet_rows(
     filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str], groups: RowGroups | None = None
 ) -> Iterator[RowBatch]:
-    """Give a Parquet file's rows, or those of some row groups, with those of these columns that it has. Raises ImportFailed."""
+    """Yield a Parquet file's rows, or those of `groups`, with the requested columns that exist. Raises ImportFailed."""
     with explained(name, "Parquet"):
         size = int(filesystem.size(name) or 0)
         with filesystem.open(name, "rb") as file:
@@ -37,21 +37,20 @@ def parquet_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroups:
-    """Neighbouring row groups of a Parquet file."""
+    """Consecutive row groups of a Parquet file: [begin, end)."""
 
     begin: int
     end: int
-    """The first one behind them."""
     first_row: int
     """Number of their first row in the file, from 1."""
     num_rows: int
     start: int
-    """Where their bytes begin in the file."""
+    """Byte offset in the file."""
     num_bytes: int
 
 
 def parquet_groups(filesystem: fsspec.AbstractFileSystem, name: str, most: int) -> list[RowGroups]:
-    """The row groups of a Parquet file, in stretches of about so many bytes. Raises ImportFailed."""
+    """Divide a Parquet file's row groups into runs of about `most` bytes. Raises ImportFailed."""
     with explained(name, "Parquet"), filesystem.open(name, "rb") as file:
         metadata = pq.read_metadata(file)
     found: list[RowGroups] = []
@@ -77,19 +76,19 @@ def parquet_groups(filesystem: fsspec.AbstractFileSystem, name: str, most: int) 
 
 
 def _start(column: Any) -> int:
-    """Where a column of a row group begins."""
+    """Return the byte offset of a column chunk."""
     pages = column.dictionary_page_offset, column.data_page_offset
     return int(min(page for page in pages if page is not None))
 
 
 def arrow_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
-    """Names of an Arrow file's columns, in its order. Raises ImportFailed."""
+    """Return an Arrow file's column names, in file order. Raises ImportFailed."""
     with explained(name, "Arrow"), _arrow(filesystem, name) as (schema, _):
         return list(schema.names)
 
 
 def arrow_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Give the rows of an Arrow IPC stream or file, with those of these columns that it has. Raises ImportFailed."""
+    """Yield the rows of an Arrow IPC stream or file, with the requested columns that exist. Raises ImportFailed."""
     with explained(name, "Arrow"):
         size = int(filesystem.size(name) or 0)
         with _arrow(filesystem, name) as (schema, batches):
@@ -104,7 +103,7 @@ def arrow_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collec
 
 @contextmanager
 def _arrow(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
-    """The schema and the batches of a stream, or of a file with a footer (Feather)."""
+    """Yield the schema and batches of an IPC stream or an IPC file (Feather)."""
     with filesystem.open(name, "rb") as file:
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
@@ -117,7 +116,7 @@ def _arrow(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[p
 
 
 def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch, when its offsets stay within its values: Arrow maps a file without looking."""
+    """Return the batch after validating its offsets, which Arrow does not do when it maps a file."""
     batch.validate(full=True)
     return batch
 
@@ -125,7 +124,7 @@ def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _row_batches(
     name: str, batches: Iterator[pa.RecordBatch], columns: list[str], size: int, num_rows: int | None, first: int = 1
 ) -> Iterator[RowBatch]:
-    """Number the rows; of a file whose rows nobody has counted, the bytes of a batch are those in memory."""
+    """Number the rows. A batch's bytes are its share of the file; if `num_rows` is None, its bytes in memory."""
     for batch in batches:
         arrays: dict[str, Any] = {column: batch.column(batch.schema.get_field_index(column)) for column in columns}
         yield RowBatch(

@@ -1,6 +1,6 @@
-"""Columns of rows to import, each checked and brought to the trace's own type.
+"""Columns of rows to import, checked and converted to the trace's types.
 
-Shapes: B rows, N tokens of all rows together.
+Shapes: B rows.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .rowbatch import RowBatch
 
 
 class Columns:
-    """Some rows' columns, under the trace's names; one that is not there is None."""
+    """Columns of some rows, by the trace's column names; a missing column reads as None."""
 
     def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int, routing: Sequence[np.ndarray | None] = ()):
         self._arrays = arrays
         self.num_rows = num_rows
         self.routing = routing or [None] * num_rows
-        """Experts of each row's tokens, as RowBatch has them."""
+        """[B] router choices of each row, as in RowBatch."""
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
-        """Read the columns of a batch whose `names` (theirs -> ours) have a kind.
+        """Read a batch's columns, renamed by `names` (theirs -> ours), each as its kind.
 
-        Raises ImportFailed, which names file, column, type and the first row that is wrong.
+        Raises ImportFailed, naming file, column, type and the first wrong row.
         """
         arrays = {}
         for theirs, values in rows.columns.items():
@@ -50,7 +50,7 @@ class Columns:
         return self._arrays.get(name)
 
     def take(self, rows: np.ndarray) -> Columns:
-        """Some of the rows, in their order; of all of them these themselves."""
+        """Select some rows, in the given order; return `self` if that changes nothing."""
         if is_every_row(rows, self.num_rows):
             return self
         places = pa.array(rows, pa.int64())
@@ -58,24 +58,24 @@ class Columns:
         return Columns(arrays, len(rows), [self.routing[row] for row in rows])
 
     def has(self, name: str) -> np.ndarray:
-        """[B] bool, where a column is not NULL; nowhere when it is not there."""
+        """Return [B] bool: where a column is not NULL; all False if the column is missing."""
         array = self[name]
         if array is None:
             return np.zeros(self.num_rows, bool)
         return np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
 
     def is_list(self, name: str) -> bool:
-        """Whether a column is there and holds lists."""
+        """True if a column exists and holds lists."""
         array = self[name]
         return array is not None and bool(pa.types.is_list(array.type))
 
     def list(self, name: str) -> list[Any] | None:
-        """A column as Python values; None for one that is not there."""
+        """Return a column as Python values; None if it is missing."""
         array = self[name]
         return None if array is None else array.to_pylist()
 
     def ragged(self, name: str) -> Ragged | None:
-        """A list column as flat values, None for one without a list; NULL lists are empty."""
+        """Return a list column as flat values, NULL lists as empty ones; None if it is missing or all NULL."""
         array = self[name]
         if array is None or array.null_count == len(array):
             return None
@@ -84,9 +84,7 @@ class Columns:
         valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
         filled = values if valid is None else pc.fill_null(values, pa.scalar(0).cast(values.type))
         cells = filled.to_numpy(zero_copy_only=False)
-        if (
-            filled.get_total_buffer_size() > 2 * filled.nbytes
-        ):  # a part of a larger batch, which it would keep in memory
+        if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice would keep its whole batch in memory
             cells = cells.copy()
         return Ragged(cells, lengths, valid)
 
@@ -103,7 +101,7 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Python values as Arrow sees them; where it will not have them together, as their kind has them."""
+    """Convert Python values with Arrow's own inference; if Arrow rejects the mixture, by their kind."""
     try:
         array = pa.array(values)
         if not _has_floats(array.type) or not _has_flags(values):
@@ -120,7 +118,7 @@ def _has_floats(type: pa.DataType) -> bool:
 
 
 def _has_flags(values: Sequence[Any]) -> bool:
-    """Whether True or False is among numbers: Arrow would make 1.0 and 0.0 of them."""
+    """True if booleans are among the values; Arrow would turn them into 1.0 and 0.0."""
     kinds = set(map(type, values))
     return bool in kinds or (
         list in kinds and any(bool in set(map(type, value)) for value in values if type(value) is list)
@@ -128,7 +126,7 @@ def _has_flags(values: Sequence[Any]) -> bool:
 
 
 def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: Kind) -> ImportFailed:
-    """The error that names the first value of a column that is not of its kind."""
+    """Return the error for a column, naming its first value that is not of its kind."""
     values = _listed(rows, given, theirs)
     row = first_wrong(values, kind)
     name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
@@ -137,16 +135,16 @@ def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: K
 
 
 def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
-    """The values of a column as Python has them. Raises ImportFailed for text that is none."""
+    """Return a column as Python values. Raises ImportFailed for text that is not valid UTF-8."""
     try:
         return given.to_pylist() if isinstance(given, pa.Array) else given
     except UnicodeDecodeError as error:
-        reason = f"holds bytes that are no text in UTF-8 ({error.reason})"
+        reason = f"holds bytes that are not valid UTF-8 ({error.reason})"
         raise ImportFailed(f"{rows.file}: column {theirs!r} {reason}") from error
 
 
 def _odd(value: Any, kind: Kind) -> str:
-    """What is wrong in a row: its value, or the first wrong one of its list."""
+    """Describe what is wrong in a row: its value, or the first wrong element of its list."""
     place = first_wrong(value, kind.element) if kind.element and isinstance(value, list) else None
     if place is not None:
         return f", element {place}: {_shown(value[place])}"
@@ -163,11 +161,11 @@ def _type_name(type: pa.DataType) -> str:
 
 
 METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": SCORE}
-"""Column of a file of metrics -> what each of its cells must hold; a value may be text, too."""
+"""Column of a metrics file -> its kind; `value` may also be text."""
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
-    """Logged values, each with its step and name. Raises ImportFailed."""
+    """Return (step, name, value) of each logged value. Raises ImportFailed."""
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
         raise ImportFailed(f"{rows.file}: lacks {', '.join(lacking)}; metrics have the columns step, name and value")

@@ -1,4 +1,4 @@
-"""The files of a framework's dump, and the shape that every reader of one has."""
+"""The files of a framework's dump, and the interface between an import and a format's reader."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class DumpFolder:
 
     url: str
     root: Path
-    """The folder; of files on object storage nothing is asked of it."""
+    """The local folder; unused for object storage."""
     files: tuple[str, ...]
-    """Paths below the root, those with numbers in the order of the numbers."""
+    """Paths relative to the root, in natural order: step_2 before step_10."""
     is_file: bool = False
-    """Whether the path is that of the one file, which may be a link then."""
+    """True if the given path is a single file, which may be a symlink."""
     filesystem: fsspec.AbstractFileSystem | None = None
-    """None for files of this machine."""
+    """None for local files."""
     remote: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Of each file on object storage the path as the file system names it, and the bytes when it was listed."""
+    """File on object storage -> its path on that file system and its size in bytes when listed."""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
-        """List the files below a folder, or take the one file. Raises ImportFailed and StorageError.
+        """List the files below a folder, or take a single file. Raises ImportFailed and StorageError.
 
-        No link that leads out of the folder is followed, and nothing but regular files is opened.
+        Links out of the folder are not followed, and only regular files are opened.
         """
         url = os.fspath(path)
         local = url
@@ -54,7 +54,7 @@ class DumpFolder:
         if given.is_file():
             return cls(url=url, root=given.parent, files=(given.name,), is_file=True)
         if not given.is_dir():
-            raise ImportFailed(f"{url}: nothing is there that can be read; name the folder that the framework wrote to")
+            raise ImportFailed(f"{url}: not found; name the folder that the framework wrote to")
         root, found = Path(os.path.realpath(given)), []
         for base, folders, names in os.walk(root):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -69,14 +69,14 @@ class DumpFolder:
             sizes = {path: int((entry or filesystem.info(path))["size"] or 0) for path, entry in listed.items()}
         except FileNotFoundError:
             sizes = {}
-        except Exception as error:  # every file system has errors of its own
+        except Exception as error:  # each file system raises its own error classes
             raise ImportFailed(f"{url}: cannot be listed ({first_line(error)})") from error
         is_file = list(sizes) == [root]
         base = root.rpartition("/")[0] if is_file else root
         found = {path[len(base) :].lstrip("/"): (path, size) for path, size in sizes.items()}
         remote = {name: each for name, each in found.items() if name and not re.search(r"(^|/)\.|/$", name)}
         if not remote:
-            raise ImportFailed(f"{url}: nothing is there that can be read; name the folder that the framework wrote to")
+            raise ImportFailed(f"{url}: not found; name the folder that the framework wrote to")
         return cls(
             url=url,
             root=Path(base),
@@ -87,38 +87,36 @@ class DumpFolder:
         )
 
     def matching(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
-        """The files whose path ends in what a pattern says."""
+        """Yield the files whose path ends in a match of `pattern`, with the match."""
         wanted = re.compile(rf"(?:.*/)?{pattern}")
         for name in self.files:
             if found := wanted.fullmatch(name):
                 yield name, found
 
     def path(self, name: str) -> DumpFile:
-        """Where a file lies. Raises ImportFailed for a link out of the folder, and for what is no regular file."""
+        """Return a file's location. Raises ImportFailed for a link out of the folder and for a file that is not regular."""
         if self.filesystem is not None:
             url = self.url if self.is_file else f"{self.url.rstrip('/')}/{name}"
             return RemoteFile(filesystem=self.filesystem, path=self.remote[name][0], url=url)
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
-            raise ImportFailed(
-                f"{path}: is a link that leads out of the folder; it is not followed: import what it leads to"
-            )
+            raise ImportFailed(f"{path}: is a link out of the folder, which is not followed; import its target instead")
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
-                raise ImportFailed(f"{path}: is no regular file, and is not read; remove it")
+                raise ImportFailed(f"{path}: is not a regular file; remove it")
         except OSError as error:
             raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
         return path
 
     def num_bytes(self, names: Sequence[str]) -> int:
-        """Bytes of some files."""
+        """Return the total size of some files, bytes."""
         if self.filesystem is not None:
             return sum(self.remote[name][1] for name in names if name in self.remote)
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
 
     def beside(self, name: str, other: str) -> str | None:
-        """The path below the root of the file `other` in the folder of a file; None where there is none."""
+        """Return the path, relative to the root, of the file `other` in the same folder as `name`; None if it does not exist."""
         found = os.path.normpath(os.path.join(os.path.dirname(name), other))
         is_there = found in self.remote if self.filesystem is not None else (self.root / found).is_file()
         return found if is_there else None
@@ -132,7 +130,7 @@ _READ_BYTES = 1 << 20
 
 
 def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | None = None, start: int = 0) -> SealedFile:
-    """What a file holds, or its first lines, or so many of its bytes."""
+    """Return size and hash of a file, of its first `lines` lines, or of `num_bytes` bytes from `start`."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path) as file:
         if start:
@@ -151,51 +149,50 @@ def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Files that are read together: those of one step, or one file with the rows of many."""
+    """Files that are read together: those of one step, or one file with rows of several steps."""
 
     files: tuple[str, ...]
     step: int | None = None
-    """None where the rows say it themselves."""
+    """None if each row has its own step."""
     waits_for: str | None = None
-    """Why it is not complete yet; None for one that is."""
+    """Why it is incomplete; None if it is complete."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """What a reader is told of the part that it reads."""
+    """Input and output of the reader of one part."""
 
     folder: DumpFolder
     part: Part
     columns: Mapping[str, tuple[str, ...]]
-    """Column of the trace -> names of the fields that it may be read from, the first that is there."""
+    """Column of the trace -> candidate fields; the first that exists is read."""
     seen: set[str]
-    """Names of fields that were read."""
+    """Names of the fields that were read."""
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """File of lines -> the number of the first line that is new, from 1."""
+    """JSON Lines file -> number of its first new line, from 1."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """File of lines -> the number of the last whole line; the reader sets it."""
+    """JSON Lines file -> number of its last complete line; set by the reader."""
     partial: bool = False
-    """Whether what is incomplete is read as far as it is there."""
+    """True to read incomplete data as far as it goes."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Step -> values of the step to log; the reader sets them."""
+    """Step -> metrics to log; set by the reader."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """File that was read as a whole -> what it held."""
+    """File that was read whole -> its size and hash."""
 
     def paths(self) -> list[DumpFile]:
-        """The files of the part."""
         return [self.folder.path(name) for name in self.part.files]
 
     def contents(self) -> Iterator[tuple[DumpFile, bytes]]:
-        """The files of the part, each with all that it holds. Raises ImportFailed."""
+        """Yield each file of the part with its content. Raises ImportFailed."""
         for name, path in zip(self.part.files, self.paths(), strict=True):
             content = whole_content(path)
             self.sources[name] = sealed(content)
             yield path, content
 
     def fields(self, record: Mapping[Any, Any], where: str, budget: Budget) -> Fields:
-        """A record's fields under the names of the trace's columns."""
+        """Return a record's fields by the names of the trace's columns."""
         return Fields(record, self.columns, where, self.seen, budget)
 
     def budget(self) -> Budget:
-        """What reading this part may take in memory."""
+        """Return the memory budget for reading this part."""
         return Budget(", ".join(self.part.files[:2]), self.folder.num_bytes(self.part.files))

@@ -1,6 +1,6 @@
-"""Rows of a dump on their way into the trace: cells under the trace's column names, gathered into a RowBatch.
+"""Collecting rows of a dump, by the trace's column names, into a RowBatch.
 
-Shapes: B rows, N tokens of all of them together.
+Shapes: B rows, N tokens of all rows, L layers with a router, S experts per token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_EXPERTS = np.iinfo(np.int16).max
 
 
 class DumpRows:
-    """Gathers rows; a cell is a number, a text, None, an array, or Values."""
+    """Rows collected one by one; a cell is a number, a string, None, an array, or Values."""
 
     def __init__(self, file: str, unit: str = "row"):
         self._file, self._unit = file, unit
@@ -33,9 +33,9 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """Add a row; cells that are None are not recorded, and one without `response_ids` has no token.
+        """Add a row; a None cell was not recorded, and a row without `response_ids` has no tokens.
 
-        `routing` is what RowBatch has of it, and no column. Raises ImportFailed for values that are not as many as the tokens.
+        `routing` goes to RowBatch.routing, not into a column. Raises ImportFailed unless each pass has one logprob per token.
         """
         cells.setdefault("prompt_ids", None)
         response = cells.get("response_ids")
@@ -51,7 +51,7 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        """The rows as columns. What is one advantage for every token of a row becomes one number, where all rows allow it."""
+        """Return the rows as columns. If advantages are constant within every row, each row gets one number."""
         names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
         columns: dict[str, Any] = {}
         for name in names:
@@ -83,7 +83,7 @@ def _column(cells: list[Any]) -> Any:
 def list_column(
     values_N: np.ndarray, lengths_B: np.ndarray, known_N: np.ndarray | None = None, missing_B: np.ndarray | None = None
 ) -> pa.ListArray:
-    """Lists that lie end to end, as a column; values that are not known are NULL, and lists that are missing."""
+    """Build a list column from concatenated lists; unknown values and missing lists become NULL."""
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32))
     if values_N.dtype.kind == "f" and values_N.dtype != np.float32:
         values_N = values_N.astype(np.float64)
@@ -95,7 +95,7 @@ def padded_columns(
     step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
     per_token: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:  # fmt: skip
-    """Columns of a batch that is padded: of responses and values of their tokens [B, T], and prompts with a padding of their own."""
+    """Return the columns of a padded batch: responses and per-token values [B, T], and prompts with their own padding."""
     num_rows = len(responses)
     flat = {name: responded.flatten(values) for name, values in per_token.items()}
     if "response_mask" in flat:
@@ -132,7 +132,7 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
 
 
 def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
-    """Advantages of rows that lie end to end: one number a row where the tokens of each row in the mask have one, else lists."""
+    """Return concatenated advantages as a column: one number per row if constant over each row's masked tokens, else lists."""
     rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
     if mask_N is not None:
         rows_N, counted = rows_N[mask_N], values_N[mask_N]
@@ -149,14 +149,12 @@ def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.nda
 
 
 def routed(found: np.ndarray, num_tokens: int, where: str) -> np.ndarray:
-    """[num_tokens, L, S] int16 of the choices of a sequence's first tokens, [N, L, S]; the others have none.
+    """Pad the router choices [N, L, S] of a sequence's first N tokens to [num_tokens, L, S] int16, with -1 for the rest.
 
-    A token whose slots hold one expert all is padding: a router gives no expert twice. Raises ImportFailed.
+    A token whose slots all hold the same expert is padding, since a router never picks an expert twice. Raises ImportFailed.
     """
     if found.dtype.kind not in "iu" or (found.size and not NOT_ROUTED <= found.min() <= found.max() <= _MOST_EXPERTS):
-        raise ImportFailed(
-            f"{where}: its router choices are {found.dtype} beyond -1 to {_MOST_EXPERTS}, and so no experts"
-        )
+        raise ImportFailed(f"{where}: router choices of {found.dtype} are not integers from -1 to {_MOST_EXPERTS}")
     ids = np.full((num_tokens, *found.shape[1:]), NOT_ROUTED, np.int16)
     ids[: len(found)] = found
     if found.shape[2] > 1:

@@ -1,6 +1,6 @@
-"""Fields of a record of somebody else's file, each checked when it is read.
+"""Fields of an imported record, each checked when it is read.
 
-Shapes: T response tokens, S tokens of prompt and response.
+Shapes: T tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .pickles import Budget
 
 
 class Values(NamedTuple):
-    """Numbers of some tokens, and which of them were recorded."""
+    """Per-token numbers [T], and [T] bool: which of them were recorded."""
 
     values: np.ndarray
     known: np.ndarray
@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 class Fields:
-    """A record under the trace's names; what is missing or None is None."""
+    """A record's fields, by the trace's column names; a missing field reads as None."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Fields:
         budget: Budget,
     ):
         if not isinstance(record, Mapping):
-            raise ImportFailed(f"{where}: is no record with named fields")
+            raise ImportFailed(f"{where}: is not a record with named fields")
         self._record, self._columns, self.where, self._seen, self._budget = record, columns, where, seen, budget
 
     def __contains__(self, column: str) -> bool:
@@ -54,21 +54,21 @@ class Fields:
 
     @property
     def record(self) -> Mapping[Any, Any]:
-        """The record as the file has it."""
+        """The record under the file's own field names."""
         return self._record
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
-        """Another record of the same file; `columns` are further ones and the field of each."""
+        """Return the fields of another record of the same file; `columns` adds columns (column=field)."""
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 
     def without(self, columns: Collection[str]) -> Fields:
-        """The same record without what some columns are read from."""
+        """Return the same record without some columns."""
         left = {name: fields for name, fields in self._columns.items() if name not in columns}
         return Fields(self._record, left, self.where, self._seen, self._budget)
 
     def get(self, column: str) -> Any:
-        """What the first field holds that this column may be read from."""
+        """Return the value of the column's first candidate field that is not None."""
         return self._found(column)[1]
 
     def _found(self, column: str) -> tuple[str, Any]:
@@ -86,18 +86,18 @@ class Fields:
         return ImportFailed(f"{self.where}: field {name!r} holds {shown(value)}, where {wants} is needed")
 
     def required(self, column: str) -> Any:
-        """The same as `get`. Raises ImportFailed where there is none."""
+        """Return `get(column)`. Raises ImportFailed if it is None."""
         name, value = self._found(column)
         if value is None:
             raise ImportFailed(f"{self.where}: has no field {name!r}, which {column} is read from")
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """The cells of these columns, or of every column of the trace that a field may give, each as its type is read."""
+        """Return column -> cell, checked and converted, for these columns or all columns that belong in a trace."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
-        """An array of numbers with so many dimensions. Raises ImportFailed for anything else."""
+        """Return an array of numbers with this many dimensions. Raises ImportFailed for anything else."""
         name, value = self._found(column)
         return None if value is None else self._array(name, value, dimensions)
 
@@ -114,7 +114,7 @@ class Fields:
         return found
 
     def values(self, column: str) -> Values | None:
-        """Numbers of some tokens; None in a list is a value that was not recorded."""
+        """Return per-token numbers; None in a list means not recorded."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -125,7 +125,7 @@ class Fields:
         return Values(found, _all_known(len(found)))
 
     def ids(self, column: str) -> np.ndarray | None:
-        """Token ids. Raises ImportFailed where one is missing or none."""
+        """Return token ids [T] int32. Raises ImportFailed if one is missing or invalid."""
         found = self.values(column)
         if found is None:
             return None
@@ -141,7 +141,7 @@ class Fields:
         return found.values.astype(np.int32)
 
     def flags(self, column: str) -> np.ndarray | None:
-        """A mask of 0 and 1."""
+        """Return a mask of 0 and 1 as [T] bool."""
         found = self.values(column)
         if found is None:
             return None
@@ -151,7 +151,7 @@ class Fields:
         return found.values.astype(bool)
 
     def number(self, column: str) -> float | None:
-        """A number, or an array of one."""
+        """Return a number; a one-element array counts as one."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -166,7 +166,7 @@ class Fields:
             raise self._refuse(name, value, "a number") from error
 
     def integer(self, column: str) -> int | None:
-        """A whole number, also one that stands as text."""
+        """Return an integer; digits as text count as one."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -180,7 +180,7 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Every field that holds one number, but these and those of the known columns."""
+        """Return field -> number for all scalar fields that are neither in `but` nor read for a column."""
         known = {name for names in self._columns.values() for name in names}
         found = {name: value for name, value in self._record.items() if name not in known and name not in but}
         return {
@@ -190,7 +190,7 @@ class Fields:
         }
 
     def text(self, column: str) -> str | None:
-        """Text; a number as its digits."""
+        """Return text; an integer becomes its digits."""
         name, value = self._found(column)
         value = _one(value)
         if value is None:
@@ -200,7 +200,7 @@ class Fields:
         return str(value).encode(errors="replace").decode()
 
     def _flat(self, name: str, items: list[Any] | tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """A list of numbers as an array, and where it has some."""
+        """Return a list of numbers as an array, and [T] bool: where it is not None."""
         self._budget.take(16 * len(items))
         if (packed := _packed(items)) is not None:
             return packed, _all_known(len(items))
@@ -230,16 +230,16 @@ _READERS: dict[pa.DataType, Callable[[Fields, str], Any]] = {
 
 
 def _reader(column: str) -> Callable[[Fields, str], Any] | None:
-    """How a field that gives a column is read; None for what is no column of the trace."""
+    """Return the method that reads a column; None if the trace has no such column."""
     if column in tables.GIVEN:
         return _READERS[tables.GIVEN[column].type]
     return Fields.values if column.endswith(LOGPROBS) or column in tables.TOKEN_SCORES else None
 
 
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
-    """Integers, or floats among which may be integers, as an array, faster than NumPy makes it; None for any other list.
+    """Convert a list of int, or of float and int, to an array faster than NumPy; None for any other list.
 
-    Nothing but int and bool is packed as an integer, and nothing but these and float, of what files hold, as a float.
+    struct accepts only int and bool as "q", and besides these only float as "d", among the types that files hold.
     """
     try:
         if type(items[0]) is not float:
@@ -255,7 +255,7 @@ _KNOWN.flags.writeable = False
 
 
 def _all_known(length: int) -> np.ndarray:
-    """[T] True, not to be written to."""
+    """Return [T] True, read-only."""
     return _KNOWN[:length] if length <= len(_KNOWN) else np.ones(length, bool)
 
 
@@ -271,7 +271,7 @@ def _one(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value for a sentence, short, and not looked at deeper than its first elements."""
+    """Describe a value briefly for an error message, without nested contents."""
     if isinstance(value, np.ndarray):
         return f"an array {list(value.shape)} of {value.dtype}"
     if isinstance(value, (list, tuple)):

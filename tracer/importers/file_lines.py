@@ -1,4 +1,4 @@
-"""Some lines of a file, read as a file in which they have the numbers that they have in the whole one."""
+"""A range of lines of a file, presented as a file in which they keep their line numbers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """Some lines of a file."""
+    """A range of lines of a file."""
 
     first: int
-    """Number of the first one, from 1."""
+    """Number of the first line, from 1."""
     start: int
-    """Where it begins, bytes."""
+    """Byte offset of the first line."""
     end: int
-    """Where the last one ends, bytes."""
+    """Byte offset of the end of the last line."""
 
     @property
     def num_bytes(self) -> int:
@@ -32,7 +32,7 @@ class Lines:
 
 
 def cut_lines(folder: DumpFolder, name: str, first: int, most: int) -> Iterator[Lines]:
-    """The lines of a file from one on, in stretches of about so many bytes."""
+    """Divide the lines of a file, from line `first` on, into ranges of about `most` bytes."""
     number, start = 1, 0
     with opened(folder.path(name)) as file:
         while number < first and (line := file.readline()):
@@ -49,7 +49,7 @@ def cut_lines(folder: DumpFolder, name: str, first: int, most: int) -> Iterator[
 
 
 def folder_of_lines(folder: DumpFolder, name: str, lines: Lines) -> DumpFolder:
-    """A folder in whose file there are these lines alone, with the numbers that they have."""
+    """Return a folder whose file holds only these lines, under their original numbers."""
     path = folder.path(name)
     system, inside = (path.filesystem, path.path) if isinstance(path, RemoteFile) else (LocalFileSystem(), str(path))
     return _FolderOfLines(
@@ -60,7 +60,7 @@ def folder_of_lines(folder: DumpFolder, name: str, lines: Lines) -> DumpFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileOfLines(RemoteFile):
-    """Some lines of a file, and an empty one in the place of each before them, so that all have their numbers."""
+    """A range of lines, preceded by one empty line for each earlier line to keep the numbering."""
 
     lines: Lines
 
@@ -71,7 +71,7 @@ class _FileOfLines(RemoteFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FolderOfLines(DumpFolder):
-    """A folder whose one file has some lines alone."""
+    """A folder whose only file is a range of lines."""
 
     lines: _FileOfLines
 
@@ -80,7 +80,7 @@ class _FolderOfLines(DumpFolder):
 
 
 class _LinesStream(io.RawIOBase):
-    """Line ends for the lines before, and the bytes of the lines."""
+    """A line end for each earlier line, then the bytes of the range."""
 
     def __init__(self, file: BinaryIO, lines: Lines):
         self._file, self._before, self._left = file, lines.first - 1, lines.end - lines.start

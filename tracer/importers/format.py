@@ -1,4 +1,4 @@
-"""How the dumps of one framework are read: what a format says of itself, and the loop over the records of its files."""
+"""The description of one framework's dumps, and the loop over the records of their files."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import read_lines
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""The cells of the rows of a record (column of the trace -> value), of its fields, a name for it and its number in the file."""
+"""(fields of a record, a name for it, its number in the file) -> cells of its rows, column of the trace -> value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """How the dumps of one framework are read; a format of JSON lines with one row each needs no function of its own."""
+    """The dumps of one framework; a format of JSON Lines with one row per line needs no functions."""
 
     name: str
     writes: str
-    """Which option of the framework writes these files."""
+    """The option of the framework that writes these files."""
     files: str
-    """How the files are called."""
+    """Pattern of the file names, for the docs and messages."""
     columns: Mapping[str, tuple[str, ...]]
-    """Column of the trace -> names of the fields that it may be read from, the first that is there."""
+    """Column of the trace -> candidate fields; the first that exists is read."""
     alignment: str
-    """Which token a value belongs to, and what is no value."""
+    """How values align with tokens, and which values are placeholders; for the docs."""
     pattern: str = ""
-    """What the path of each file ends in; its group is the step."""
+    """Regular expression for the end of each file's path; its group, if any, is the step."""
     keys: frozenset[str] = frozenset()
-    """Keys of the first object of the first file, where other formats have files of the same name."""
+    """Keys required in the first file's first object, if other formats use the same file names."""
     needs: tuple[str, ...] = ()
-    """Columns without which a line is refused."""
+    """Columns that every line must have."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """Pass -> why it has no scores where no file holds them, and what would give them."""
+    """Pass -> why the files may lack its logprobs, and how to get them."""
     lines: bool = False
-    """Whether a file has the rows of several steps and grows by lines."""
+    """True if a file holds rows of several steps and is appended to."""
     recognises: Callable[[DumpFolder], bool] | None = None
-    """Whether a folder holds such files, where pattern and keys do not say it."""
+    """Detects such files in a folder, if pattern and keys do not suffice."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
-    """The files of a folder, by step, where each file is not read on its own. Raises ImportFailed."""
+    """Groups a folder's files by step, if they are not read one by one. Raises ImportFailed."""
     rows: RowsOf | None = None
-    """The rows of a line, where it is not one with the columns of its fields. Raises ImportFailed."""
+    """Returns the rows of a line, if it is not one row of plain fields. Raises ImportFailed."""
     read: Callable[[Reading], Iterator[RowBatch]] | None = None
-    """The rows of a part whose files are not JSON lines. Raises ImportFailed."""
+    """Yields the rows of a part, if its files are not JSON Lines. Raises ImportFailed."""
 
     def is_in(self, folder: DumpFolder) -> bool:
-        """Whether a folder holds such files."""
+        """True if a folder holds files of this format."""
         if self.recognises is not None:
             return self.recognises(folder)
         name = next((name for name, _ in folder.matching(self.pattern)), None)
         return name is not None and (not self.keys or self.keys <= first_object(folder, name).keys())
 
     def parts_of(self, folder: DumpFolder) -> list[Part]:
-        """The files of a folder that are read together. Raises ImportFailed."""
+        """Return a folder's files, grouped into parts that are read together. Raises ImportFailed."""
         if self.parts is not None:
             return self.parts(folder)
         files = folder.matching(self.pattern)
         return [Part(files=(name,), step=int(found[1]) if found.re.groups else None) for name, found in files]
 
     def batches(self, reading: Reading) -> Iterator[RowBatch]:
-        """The rows of one part, under the names of the trace's columns. Raises ImportFailed."""
+        """Yield the rows of one part, by the trace's column names. Raises ImportFailed."""
         return self.read(reading) if self.read else read_rows(reading, self.rows or self._one_row)
 
     def _one_row(self, fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class Format:
 
 
 def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
-    """The first object of a file of lines; empty where it has none that can be read."""
+    """Return the first object of a JSON Lines file; an empty dict if it has none or is unreadable."""
     try:
         return next(read_lines(folder.path(name)), (0, {}))[1]
     except ImportFailed:
@@ -91,9 +91,9 @@ def read_rows(
     unit: str = "line",
     at_once: int = ROWS_AT_ONCE,
 ) -> Iterator[RowBatch]:
-    """Read the records of a part's files: `rows_of` makes the rows of one. Those without a name are called by file, record and place.
+    """Yield the rows of a part's files; `rows_of` converts one record.
 
-    A row without a step has that of the part.
+    A row without a seq_id is named after its file and record number; a row without a step gets the part's.
     """
     budget = reading.budget()
     for name in reading.part.files if files is None else files:

@@ -1,4 +1,4 @@
-"""Every dump that can be imported, by name; `auto` asks each whether a folder is its own."""
+"""All formats that can be imported, by name, and the detection behind `auto`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FORMATS: dict[str, Format] = {
 
 
 def recognised(folder: DumpFolder) -> str | None:
-    """The format of a folder; None where it is none of these. Raises ImportFailed where it may be several."""
+    """Detect the format of a folder; None if unknown. Raises ImportFailed if it is ambiguous."""
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
     if len(found) > 1:
         raise ImportFailed(
-            f"{folder.url}: holds files of {' and of '.join(found)}; name the format, as: tim-trace import {found[0]} PATH"
+            f"{folder.url}: holds files of {' and of '.join(found)}; name the format, for example: tim-trace import {found[0]} PATH"
         )
     return found[0] if found else None

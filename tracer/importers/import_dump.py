@@ -1,4 +1,4 @@
-"""Importing the dump of a framework into a new trace, or what has come since into the one that an import made."""
+"""Importing a framework's dump into a new trace, or its new files into an existing import."""
 
 from __future__ import annotations
 
@@ -52,40 +52,40 @@ def import_dump(
 ) -> Imported:
     """Make a trace of another tool's files, or add what is new to the trace that an earlier import of them made.
 
-    `format` is `auto`, `parquet` (import_parquet) or the name of a framework or engine; docs/reference/import-formats.md says for each which
-    files it reads and which field becomes which column. `map` reads the field THEIRS for our column OURS, where a release
-    of the framework calls it otherwise; "" leaves a field out. `steps` (3:80, -10:) takes a part of the run, and `sample`
-    a share of the sequences, chosen by a hash of their names. What is not complete yet (a step without its marker, a file
-    that is half-written) is left for a later import and named; `partial` reads it as far as it is there.
+    `format` is `auto`, `parquet` (see import_parquet) or the name of a framework or engine; docs/reference/import-formats.md
+    lists the files and fields of each. `map` (theirs -> ours) reads field THEIRS into column OURS, for releases that renamed
+    a field; "" skips a field. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen by a hash
+    of their names. Incomplete steps and half-written files are skipped and listed; import again later, or set `partial` to
+    read what exists.
 
-    `path` is a file or a folder, or the URL of one on a file system that fsspec knows.
+    `path` is a file or a folder, local or as a URL that fsspec can open.
 
-    `model` is a Hugging Face folder whose weights are attached as those of policy version `model_version`, so that the trace
-    can be replayed, with the tokenizer there or in `tokenizer`: see `attach`, which raises for a folder that cannot be
-    taken. A trace of a dump that has no weights of the version is there then, without them.
+    `model` is a Hugging Face folder whose weights are attached as policy version `model_version`, so that the trace can be
+    replayed; its tokenizer comes from there or from `tokenizer`. Errors are those of `attach`; if attaching
+    fails after the import, the trace is kept without weights.
 
-    Nothing in the files is executed: pickles are read as data, and a class that is no plain container is refused by name.
-    One step is in memory at a time, or 512 rows of a file of lines.
+    Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected.
+    Memory holds one step at a time, or 512 rows of a JSON Lines file.
 
-    `ray` divides the files, and the lines or row groups of large ones, among the actors of a Ray cluster: `local` for one that is started here,
-    or the address of one that runs (`auto`, `host:port`), whose nodes see the files and the folder at the same paths. An import
-    whose process was killed goes on where it was when it is started again with `ray`.
+    `ray` divides the files, and the lines or row groups of large files, among the actors of a Ray cluster: `local` starts
+    one, an address (`auto`, `host:port`) uses a running one whose nodes see all paths. A killed import resumes if it is
+    started again with `ray`.
 
-    Raises ImportFailed, naming file, field and row. A new trace is left unmade then, and one that was there as it was.
+    Raises ImportFailed, naming file, field and row; the output is then left as it was before.
     """
     if model is None:
         if tokenizer is not None or model_version:
             name = "tokenizer" if tokenizer is not None else "model_version"
-            raise InvalidOption(f"goes with {option('model', 'DIR')}, whose weights it is about", option=name)
+            raise InvalidOption(f"requires {option('model', 'DIR')}", option=name)
         return _imported(format, path, output, map, steps, sample, partial, force, ray, progress)
-    # The model comes first: a folder that cannot be taken is refused before anything is written.
+    # The model comes first, so that an unusable folder is rejected before anything is written.
     loaded = load_folder(model, tokenizer)
     result = _imported(format, path, output, map, steps, sample, partial, force, ray, progress)
     if not is_attached(result.folder, model_version, model):
         try:
             result.attached = attach_model(result.folder, model_version, model, *loaded)
         except InvalidOption as error:
-            raise InvalidOption(f"{output}: is imported, without weights: {error}") from error
+            raise InvalidOption(f"{output}: imported without weights: {error}") from error
     return result
 
 
@@ -102,13 +102,16 @@ def _imported(
     progress: Progress,
 ) -> Imported:
     if format not in (AUTO, PARQUET, *FORMATS):
-        raise ImportFailed(f"{format}: is no format; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
+        raise ImportFailed(f"unknown format '{format}'; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     folder = _dump_folder(format, path)
     if format == AUTO:
         format = (folder and recognised(folder)) or PARQUET
     if folder is None or format == PARQUET:
         if partial:
-            raise ImportFailed("the format parquet has no incomplete steps; leave the option out", option="partial")
+            raise ImportFailed(
+                "does not apply to the format parquet, which has no incomplete steps; remove the option",
+                option="partial",
+            )
         return import_parquet(
             path, output=output, map=map, steps=steps, sample=sample, force=force, ray=ray, progress=progress
         )
@@ -143,14 +146,14 @@ def _imported(
 
 
 def _holds_none(format: Format, folder: DumpFolder) -> str:
-    """What is said of a folder without a file of a format."""
+    """Describe a folder without files of a format, with a remedy."""
     other = recognised(folder)
     remedy = "name the folder that the framework wrote to" if other in (None, format.name) else f"import it as {other}"
     return f"holds no {format.files}; {remedy}"
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Whether no step comes a second time, so that the names of its sequences may be forgotten behind it."""
+    """True if each step is one part and steps increase: the names of a finished step can be forgotten."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -224,7 +227,7 @@ class _Job(Job):
         return num_rows
 
     def first_line(self, name: str) -> int:
-        """Number of the first line of a file that is new, from 1."""
+        """Return the number of a file's first new line, from 1."""
         return 1 if self.before is None else self.before.first_line(name)
 
     def _reading(self, part: Part) -> Reading:
@@ -234,11 +237,11 @@ class _Job(Job):
         )
 
 
-_LACKS = "these files hold no logprobs of it"
+_LACKS = "the files have no logprobs for this pass"
 
 
 class _Before:
-    """What earlier imports brought into a trace."""
+    """What earlier imports added to a trace."""
 
     def __init__(self, url: str, sources: dict[str, SealedFile], passes: set[str]):
         self._url, self.sources, self.passes = url, sources, passes
@@ -246,7 +249,7 @@ class _Before:
 
     @classmethod
     def of(cls, output: str | os.PathLike[str], format: Format, options: dict[str, str]) -> _Before | None:
-        """Of the trace at a path; None where there is none, or one that no import of this format made."""
+        """Read the trace at a path; None if there is none or it is not an import of this format."""
         store = Store(output)
         try:
             manifest = store.manifest()
@@ -254,9 +257,9 @@ class _Before:
             return None
         if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
             raise TraceExists(
-                f"{output}: is a recorded run, to which texts of {format.name} cannot be joined: nothing in them names a sequence, "
-                "equal texts come several times in a step, and one that was cut reads as one that ended; the recording has their "
-                "rewards and advantages. Name another folder"
+                f"{output}: is a recorded run, and texts of {format.name} cannot be matched to its sequences: they have no ids, "
+                "the same text can occur several times in a step, and a truncated text looks like a finished one; the recording "
+                "already has their rewards and advantages. Name another folder"
             )
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:
@@ -264,16 +267,16 @@ class _Before:
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output}: was imported with {_told(found)}, and now with {_told(options)}; give the same options, or name "
+                f"{output}: was imported with {_told(found)}, but now {_told(options)} was given; give the same options, or name "
                 "another folder"
             )
         passes = {name for name in store.folders("passes")}
-        # Of a file that grew, every import says how far it read.
+        # If a file grew, each import recorded how far it had read: the longest entry is kept.
         known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
         return cls(os.fspath(output), dict(known), passes)
 
     def new(self, folder: DumpFolder, parts: list[Part]) -> list[Part]:
-        """The parts that are not in the trace yet. Raises ImportFailed where a file is not what it was."""
+        """Return the parts that are not yet in the trace. Raises ImportFailed if an imported file has changed."""
         found = []
         for part in parts:
             known = [name for name in part.files if name in self.sources]
@@ -282,25 +285,25 @@ class _Before:
             if len(known) < len(part.files) and known:
                 new = next(name for name in part.files if name not in self.sources)
                 raise ImportFailed(
-                    f"{folder.url}: {new} belongs to step {part.step}, which {self._url} has without it; import to another "
+                    f"{folder.url}: {new} is a new file of step {part.step}, which {self._url} has already imported; import to another "
                     "folder, or replace that trace with --force"
                 )
             if not known or grown:
                 found.append(part)
         if parts and not self.num_known:
             raise ImportFailed(
-                f"{self._url}: holds the import of another folder, none of whose files is in {folder.url}; name another "
+                f"{self._url}: was imported from another folder; none of its files is in {folder.url}. Name another "
                 "folder for the trace, or replace that one with --force"
             )
         return found
 
     def _has_grown(self, folder: DumpFolder, name: str) -> bool:
-        """Whether lines were added to a file. Raises ImportFailed where what it held has changed."""
+        """True if lines were appended to a file. Raises ImportFailed if its earlier content has changed."""
         path, known, size = folder.path(name), self.sources[name], folder.num_bytes([name])
         now_there = content_of(path, num_bytes=known.num_bytes)
         if now_there.hash != known.hash or (size != known.num_bytes and known.num_rows is None):
             raise ImportFailed(
-                f"{path}: is not what it was when it was imported; import to another folder, or replace the trace with --force"
+                f"{path}: has changed since it was imported; import to another folder, or replace the trace with --force"
             )
         return size > known.num_bytes
 
@@ -310,13 +313,13 @@ class _Before:
 
 
 def _options(sample: float, given: Mapping[str, str], steps: str) -> dict[str, str]:
-    """What an import was asked for, as far as a later one has to be asked for the same."""
+    """Return the options that must be the same in every import into one trace."""
     told = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
     return {"sample": repr(float(sample)), "map": told, "steps": steps}
 
 
 def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
-    """The files at a path; None for what only the neutral way in reads. Raises ImportFailed."""
+    """List the files at a path; None if only `import_parquet` reads it. Raises ImportFailed."""
     if format == PARQUET or (format == AUTO and "*" in os.fspath(path)):
         return None
     folder = DumpFolder.of(path)
@@ -326,11 +329,11 @@ def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None
 
 
 def _told(options: Mapping[str, str]) -> str:
-    return " ".join(f"--{name} {value}" for name, value in options.items() if value) or "no option"
+    return " ".join(f"--{name} {value}" for name, value in options.items() if value) or "no options"
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Column -> fields, with what the user says. Raises ImportFailed for a column that the format does not fill."""
+    """Return column -> fields with the user's map applied. Raises ImportFailed for a column that the format does not fill."""
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours and ours not in columns:
@@ -343,7 +346,7 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
 
 
 def _ready(parts: list[Part], partial: bool) -> tuple[list[Part], list[str]]:
-    """The parts that are read now, and what is said of the others."""
+    """Split parts into those to read now and the reasons why the others have to wait."""
     if partial:
         return parts, []
     return [part for part in parts if part.waits_for is None], [part.waits_for for part in parts if part.waits_for]
@@ -352,7 +355,7 @@ def _ready(parts: list[Part], partial: bool) -> tuple[list[Part], list[str]]:
 def _chosen_steps(
     format: Format, folder: DumpFolder, columns: Mapping[str, tuple[str, ...]], parts: list[Part], steps: str
 ) -> frozenset[int] | None:
-    """The steps that are meant; None for all. Reads files of lines once to know which there are."""
+    """Return the selected steps; None for all. Reads JSON Lines files once to find their steps."""
     if steps == ALL_STEPS:
         return None
     there = {part.step for part in parts if part.step is not None}

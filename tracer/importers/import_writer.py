@@ -1,4 +1,4 @@
-"""Writing what is imported: here an error ends the command, since nobody's training goes on."""
+"""Writing an import: unlike in a recording, an error ends the command."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..writer import TraceWriter
 
 
 class ImportWriter(TraceWriter):
-    """A trace writer whose errors are raised and not told.
+    """A trace writer that raises errors instead of reporting them on stderr.
 
-    It writes to a folder that becomes a trace, or a part of one, as a whole at the end: of a process that dies before, the
-    folder is removed. So nothing is journaled, and the state is saved at both ends. Which libraries made the numbers is not known.
+    Its folder becomes a trace, or a part of one, only at the end, and is removed if the process dies. So nothing is
+    journaled, and the state is saved only at the start and the end. Library versions are unknown.
     """
 
     failure: BaseException | None = None
-    """What ended the writing."""
+    """The error that ended the writing."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, journals=False, versions={})
 
     def account(self, files: Mapping[str, SealedFile] | None = None, **_: Any) -> None:
-        """Account for files; the state is saved at the end."""
+        """Account for files without saving the state, which is saved at the end."""
         super().account(files, saves=False)
 
     def _fail(self, error: BaseException) -> None:
-        """Stop writing; on the writing thread. The folder is about to be removed, so that nothing is marked in it."""
+        """Stop writing (called on the writing thread). Nothing is marked in the folder, which is about to be removed."""
         if not self.is_open:
             return
         self.failure = error
@@ -41,7 +41,7 @@ class ImportWriter(TraceWriter):
         return self.state.state != FAILED
 
     def check(self, where: str) -> None:
-        """Raise ImportFailed when writing has ended."""
+        """Raise ImportFailed if writing has failed."""
         if self.state.state == FAILED:
             reason = " ".join(str(self.state.error).split())
             raise ImportFailed(f"{where}: could not be written ({reason})") from self.failure

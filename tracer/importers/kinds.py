@@ -1,7 +1,7 @@
-"""What a cell of a column to import must hold, and how a column of it becomes the trace's type.
+"""Kinds of imported columns: which cells are valid, and how they become the trace's types.
 
-Each kind says it twice: `convert` for a whole Arrow array, which is fast, and `holds` for one Python value, which finds
-the first wrong one. A test holds them equal.
+Each kind has the rule twice: `convert` handles a whole Arrow array, which is fast; `holds` checks one Python value, to
+find the first wrong one. A test compares them.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """A column holds something else than its kind; whoever catches it finds out which row."""
+    """A column holds invalid values; the caller finds the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What a cell must hold."""
+    """The rule for the cells of a column."""
 
     wants: str
-    """For the sentence "where each row needs ..."."""
+    """Completes the message "where each row needs ..."."""
     type: pa.DataType
     convert: Callable[[pa.Array], pa.Array]
-    """A plain Arrow array with some values -> the same as `type`. Raises WrongValues or an error of Arrow."""
+    """Converts a plain Arrow array that is not all NULL to `type`. Raises WrongValues or an Arrow error."""
     holds: Callable[[Any], bool]
-    """Whether one value that is not None fits."""
+    """True for a valid value; not called with None."""
     of: Callable[[Any], Any]
-    """One value that fits, as Python holds `type`; for columns whose values Arrow will not have together."""
+    """Converts one valid value to the Python form of `type`; for mixtures that Arrow cannot infer a type for."""
     nullable: bool = True
     element: Kind | None = None
-    """Of a list, what each of its elements must hold."""
+    """Kind of a list's elements; None for other kinds."""
     text: bool = False
-    """Whether a CSV file's cell is the value itself, and not JSON."""
+    """True if a CSV cell is the value itself; else it is parsed as JSON."""
 
     def column(self, array: pa.Array) -> pa.Array:
-        """The same values as `type`; of an array without values, whatever its type, NULL.
+        """Convert an array to `type`; an array of any type that is all NULL becomes NULL.
 
-        Raises WrongValues or an error of Arrow.
+        Raises WrongValues or an Arrow error.
         """
         array = plain(array)
         if array.null_count and not self.nullable:
@@ -58,17 +58,17 @@ class Kind:
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
     def read_cell(self, cell: str | None) -> Any:
-        """The value that a CSV file's cell stands for; the cell itself where that is none."""
+        """Parse a CSV cell; return it unchanged if it cannot be parsed."""
         return cell if self.text or cell is None else _read(cell)
 
 
 def required(kind: Kind) -> Kind:
-    """The same without NULL."""
+    """Return the kind without NULL."""
     return replace(kind, nullable=False)
 
 
 def list_of(kind: Kind, wants: str) -> Kind:
-    """A list of values of one kind."""
+    """Return the kind of lists of a kind."""
 
     def convert(array: pa.Array) -> pa.Array:
         if not pa.types.is_list(array.type):
@@ -89,7 +89,7 @@ def list_of(kind: Kind, wants: str) -> Kind:
 
 
 def either(kind: Kind, other: Kind) -> Kind:
-    """What is of one kind in every row, or of the other in every row."""
+    """Return the kind of columns that are all of `kind` or all of `other`."""
 
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
@@ -105,7 +105,7 @@ def either(kind: Kind, other: Kind) -> Kind:
 
 
 def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
-    """Place of the first value that a column of a kind may not have."""
+    """Return the index of the first invalid value; None if all are valid."""
     for place, value in enumerate(values):
         if not (kind.nullable if value is None else kind.holds(value)):
             return place
@@ -113,7 +113,7 @@ def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """The array without what is only a way to store it: dictionaries, runs, extensions, other kinds of list."""
+    """Decode storage variants of an array: dictionaries, run-end encoding, extension types, other list types."""
     if isinstance(array.type, pa.BaseExtensionType):
         return plain(array.storage)
     if pa.types.is_dictionary(array.type):
@@ -140,7 +140,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _convert_numbers(array: pa.Array) -> pa.Array:
-    """To float64, which holds what comes."""
+    """Convert numbers to float64; integers that it cannot represent raise an Arrow error."""
     if not _is_numeric(array.type):
         raise WrongValues
     return array.cast(pa.float64(), safe=pa.types.is_integer(array.type))
@@ -151,17 +151,17 @@ def _is_numeric(type: pa.DataType) -> bool:
 
 
 def _holds_number(value: Any) -> bool:
-    # A larger integer may be rounded, and come back as another.
+    # float64 does not represent every larger integer exactly.
     return _is_number(value) and (not isinstance(value, int) or abs(value) <= 2**53)
 
 
 def _convert_scores(array: pa.Array) -> pa.Array:
-    """Numbers or flags to float64."""
+    """Convert numbers or booleans to float64."""
     return array.cast(pa.float64()) if pa.types.is_boolean(array.type) else _convert_numbers(array)
 
 
 def _convert_values(array: pa.Array) -> pa.Array:
-    """To float32, which is what frameworks hold; rounding is all that may happen to a value."""
+    """Convert numbers to float32, as frameworks store them; values may round but not overflow."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)
@@ -209,7 +209,7 @@ def _whole(type: pa.DataType, low: int, high: int) -> tuple[Callable[[pa.Array],
 
 
 def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
-    """Whole numbers within bounds, in columns of integers or of floats."""
+    """Return the kind of integers from `low` to `high`, stored as integers or floats."""
     convert, holds = _whole(type, low, high)
     return Kind(wants=wants, type=type, convert=convert, holds=holds, of=int)
 
@@ -217,7 +217,7 @@ def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
 def _convert_text(array: pa.Array) -> pa.Array:
     if not pa.types.is_string(array.type):
         raise WrongValues
-    array.validate(full=True)  # a file may call bytes text that are none
+    array.validate(full=True)  # a file may declare invalid UTF-8 as text
     return array
 
 
@@ -241,7 +241,7 @@ SCORE = Kind(
     holds=lambda value: isinstance(value, bool) or _holds_number(value),
     of=float,
 )
-"""A number, of which True and False are two: a reward is often a check that passed."""
+"""A number, or True or False as 1 and 0: rewards are often the result of a check."""
 TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text, holds=_is_text, of=str, text=True)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names, holds=_is_name, of=str, text=True)
 VALUE = Kind(wants="a number", type=pa.float32(), convert=_convert_values, holds=_holds_value, of=float)
@@ -278,7 +278,7 @@ def _convert_rewards(array: pa.Array) -> pa.Array:
 
 
 def _holds_rewards(value: Any) -> bool:
-    """Whether a record gives each name a number; NULL is a number that is missing."""
+    """True for a record of name -> number; NULL means a missing number."""
     return isinstance(value, dict) and all(
         _is_text(name) and (number is None or SCORE.holds(number)) for name, number in value.items()
     )
@@ -309,7 +309,7 @@ _OF_TYPE = {
 
 
 def kind_of(column: Column) -> Kind:
-    """What each cell of a column of the trace must hold."""
+    """Return the kind of a column of the trace."""
     kind = _OF_TYPE[column.type]
     if column.name == "step":
         kind = STEP
@@ -324,7 +324,7 @@ _NUMBER = re.compile(r"[+-]?(\d*\.?\d+|\d+\.|inf(inity)?|nan)(e[+-]?\d+)?", re.I
 
 
 def _read(cell: str) -> Any:
-    """A cell as JSON, or as other programs write numbers and truth."""
+    """Parse a cell as JSON, or as a number or boolean in the spelling of other programs."""
     try:
         return json.loads(cell)
     except (ValueError, RecursionError):

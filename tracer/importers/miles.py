@@ -1,7 +1,7 @@
-"""miles: rollout dumps, and train dumps of one file a rank.
+"""miles: rollout dumps, and train dumps with one file per rank.
 
-Of the ranks, those of one tensor-parallel group hold the same, those of data parallelism other samples, and those of context
-parallelism other tokens of the same samples: rank r of c has the chunks r and 2c-1-r of 2c (zig-zag).
+Tensor-parallel ranks hold the same data, data-parallel ranks different samples, and context-parallel ranks different tokens
+of the same samples: rank r of c has chunks r and 2c-1-r of 2c (zig-zag).
 Shapes: T response tokens, S tokens of prompt and response.
 """
 
@@ -35,9 +35,9 @@ from .torch_files import unpickled
 
 
 def zig_zag(total: int, length: int, rank: int, size: int, chunk: int | None = None) -> list[tuple[int, int]]:
-    """Response tokens [start, end) whose values a rank of context parallelism has.
+    """Return the two ranges [start, end) of response tokens that a context-parallel rank has.
 
-    `total` is S, `length` T; a chunk is ceil(S / (2 size)) tokens unless given. The logits at position p give token p + 1.
+    `total` is S, `length` T; a chunk is ceil(S / (2 size)) tokens unless given. The logits at position p predict token p + 1.
 
     >>> zig_zag(12, 10, 0, 2), zig_zag(12, 10, 1, 2)
     ([(0, 2), (8, 10)], [(2, 5), (5, 8)])
@@ -60,7 +60,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
         if "rollout_data" in record:
             _add_rank(reading, shards, record, str(path), budget)
         elif "format_version" in record:
-            raise ImportFailed(f"{path}: is a train dump of slime; import it as: tim-trace import slime PATH -o RUN")
+            raise ImportFailed(f"{path}: is a train dump of slime; import it with: tim-trace import slime PATH -o RUN")
         else:
             add_rollout(reading, samples, record, str(path), budget)
     for name, cells in shards.samples():
@@ -69,7 +69,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 
 class _Shards:
-    """What the ranks of one step hold of each sample."""
+    """The samples of one step, assembled from the ranks' files."""
 
     def __init__(self, step: int, partial: bool):
         self.step, self._partial = step, partial
@@ -88,7 +88,7 @@ class _Shards:
         size: int,
         chunk: int | None,
     ) -> None:
-        """Add one rank's part of a sample; a rank that holds the same again adds nothing."""
+        """Add one rank's part of a sample; duplicates from tensor-parallel ranks are ignored."""
         self._cells.setdefault(name, cells)
         self._lengths[name] = (total, len(cells["response_ids"]), chunk)
         self._size = max(self._size, size)
@@ -96,10 +96,10 @@ class _Shards:
         for column, values in parts.items():
             before = known.setdefault(column, {}).setdefault(rank, values)
             if len(before) != len(values):
-                raise ImportFailed(f"step {self.step}, sample {name}: two ranks hold {column} of other lengths")
+                raise ImportFailed(f"step {self.step}, sample {name}: two ranks hold {column} of different lengths")
 
     def samples(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each sample, its parts put together."""
+        """Yield each sample with its parts joined."""
         for name, cells in self._cells.items():
             total, length, chunk = self._lengths[name]
             whole = {
@@ -118,20 +118,20 @@ class _Shards:
             part = next(iter(parts.values()))
             if len(part) != length:
                 raise ImportFailed(
-                    f"{where} has {len(part)} values for {length} response tokens; a dump with context parallelism and without "
-                    "cp_rank cannot be put together"
+                    f"{where} has {len(part)} values for {length} response tokens; a dump of context-parallel ranks "
+                    "without cp_rank cannot be joined"
                 )
             return part
         lacking = [rank for rank in spans if rank not in parts and sizes[rank]]
         if lacking and not self._partial:
             raise ImportFailed(
-                f"{where} lacks the context-parallel rank {lacking[0]} of {self._size}; copy its file, too"
+                f"{where} lacks the context-parallel rank {lacking[0]} of {self._size}; copy its file too"
             )
         values, known = np.zeros(length, np.float64), np.zeros(length, bool)
         for rank, part in parts.items():
             if len(part) != sizes[rank]:
                 raise ImportFailed(
-                    f"{where} has {len(part)} values on context-parallel rank {rank}, which holds {sizes[rank]}"
+                    f"{where} has {len(part)} values on context-parallel rank {rank}, which should have {sizes[rank]}"
                 )
             taken = 0
             for start, end in spans[rank]:
@@ -142,7 +142,7 @@ class _Shards:
 
 
 def _add_rank(reading: Reading, shards: _Shards, record: Mapping[str, Any], where: str, budget: Budget) -> None:
-    """Add one rank's file: a dictionary of lists with one element a sample. Its raw_reward is of the whole batch, not read."""
+    """Add one rank's file, a dict of lists with one element per sample. Its raw_reward covers the whole batch and is skipped."""
     data = top_level(record.get("rollout_data"), where)
     tokens = data.get("tokens")
     if not isinstance(tokens, (list, tuple)):
@@ -175,7 +175,7 @@ def _number(record: Mapping[str, Any], name: str, default: int, where: str) -> i
     if value is None:
         return default
     if type(value) is not int:
-        raise ImportFailed(f"{where}: {name} is no whole number")
+        raise ImportFailed(f"{where}: {name} is not an integer")
     return value
 
 
@@ -184,8 +184,8 @@ MILES = Format(
     writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
     files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
     columns=COLUMNS,
-    alignment="as slime's; with context parallelism each rank has its zig-zag part of the response, and ranks of tensor "
-    "parallelism hold the same",
+    alignment="as for slime; each context-parallel rank has its zig-zag part of the response, and tensor-parallel ranks hold "
+    "the same data",
     recognises=lambda folder: framework_of(folder) == "miles",
     parts=dump_parts,
     read=_read,

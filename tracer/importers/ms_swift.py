@@ -1,4 +1,4 @@
-"""ms-swift: completions.jsonl of `log_completions`, one line a step with a list for every column."""
+"""ms-swift: completions.jsonl of `log_completions`, one line per step with a list for every column."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
 
 
 def _records(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The rows of a line: one where its columns are single values, or as many as its lists have."""
+    """Split a line into rows: one row if it has no lists, else one per list element."""
     lists = {name: value for name, value in record.items() if isinstance(value, list)}
     if not lists:
         return [dict(record)]
     lengths = {len(value) for value in lists.values()}
     if len(lengths) != 1:
-        raise ImportFailed(f"{where}: its columns are lists of other lengths: {', '.join(map(str, sorted(lengths)))}")
+        raise ImportFailed(
+            f"{where}: its columns are lists of different lengths: {', '.join(map(str, sorted(lengths)))}"
+        )
     return [
         {name: value[place] if name in lists else value for name, value in record.items()}
         for place in range(lengths.pop())
@@ -37,13 +39,13 @@ MS_SWIFT = Format(
     writes="`--log_completions true`",
     files="completions.jsonl",
     columns={"step": ("step",), "advantage": ("advantages",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="texts alone: no token has an id or a logprob; every other column of numbers is a reward function",
+    alignment="texts only, no token ids or logprobs; every other numeric column is a reward function",
     pattern=r"completions\.jsonl",
     keys=frozenset({"step", "prompt", "completion"}),
     rows=_rows,
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "log_completions writes texts and rewards, no token ids and no logprobs; record its batches with tim_trace.Recorder, or write them as Parquet",
+        "log_completions writes texts and rewards but no token ids or logprobs; record its batches with tim_trace.Recorder, or write them as Parquet",
     ),
     lines=True,
 )

@@ -35,14 +35,16 @@ def _one_element(value: Any) -> Any:
 
 
 def _cells(fields: Fields) -> dict[str, Any]:
-    """Cells of a sample: its tokens are padded on the right, and index 0 of a list belongs to no prediction."""
+    """Return the cells of a sample. Lists are padded on the right, and index 0 has no prediction."""
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
     if tokens is None or mask is None:
-        raise ImportFailed(f"{fields.where}: has no token_ids with a token_loss_mask")
+        raise ImportFailed(f"{fields.where}: has no token_ids and token_loss_mask")
     length = fields.integer("length")
     length = len(tokens) if length is None else length
     if not 0 < length <= len(tokens) or len(mask) != len(tokens):
-        raise ImportFailed(f"{fields.where}: has {length} tokens of {len(tokens)}, and a mask of {len(mask)}")
+        raise ImportFailed(
+            f"{fields.where}: input_lengths is {length}, token_ids has {len(tokens)} entries and token_loss_mask {len(mask)}"
+        )
     first = int(mask[:length].argmax()) if mask[:length].any() else length
     counts = fields.number("counts")
     cells: dict[str, Any] = {
@@ -73,14 +75,14 @@ def _cells(fields: Fields) -> dict[str, Any]:
 
 NEMO_RL = Format(
     name="nemo-rl",
-    writes="the logger, on its own (not with NeMo-Gym's response logging)",
+    writes="the logger, by default (not with NeMo-Gym's response logging)",
     files="train_data_step<N>.jsonl",
     columns=COLUMNS,
-    alignment="index i belongs to token_ids[i], index 0 to nothing; prompt and tool tokens hold 0; prev_logprobs of nothing but "
-    "0 were not computed (force_on_policy_ratio)",
+    alignment="index i belongs to token_ids[i], index 0 has no value; prompt and tool tokens hold 0; if prev_logprobs are all 0, "
+    "they were not computed (force_on_policy_ratio)",
     pattern=r"train_data_step(\d+)\.jsonl",
     read=lambda reading: read_rows(reading, _rows, at_once=64),
     lacks={
-        "train": "prev_logprobs holds nothing but 0: NeMo-RL computes none with force_on_policy_ratio=true; turn it off"
+        "train": "prev_logprobs are all 0: NeMo-RL does not compute them with force_on_policy_ratio=true; turn it off"
     },
 )

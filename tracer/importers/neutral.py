@@ -1,4 +1,4 @@
-"""The neutral way in: one row a sequence, with the names of the trace's own columns."""
+"""Importing the neutral format: one row per sequence, with the trace's column names."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def import_parquet(
     One row per sequence: `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`, `train_logprobs`,
     `current_logprobs` and `reference_logprobs`; optionally every other column that Recorder.add_sequences takes, and
     `entropy` and `top2_gap`. `advantage` is a number or a list, `rewards` a record of numbers. Lists are aligned with
-    `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) beside them is read too. `path` is a
-    file, a folder (also one that `save_to_disk` of Hugging Face datasets wrote) or a pattern, on any file system that
-    fsspec knows. `map` renames columns, theirs -> ours; what becomes "" is left out. `steps` (3:80, -10:) takes a part of
-    the run, and `sample` a share of the sequences, chosen by a hash of their names.
+    `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) in the same folder is read too. `path` is a file, a folder
+    (also one written by `save_to_disk` of Hugging Face datasets) or a glob pattern, on any file system that fsspec supports.
+    `map` renames columns (theirs -> ours); a column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and
+    `sample` a share of the sequences, chosen by a hash of their names.
 
-    Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists that hold nothing but 0.0 where another pass is
-    not as certain of these tokens (ZeroLists has the rule).
+    Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0 unless another pass is equally certain
+    of these tokens (see ZeroLists).
 
-    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` for one that is started here), divides the files, and the row
-    groups of large Parquet files, among its actors. The names in JSON files are read here first, since each row has its own.
+    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one), divides the files, and the row
+    groups of large Parquet files, among its actors. JSON files are first scanned for their keys by this process.
 
-    Raises ImportFailed, naming file, column and row. Nothing is left at `output` then, and with `force` the trace that
-    lay there stays.
+    Raises ImportFailed, naming file, column and row; then nothing is written to `output`, and with `force` an existing
+    trace is kept.
     """
     source = RowFiles.of(os.fspath(path))
     given = dict(map or {})
@@ -76,10 +76,10 @@ def import_parquet(
 
 
 class _Job(Job):
-    """What is imported how."""
+    """An import of files in the neutral format."""
 
     def __init__(self, source: RowFiles, names: Mapping[str, Mapping[str, str]], selection: Selection):
-        """`names` says of each file which of its columns becomes which of ours."""
+        """`names` maps file -> its columns -> ours."""
         super().__init__("parquet", _Files.of_rows(source), selection)
         self._source, self._names = source, names
         there = {theirs: ours for columns in names.values() for theirs, ours in columns.items()}
@@ -140,7 +140,7 @@ class _Job(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Files(DumpFolder):
-    """Files that are called by their whole paths."""
+    """Files named by their full paths."""
 
     @classmethod
     def of_rows(cls, source: RowFiles) -> _Files:
@@ -155,7 +155,7 @@ class _Files(DumpFolder):
 
 
 def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str) -> frozenset[int] | None:
-    """The steps that are meant; None for all. Reads the column of steps of every file."""
+    """Return the selected steps; None for all. Reads the step column of every file."""
     if steps == ALL_STEPS:
         return None
     theirs = {column for columns in names.values() for column, ours in columns.items() if ours == "step"}
@@ -167,20 +167,20 @@ def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str
 
 
 def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, Sequence[str]], where: str) -> None:
-    """Raise ImportFailed unless each file has the required columns, and one of them logprobs."""
+    """Raise ImportFailed unless each file has the required columns, and at least one file has logprobs."""
     some = any(files.values())
     for file, columns in names.items():
         if some and not files[file]:
-            continue  # nothing was written there, as by a process without rows
+            continue  # an empty file, for example from a process without rows
         lacking = [name for name in REQUIRED if name not in columns.values()]
         if lacking:
             raise ImportFailed(
                 f"{file}: lacks the columns {', '.join(lacking)} (found: {listed_names(files[file])}); map yours to "
-                f"{'it' if len(lacking) == 1 else 'them'}, as theirs={lacking[0]}"
+                f"{'it' if len(lacking) == 1 else 'them'}, for example theirs={lacking[0]}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         found = dict.fromkeys(name for columns in files.values() for name in columns)
         raise ImportFailed(
-            f"{where}: has no logprobs (found: {listed_names(list(found))}); map yours to {' or '.join(PASSES)}, as "
-            f"theirs={next(iter(PASSES))}"
+            f"{where}: has no logprobs (found: {listed_names(list(found))}); map yours to {' or '.join(PASSES)}, for "
+            f"example theirs={next(iter(PASSES))}"
         )

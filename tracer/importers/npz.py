@@ -1,4 +1,4 @@
-"""Scoring views of train-infer-mismatch: one .npz a view, beside samples.jsonl with the tokens; every view is a pass."""
+"""Scoring views of train-infer-mismatch: samples.jsonl with the tokens and one .npz per view; each view becomes a pass."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def _parts(folder: DumpFolder) -> list[Part]:
     samples = [name for name, _ in folder.matching(_SAMPLES)]
     if len(samples) != 1:
         raise ImportFailed(
-            f"{folder.url}: has {len(samples)} samples.jsonl, where the tokens of the views stand; name a folder with one of them "
-            "and its views"
+            f"{folder.url}: has {len(samples)} samples.jsonl files with the views' tokens; name a folder with one of them and "
+            "its views"
         )
     return [Part(files=(samples[0], *views), step=_STEP)]
 
 
 class _View:
-    """One view: the rows of its values."""
+    """One view: the values of each row."""
 
     def __init__(self, path: DumpFile, budget: Budget):
         arrays = read_npz(path, budget)
@@ -59,18 +59,18 @@ class _View:
         sizes = np.diff(offsets) if offsets.ndim == 1 and offsets.dtype.kind in "iu" else np.array([-1])
         whole = logp.ndim == ids.ndim == 1 and logp.dtype.kind == "f" and len(sizes) == len(ids)
         if not whole or (len(offsets) and offsets[0] != 0) or (sizes < 0).any() or int(sizes.sum()) != len(logp):
-            raise ImportFailed(f"{path}: its offsets do not divide logp into a row for each of ids")
+            raise ImportFailed(f"{path}: offsets do not divide logp into one row for each entry of ids")
         self._logp, self._offsets = logp, offsets
         self._places = {int(row): place for place, row in enumerate(ids.tolist())}
 
     def of(self, row: int) -> np.ndarray | None:
-        """Values of a row of the corpus; None where the view was not made of it."""
+        """Return the values of a row of the corpus; None if the view does not have it."""
         place = self._places.get(row)
         return None if place is None else self._logp[self._offsets[place] : self._offsets[place + 1]]
 
 
 def read_npz(path: DumpFile, budget: Budget) -> dict[str, np.ndarray]:
-    """The arrays of a .npz file; objects are not read. Raises ImportFailed."""
+    """Read the arrays of a .npz file, except arrays of objects. Raises ImportFailed."""
     found = {}
     try:
         with path.open("rb") as whole, zipfile.ZipFile(whole) as archive:
@@ -101,7 +101,7 @@ def _array(content: bytes) -> np.ndarray:
 
 
 def pass_of(name: str) -> str:
-    """The pass that a view becomes."""
+    """Return the name of the pass that a view becomes."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.+=-") else "-" for c in Path(name).stem).lstrip(
         "-_.+="
     )
@@ -118,7 +118,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     def rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
         row = fields.integer("seq_id")
         if row is None or "response_ids" not in fields:
-            raise ImportFailed(f"{fields.where}: has no id with completion_ids")
+            raise ImportFailed(f"{fields.where}: has no id and completion_ids")
         own = fields.cells("prompt_ids", "response_ids", "rollout_logprobs", "reward", "group_id", "finish_reason")
         views = {f"{name}{LOGPROBS}": view.of(row) for name, view in passes.items()}
         return [{"seq_id": str(row), **own, **views}]
@@ -129,15 +129,15 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 NPZ = Format(
     name="npz",
     writes="train-infer-mismatch (`mismatch/run_views.py`)",
-    files="<view>.npz beside samples.jsonl",
+    files="<view>.npz and samples.jsonl",
     columns=COLUMNS,
-    alignment="logp[offsets[r]:offsets[r + 1]] belongs to the completion of the row ids[r] of samples.jsonl; the view bf16.npz "
+    alignment="logp[offsets[r]:offsets[r + 1]] belongs to the completion of row ids[r] of samples.jsonl; the view bf16.npz "
     "becomes the pass replay/bf16",
     pattern=_VIEW,
     parts=_parts,
     read=_read,
     lacks={
         "rollout": "samples.jsonl has no sampler_logprobs",
-        "train": "views are passes of their own: choose two, as --pair replay/VIEW:rollout",
+        "train": "each view is its own pass: choose two, for example --pair replay/VIEW:rollout",
     },
 )

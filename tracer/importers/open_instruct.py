@@ -23,7 +23,7 @@ OPEN_INSTRUCT = Format(
     needs=("step", "response_ids"),
     lacks={
         "rollout": "the lines hold no logprobs",
-        "train": "open-instruct writes the engine's logprobs alone; its trainer's are in no file: record its batches with tim_trace.Recorder",
+        "train": "open-instruct writes only the engine's logprobs; for the trainer's, record its batches with tim_trace.Recorder",
     },
     lines=True,
 )

@@ -1,8 +1,8 @@
-"""Reading pickles of strangers as data: a machine of our own, which calls nothing that a file names.
+"""Reading untrusted pickles as data, with an unpickler that calls nothing named in the file.
 
-Python's unpickler imports what a file names and calls it; restricted to some names it still hashes, copies and allocates as
-the file says. This one knows the instructions that frameworks' dumps are made of and a closed list of names, each of which
-stands for a function of ours that takes plain values and gives plain values. Every other name is refused, and named.
+Python's unpickler imports and calls what a file names; even restricted to an allowlist, it hashes, copies and allocates as
+the file demands. This one supports the opcodes that occur in frameworks' dumps and an allowlist of names, each mapped to a
+function here from plain values to plain values. Any other name raises an error that shows it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""What an empty list, dictionary or tuple takes in memory, and no byte of the file stands for."""
+"""Memory counted for an empty list, dict or tuple, whose size the file does not state."""
 VIEWED_BYTES = 1 << 16
-"""From how many on a file's bytes are not copied: a value is a view of them, of which arrays are made."""
+"""Minimum length from which bytes are kept as a view of the file, for arrays, instead of copied."""
 BYTES = (bytes, memoryview)
-"""What a pickle's bytes become."""
+"""Types that a pickle's bytes become."""
 
 
 class NotPlain(ValueError):
-    """What a file holds is no array and no plain value, or not of the form that they are written in."""
+    """A file holds something other than arrays and plain values, or holds them in an unexpected form."""
 
 
 class Budget:
-    """What one file may take in memory: some times its own bytes, whatever it claims."""
+    """Memory allowed for one file: a multiple of its size plus a constant, whatever sizes it claims."""
 
     TIMES, FREE_BYTES = 64, 64 << 20
 
@@ -36,17 +36,17 @@ class Budget:
         self._where, self._left = where, self.TIMES * num_bytes + self.FREE_BYTES
 
     def take(self, num_bytes: int) -> None:
-        """Count what is about to be allocated. Raises ImportFailed when it is too much."""
+        """Count bytes about to be allocated. Raises ImportFailed if the budget is exceeded."""
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
-                f"{self._where}: would take more than {self.TIMES} times its own size in memory, so it is not read; no "
+                f"{self._where}: would take more than {self.TIMES} times its size in memory and is not read; no "
                 "framework writes such a file"
             )
 
 
 class Known:
-    """A name of the closed list: what it stands for is a function of ours."""
+    """An allowed name, and the function that replaces it."""
 
     __slots__ = ("make",)
 
@@ -55,27 +55,27 @@ class Known:
 
 
 class Stateful:
-    """What a pickle makes first and then gives a state."""
+    """An object that a pickle creates first and then gives a state."""
 
     __slots__ = ()
 
     def give_state(self, state: Any) -> None:
-        """Take the state. Raises NotPlain for one of another form."""
+        """Set the state. Raises NotPlain if it has an unexpected form."""
         raise NotImplementedError
 
 
 Names = Mapping[tuple[str, str], Known]
-"""Module and name -> what it stands for."""
+"""(module, name) -> its replacement: the allowlist."""
 Persistent = Callable[[Any], Any]
-"""What a persistent id stands for, as torch uses them for storages."""
+"""Resolves a persistent id, which torch uses for storages."""
 
 
 def load(
     data: bytes, names: Names, where: str, budget: Budget, *, start: int = 0, persistent: Persistent | None = None
 ) -> tuple[Any, int]:
-    """The value of the pickle that begins at `start`, and where it ends.
+    """Read the pickle that begins at byte `start`; return its value and end offset.
 
-    Raises ImportFailed for anything that is no pickle of plain data, naming what it is.
+    Raises ImportFailed, naming the reason, for anything but a pickle of plain data.
     """
     try:
         return _Machine(data, names, where, budget, persistent).run(start)
@@ -83,8 +83,8 @@ def load(
         raise
     except IndexError as error:
         raise ImportFailed(
-            f"{where}: is no whole pickle: it ends before its last instruction, or takes what is not there; copy it again, or "
-            "wait until it is written"
+            f"{where}: incomplete pickle: it ends before its last instruction or takes values from an empty stack; copy it again, "
+            "or wait until it is written"
         ) from error
     except (
         ValueError,
@@ -97,11 +97,11 @@ def load(
         MemoryError,
     ) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ImportFailed(f"{where}: is no pickle of arrays and plain values ({reason})") from error
+        raise ImportFailed(f"{where}: not a pickle of arrays and plain values ({reason})") from error
 
 
 class _Machine:
-    """One run over one pickle."""
+    """The stack machine for one pickle."""
 
     def __init__(self, data: bytes, names: Names, where: str, budget: Budget, persistent: Persistent | None):
         self._view = memoryview(data)
@@ -114,7 +114,7 @@ class _Machine:
     def run(self, start: int) -> tuple[Any, int]:
         data, position, size, memo = self._data, start, len(self._data), self._memo
         stack, marked, budget, owed = self._stack, self._marked, self._budget, 0
-        while True:  # the most frequent instructions first: a file of torch.save has some thirty for each tensor
+        while True:  # the most frequent opcodes first: a file of torch.save has about thirty per tensor
             code = data[position]
             position += 1
             if code == 0x71:  # BINPUT
@@ -129,7 +129,7 @@ class _Machine:
                 width = 1 if code == 0x68 else 4
                 key = int.from_bytes(data[position : position + width], "little")
                 if key not in memo:
-                    raise NotPlain("it takes what it never kept")
+                    raise NotPlain("it reads a memo entry that was never set")
                 stack.append(memo[key])
                 position += width
             elif code in _NUMBERS:
@@ -155,7 +155,7 @@ class _Machine:
                 owed += CONTAINER_BYTES
                 arguments, known = stack.pop(), stack[-1]
                 if type(known) is not Known or type(arguments) is not tuple:
-                    raise NotPlain("it calls what is no name of the list")
+                    raise NotPlain("it calls something other than an allowed name")
                 stack[-1] = known.make(*arguments)
             elif code == 0x51 and self._persistent is not None:  # BINPERSID
                 stack[-1] = self._persistent(stack[-1])
@@ -176,7 +176,7 @@ class _Machine:
             elif code == 0x2E:  # STOP
                 budget.take(owed)
                 if marked or len(stack) != 1:
-                    raise NotPlain("it leaves values behind")
+                    raise NotPlain("values are left on the stack")
                 return stack.pop(), position
             elif code == 0x63:  # GLOBAL
                 end = data.index(b"\n", position)
@@ -185,7 +185,7 @@ class _Machine:
                 position = last + 1
             elif code in _HEADERS:
                 if code == 0x80 and data[position] > 5:
-                    raise NotPlain(f"it is of protocol {data[position]}")
+                    raise NotPlain(f"unsupported protocol {data[position]}")
                 position += _HEADERS[code]
                 if position > size:
                     raise IndexError
@@ -196,23 +196,23 @@ class _Machine:
                 owed = 0
 
     def _run_of_numbers(self, position: int, stack: list[Any]) -> int:
-        """Push a run of numbers, and return where the next instruction is."""
+        """Push a run of numbers, and return the position of the next opcode."""
         run = _RUN.match(self._data, position)
         if run is None:
             raise IndexError
-        # A list of the run's numbers, as Python reads it: in these bytes is nothing else, and so nothing that could be called.
+        # Python's unpickler is faster and safe here: these bytes hold only numbers, nothing that could be called.
         stack += pickle.loads(b"(" + run[0] + b"l.")
         return run.end()
 
     def _rare(self, code: int, stack: list[Any]) -> list[Any]:
-        """Follow an instruction without an argument in the file, and return the stack as it is then."""
+        """Execute a less frequent opcode without an inline argument; return the current stack."""
         if code in _EMPTY:
             self._budget.take(CONTAINER_BYTES)
             stack.append(_EMPTY[code]())
         elif code in (0x61, 0x65, 0x90):  # APPEND, APPENDS, ADDITEMS
             items, stack = ([stack.pop()], stack) if code == 0x61 else (stack, self._marked.pop())
             if type(stack[-1]) is not list:
-                raise NotPlain("it appends to what is no list")
+                raise NotPlain("it appends to something other than a list")
             stack[-1].extend(items)
         elif code in (0x73, 0x75):  # SETITEM, SETITEMS
             items, stack = ([stack.pop(-2), stack.pop()], stack) if code == 0x73 else (stack, self._marked.pop())
@@ -230,27 +230,25 @@ class _Machine:
         elif code == 0x93:  # STACK_GLOBAL
             name, module = stack.pop(), stack.pop()
             if type(name) is not str or type(module) is not str:
-                raise NotPlain("it names something by what is no text")
+                raise NotPlain("a name is not text")
             stack.append(self._named(module, name))
         elif code == 0x62:  # BUILD
             state, made = stack.pop(), stack[-1]
             if isinstance(made, Stateful):
                 made.give_state(state)
             elif type(made) is not dict:
-                raise NotPlain("it gives a state to what has none")
+                raise NotPlain("it sets the state of an object that has none")
         elif code == 0x30:  # POP
             stack.pop()
         elif code == 0x31:  # POP_MARK
             stack = self._marked.pop()
         else:
-            raise ImportFailed(
-                f"{self._where}: is no pickle of arrays and plain values (instruction 0x{code:02x}), so it is not read"
-            )
+            raise ImportFailed(f"{self._where}: not a pickle of arrays and plain values (opcode 0x{code:02x})")
         return stack
 
     def _set(self, target: Any, items: list[Any]) -> dict[Any, Any]:
         if type(target) is not dict or len(items) % 2:
-            raise NotPlain("it sets items of what is no dictionary")
+            raise NotPlain("it sets items of something other than a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in _KEYS and not (type(key) is tuple and all(type(part) in _KEYS for part in key)):
                 raise NotPlain(f"it has a key of type {type(key).__name__}")
@@ -262,16 +260,16 @@ class _Machine:
         if known is None:
             shown = f"{module}.{name}" if f"{module}.{name}".isprintable() else repr(f"{module}.{name}")
             raise ImportFailed(
-                f"{self._where}: names {shown[:120]}, which is none of the classes that dumps are made of; nothing of it was "
-                "run, and it is not read"
+                f"{self._where}: uses {shown[:120]}, which is not on the list of allowed classes; the file is not read, and "
+                "nothing in it was run"
             )
         return known
 
 
 _OWED_BYTES = 1 << 20
-"""What may have been allocated before the budget is asked for it."""
+"""Bytes that may be allocated before they are charged to the budget."""
 _NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
-"""BININT1, BININT2, BININT and BINFLOAT, and how many bytes follow."""
+"""BININT1, BININT2, BININT and BINFLOAT -> number of bytes that follow."""
 _FLOAT = struct.Struct(">d")
 _RUN = re.compile(rb"(?:K.|M..|J.{4}|G.{8}){1,4096}+", re.DOTALL)
 _SIZED = {
@@ -279,12 +277,12 @@ _SIZED = {
     0x43: ("bytes", 1), 0x42: ("bytes", 4), 0x8E: ("bytes", 8), 0x96: ("bytes", 8),
     0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
 }  # fmt: skip
-"""Instruction -> what it pushes, and how many bytes its length takes."""
+"""Opcode -> kind of the pushed value, and size of its length field in bytes."""
 _HEADERS = {0x80: 1, 0x95: 8}
-"""PROTO and FRAME, and how many bytes follow."""
+"""PROTO and FRAME -> number of bytes that follow."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
-"""A set is read as a list: nothing is hashed that is no key."""
+"""A set is read as a list, so that only dictionary keys are hashed."""
 _KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_INTEGER = 64
 
@@ -300,7 +298,7 @@ def _value(kind: str, content: bytes) -> Any:
         return content
     if kind == "integer":
         if len(content) > _LONGEST_INTEGER:
-            raise NotPlain("it holds an integer of more than 512 bits")
+            raise NotPlain("an integer of more than 512 bits")
         return int.from_bytes(content, "little", signed=True)
     return content.decode("latin1" if kind == "latin1" else "utf-8", "surrogatepass")
 

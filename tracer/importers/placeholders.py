@@ -1,6 +1,6 @@
-"""What other people's dumps write where there is no logprob, turned into "not recorded".
+"""Detecting placeholders for missing logprobs in dumps, which become "not recorded".
 
-Shapes: B sequences, N response tokens of all of them together, R rows that a pass has.
+Shapes: B sequences, N response tokens of all sequences together, R of the B sequences that a pass has scored.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from ..ragged import Ragged, cells_of
 from ..rows import ROUNDING_NATS
 
 CLAMPED = -9999.0
-"""What some frameworks write for a logprob that they do not have."""
+"""Value that some frameworks write for a missing logprob."""
 POLICY = (ROLLOUT, TRAIN, CURRENT)
-"""The passes of one policy: where one is certain of its tokens, the others are."""
+"""Passes of one policy: if one is certain of a token, the others should be too."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
-"""How far from 0 another pass may be where the policy is certain: what rounding makes of a logprob in bfloat16."""
+"""Maximum |logprob| of a token that counts as certain, nats: rounding error of a bfloat16 logprob."""
 
 KEPT, HOLES, OPEN = 0, 1, 2
-"""What becomes of a row: its zeros are logprobs; they are placeholders; the rest of the import decides."""
+"""Verdict on a list of zeros: they are logprobs; they are placeholders; undecided until the end of the import."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Placeholders:
-    """How many values were taken for placeholders and became NULL, by kind."""
+    """Number of values that were judged placeholders and became NULL, by kind."""
 
     clamped: int = 0
     """Values of -9999."""
     masked_zeros: int = 0
-    """Values of 0.0 where the token does not count in the loss."""
+    """Values of 0.0 at tokens outside the loss mask."""
     all_zero: int = 0
-    """Values in lists that hold nothing but 0.0, where the policy is not certain."""
+    """Values in lists of only 0.0, where the policy is not certain."""
     certain: int = 0
-    """Values in such lists of two or more that were kept: another pass is as certain of these tokens."""
+    """Values that were kept, in lists of two or more 0.0: another pass is equally certain of these tokens."""
 
     @property
     def total(self) -> int:
-        """Values that became NULL."""
+        """Number of values that became NULL."""
         return self.clamped + self.masked_zeros + self.all_zero
 
     def clean(self, logprobs: Ragged, mask: Ragged | None) -> Ragged:
-        """Mark what is a placeholder by itself as not recorded, and count it."""
+        """Mark -9999 and masked 0.0 as not recorded, and count them."""
         values = logprobs.values
         if not ((values == CLAMPED) | (values == 0.0)).any():
             return logprobs
@@ -59,28 +59,28 @@ class Placeholders:
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """What one pass has of some sequences."""
+    """The logprobs of one pass for some sequences."""
 
     rows: np.ndarray
-    """[R] int64, which of the B sequences."""
+    """[R] int64, indices into the B sequences."""
     logprobs: Ragged
 
 
 class ZeroLists:
-    """Tells lists of nothing but 0.0 that are placeholders from those of a policy that is certain of every token.
+    """Decides whether lists of only 0.0 are placeholders or logprobs of a policy that is certain of every token.
 
-    They are logprobs where another pass of the policy has values for these tokens, all within CERTAIN_NATS of 0, and
-    placeholders otherwise. A single 0.0 is kept, being little evidence. But a pass that has nothing but 0.0 in the
-    whole import was never filled, where another pass of the policy was or there is none: then all of it is NULL.
+    They are logprobs if another pass of the policy has values for these tokens, all within CERTAIN_NATS of 0, and
+    placeholders otherwise. A list with a single 0.0 is kept, as weak evidence. If a pass has only 0.0 in the whole import,
+    while another pass of the policy has other values or is missing, the whole pass was never filled and becomes NULL.
     """
 
     def __init__(self, seen: Iterable[str] = (), filled: Iterable[str] = ()) -> None:
-        """Passes that are known to have a value, and another one than 0.0."""
+        """`seen` are passes known to have a value, `filled` those with a value other than 0.0."""
         self.seen = set(seen)
         self.filled = set(filled)
 
     def verdicts(self, passes: Mapping[str, PassRows], lengths: np.ndarray) -> dict[str, np.ndarray]:
-        """[R] for each pass: KEPT, HOLES or OPEN. `lengths` [B] are those of the sequences' responses."""
+        """Return, per pass, [R] KEPT, HOLES or OPEN. `lengths` [B] are response lengths."""
         zero_R = {name: _zero_lists(part.logprobs) for name, part in passes.items()}
         for name, part in passes.items():
             values, known = part.logprobs.values, _known(part.logprobs)
@@ -95,7 +95,7 @@ class ZeroLists:
     def _judged(
         self, passes: Mapping[str, PassRows], lengths: np.ndarray, zero_R: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """The same; `zero_R` says of each pass which of its lists hold nothing but 0.0."""
+        """Return the verdicts; `zero_R` marks, per pass, the lists of only 0.0."""
         ends = np.cumsum(lengths)
         known: dict[str, np.ndarray] = {}
         far: dict[str, np.ndarray] = {}
@@ -122,17 +122,17 @@ class ZeroLists:
         return found
 
     def is_filled(self, name: str) -> bool:
-        """Whether a pass was seen with another value than 0.0."""
+        """True if a pass has had a value other than 0.0."""
         return name in self.filled
 
     def was_never_filled(self, name: str) -> bool:
-        """At the end of an import, whether the zeros of a pass without another value are placeholders."""
+        """True if, at the end of an import, the zeros of a pass with only 0.0 are placeholders."""
         others = {other for other in POLICY if other != name}
         return bool(others & self.filled) or not others & self.seen
 
 
 def num_certain(logprobs: Ragged) -> int:
-    """Values in lists of two or more that hold nothing but 0.0."""
+    """Return the number of values in lists of two or more 0.0 and nothing else."""
     zeros = _zero_lists(logprobs)
     if not zeros.any():
         return 0
@@ -141,17 +141,17 @@ def num_certain(logprobs: Ragged) -> int:
 
 
 def as_holes(logprobs: Ragged) -> Ragged:
-    """The same lists with nothing recorded."""
+    """Return the lists with all values marked as not recorded."""
     return Ragged(logprobs.values, logprobs.lengths, np.zeros(len(logprobs.values), bool))
 
 
 def _known(logprobs: Ragged) -> np.ndarray:
-    """[N] which values were recorded."""
+    """Return [N] bool: which values were recorded."""
     return np.ones(len(logprobs.values), bool) if logprobs.valid is None else logprobs.valid
 
 
 def _zero_lists(logprobs: Ragged) -> np.ndarray:
-    """[R] which lists hold values, and none but 0.0."""
+    """Return [R] bool: which lists have recorded values, all of them 0.0."""
     known = _known(logprobs)
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():
@@ -162,7 +162,7 @@ def _zero_lists(logprobs: Ragged) -> np.ndarray:
 
 
 def _sums(flags_N: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """[B] how many tokens of each sequence have a flag."""
+    """Return [B]: number of set flags per sequence."""
     counts = np.concatenate([[0], np.cumsum(flags_N)])
     return np.asarray(counts[ends] - counts[ends - lengths])
 

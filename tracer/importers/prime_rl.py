@@ -1,4 +1,4 @@
-"""prime-rl: token exports, one line a packed sequence.
+"""prime-rl: token exports, one line per packed sequence.
 
 Shapes: S tokens of a sequence.
 """
@@ -52,12 +52,12 @@ _PER_TOKEN = ("rollout_logprobs", "train_logprobs", "entropy", "advantage")
 
 
 def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """The sequences of a line: a new one begins where positions begin again. Without a token in the loss there is none."""
+    """Yield the sequences of a line, divided where positions restart at 0. Sequences without a token in the loss are skipped."""
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
-        raise ImportFailed(f"{fields.where}: is of schema_version {version!r}; version {_VERSION} is read")
+        raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
     if tokens is None or mask is None:
-        raise ImportFailed(f"{fields.where}: has no token_ids with a loss_mask")
+        raise ImportFailed(f"{fields.where}: has no token_ids and loss_mask")
     positions = fields.ids("positions")
     found = {name: fields.values(name) for name in (*_PER_TOKEN, "reward")}
     lengths = {name: len(values) for name, values in (("loss_mask", mask), *found.items()) if values is not None}
@@ -79,7 +79,7 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
 
 
 def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
-    """Values of the response: nothing says what came before the first token of a sequence, so it has none."""
+    """Return the response's values; the first token of a sequence has no context and so no value."""
     if values is None or not values.known[first:end].any():
         return None
     part = Values(values.values[first:end], values.known[first:end].copy())
@@ -98,8 +98,8 @@ PRIME_RL = Format(
     writes="`trainer.enable_token_export = true`",
     files="token_exports/step_<N>/rank_<r>.jsonl",
     columns=COLUMNS,
-    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob, and null is none; the response "
-    "begins at the first token that counts in the loss",
+    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob, and null means none; the response "
+    "begins at the first token in the loss mask",
     pattern=_FILE,
     parts=_parts,
     read=lambda reading: read_rows(reading, _rows, at_once=64),

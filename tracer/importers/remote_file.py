@@ -1,4 +1,4 @@
-"""One file of a dump that lies on object storage, read by ranges: it looks like a path to whoever reads it."""
+"""A dump's file on object storage, read by byte ranges, with the part of pathlib.Path's interface that readers use."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ...schemas.errors import ImportFailed
 from ..store import first_line, too_large
 
 AHEAD_BYTES = 8 << 20
-"""Bytes that are asked for at once by who reads on."""
+"""Read-ahead of sequential reads, bytes."""
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
-"""Bytes of a line: a sequence of a million tokens takes less."""
+"""Maximum bytes of a line; a sequence of a million tokens takes less."""
 TIMES_AS_JSON = 16
-"""Bytes in memory of a byte of JSON."""
+"""Bytes in memory per byte of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """One file on a file system that fsspec knows. What goes wrong on the way raises ImportFailed."""
+    """A file on an fsspec file system. Read errors raise ImportFailed."""
 
     filesystem: fsspec.AbstractFileSystem
     path: str
-    """As the file system names it."""
+    """Path on the file system."""
     url: str
-    """As the user would name it."""
+    """URL, for messages."""
 
     def __str__(self) -> str:
         return self.url
@@ -49,32 +49,31 @@ class RemoteFile:
         return self.url.rpartition("/")[0]
 
     def open(self, mode: str = "rb", *, ahead: int = AHEAD_BYTES) -> BinaryIO:
-        """The file as a stream that asks for up to `ahead` bytes more than it is asked for, and keeps no more."""
+        """Open the file as a stream that reads, and buffers, up to `ahead` bytes ahead."""
         with _told(self.url):
             file = self.filesystem.open(self.path, mode, block_size=ahead, cache_type="readahead")
         return io.BufferedReader(_Stream(file, self.url), min(ahead, _BUFFER_BYTES))
 
     def read_bytes(self) -> bytes:
-        """The whole file."""
         with _told(self.url):
             return bytes(self.filesystem.cat_file(self.path))
 
 
 DumpFile = Path | RemoteFile
-"""One file of a dump, here or on object storage."""
+"""A file of a dump, local or on object storage."""
 
 
 def opened(path: DumpFile) -> BinaryIO:
-    """A file to be read from its beginning to its end, whose lines are long."""
+    """Open a file with long lines for sequential reading."""
     return path.open("rb") if isinstance(path, RemoteFile) else path.open("rb", buffering=_BUFFER_BYTES)
 
 
 def whole_content(path: DumpFile, times: int = 2) -> bytes:
-    """All that a file holds. Raises ImportFailed, also where memory has no room for `times` its bytes."""
+    """Return a file's content. Raises ImportFailed, also if `times` its size does not fit in memory."""
     with _told(str(path)):
         size = int(path.filesystem.size(path.path) or 0) if isinstance(path, RemoteFile) else path.stat().st_size
     if (said := too_large(size, times)) is not None:
-        raise ImportFailed(f"{path}: {said}; divide it, or import it on a larger machine")
+        raise ImportFailed(f"{path}: {said}; split it, or import it on a larger machine")
     try:
         return path.read_bytes()
     except OSError as error:
@@ -82,19 +81,19 @@ def whole_content(path: DumpFile, times: int = 2) -> bytes:
 
 
 def lines_of(file: Any, where: object) -> Iterator[Any]:
-    """The lines of a file, as bytes or as text. Raises ImportFailed for one without an end."""
+    """Yield the lines of a file, as bytes or text. Raises ImportFailed for a line longer than MAX_LINE."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
         if len(line) > MAX_LINE:
             raise ImportFailed(
-                f"{where}, line {number}: has no end within {MAX_LINE:,} bytes; is it a file of lines, and whole?"
+                f"{where}, line {number}: does not end within {MAX_LINE:,} bytes; is this a complete file of lines?"
             )
         yield line
 
 
 class _Stream(io.RawIOBase):
-    """A file of fsspec, whose errors name it."""
+    """An fsspec file whose errors name its URL."""
 
     def __init__(self, file: Any, url: str):
         self._file, self._url = file, url
@@ -125,7 +124,7 @@ class _Stream(io.RawIOBase):
 
 @contextmanager
 def _told(url: str) -> Iterator[None]:
-    """Name the file in an error of its file system, whose libraries have classes of their own for these."""
+    """Turn any error of the file system's library into ImportFailed that names the file."""
     try:
         yield
     except Exception as error:

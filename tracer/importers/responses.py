@@ -1,4 +1,4 @@
-"""Saved responses of inference servers, one JSON object a line or an array of them: the engine's side alone."""
+"""Saved responses of inference servers, as JSON Lines or a JSON array: the engine's logprobs only."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .textfiles import parsed, read_lines
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
-"""The step of a response that says none: it was not sampled in training."""
+"""Step of a response without one: it was not sampled in training."""
 
 SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top_k",), "step": ("step",)}
 
 
 def _holds(folder: DumpFolder, key: str) -> bool:
-    """Whether the first response of a folder has a key."""
+    """True if the first response in a folder has this key."""
     name = next((name for name, _ in folder.matching(_FILE)), None)
     if name is None:
         return False
@@ -32,21 +32,23 @@ def _holds(folder: DumpFolder, key: str) -> bool:
 
 
 def objects(path: DumpFile, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The objects of a file and their numbers: of its lines, or of the one array or object that the whole of it is."""
+    """Yield (number, object) from a file of lines, or from a .json file with one object or array."""
     with path.open("rb") as file:
         begins = file.read(64).lstrip()[:1]
     if path.suffix != ".json" or begins not in (b"[", b"{"):
         yield from read_lines(path, first)
         return
-    found = parsed(whole_content(path, TIMES_AS_JSON), str(path), "a .json file is one response, or an array of them")
+    found = parsed(
+        whole_content(path, TIMES_AS_JSON), str(path), "a .json file holds one response or an array of responses"
+    )
     for number, item in enumerate(found if isinstance(found, list) else [found], start=1):
         if not isinstance(item, Mapping):
-            raise ImportFailed(f"{path}, response {number}: is no object")
+            raise ImportFailed(f"{path}, response {number}: is not an object")
         yield number, item
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The response of a saved object, and the request where it was saved with it."""
+    """Return a saved object's response and, if it was saved too, the request; else the object itself as the request."""
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -58,7 +60,7 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     **told: Any,
 ) -> Format:  # fmt: skip
-    """The format of a server whose responses have a key: `rows_of` gives the rows of one response."""
+    """Return the format of a server, recognised by a key of its responses; `rows_of` returns the rows of one response."""
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         response, request = response_of(fields.record)

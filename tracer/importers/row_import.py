@@ -1,6 +1,6 @@
-"""Recording rows of files as they come: rows of one step together, placeholders as NULL, each column as its pass.
+"""Recording imported rows: grouped by step, placeholders as NULL, each logprob column as its pass.
 
-Shapes: B sequences of one step, R rows that a pass has.
+Shapes: B sequences of one step, R of them that a pass has scored.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from ..weights.attach import Attached
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
-"""Column -> the standard pass that it gives."""
+"""Column -> its standard pass."""
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Columns of one pass's scores beside its logprobs: those of the trainer, where it has some."""
+"""Score columns other than logprobs; they belong to `train`, else `current`, else `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
     "advantage": either(SCORE, VALUES),
     **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
 }
-"""Column -> what each of its cells must hold."""
+"""Column -> kind of its cells."""
 
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
@@ -50,7 +50,7 @@ REQUIRED = ("step", "prompt_ids", "response_ids")
 
 @dataclass(slots=True, kw_only=True)
 class Imported:
-    """What an import brought in."""
+    """Result of an import."""
 
     folder: Path
     format: str = "parquet"
@@ -61,22 +61,22 @@ class Imported:
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
     num_above_zero: int = 0
-    """Logprobs above 0, kept as they are: they are no log-probabilities."""
+    """Logprobs above 0, kept unchanged although they are invalid."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
-    """Files that were read now; 0 of the format parquet."""
+    """Files read in this import; 0 for the format parquet."""
     num_known_files: int = 0
-    """Files that an earlier import had brought into the same trace."""
+    """Files that an earlier import had already read into the same trace."""
     held_back: tuple[str, ...] = ()
-    """What is not complete yet and was left for a later import, a sentence each."""
+    """One sentence per incomplete part that was left for a later import."""
     missing: tuple[str, ...] = ()
-    """What the files do not hold, a sentence each."""
+    """One sentence per pass that the files have no logprobs for."""
     attached: Attached | None = None
-    """The weights that were attached now; None where none were asked for, or they were there."""
+    """The weights attached by this import; None if none were given or they were already attached."""
 
 
 class RowImport:
-    """One import on its way: rows go in as they are read, and are recorded; close it to know what it brought in."""
+    """An import in progress: records rows as they are read; `result` is complete once it is closed."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class RowImport:
         zero_lists: ZeroLists | None = None,
         num_before: int = 0,
     ):
-        """`source` names the format, `path` where its files are. `zero_lists` knows of the rest of an import, of which this is a part,
-        and `num_before` rows come before: sequences without a name are called by their numbers.
+        """`source` is the format's name, `path` the location of its files. If this is one unit of a larger import, `zero_lists`
+        carries what is known of the rest, and `num_before` is the number of earlier rows, for naming unnamed sequences.
 
-        `ordered` says that steps do not go back.
+        `ordered` means that steps never decrease.
         """
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
@@ -101,19 +101,19 @@ class RowImport:
         self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
         self._zero_lists = zero_lists or ZeroLists()
         self.left_open: tuple[str, ...] = ()
-        """Passes about whose zeros was decided at the end."""
+        """Passes whose zeros were decided at the end."""
         self._open: dict[str, list[_Scores]] = {}
         self._num_read = num_before
         self._unowned: tuple[str, ...] = ()
         self.scored: set[str] = set()
-        """Passes that have a logprob of some token."""
+        """Passes with at least one logprob."""
         self.lacks: Mapping[str, str] = {}
-        """Pass -> what is said of it where no row has a logprob of it."""
+        """Pass -> note for the case that no row has a logprob of it."""
         self._where = path
 
     @property
     def state(self) -> Any:
-        """What the writer says of itself."""
+        """State of the writer."""
         return self._writer.state
 
     def __enter__(self) -> RowImport:
@@ -133,11 +133,11 @@ class RowImport:
             self._writer.check(self._where)
 
     def add_pass(self, name: str, **contract: Any) -> None:
-        """Say that a pass comes, or with `logprobs_note` why none does."""
+        """Declare a pass, or with `logprobs_note` why it is missing."""
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
-        """Record some rows: columns of the file -> ours, and columns of ours -> the passes that they give.
+        """Record rows; `names` maps the file's columns to ours, `passes` our columns to passes.
 
         Raises ImportFailed.
         """
@@ -171,26 +171,26 @@ class RowImport:
             self.log(step, values)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record values of a step."""
+        """Record metrics of a step."""
         self._recorder.add_metrics(step, values)
         self.result.num_metrics += len(values)
 
     def _tell_lacking(self) -> None:
-        """Say of passes without a logprob why they have none, where somebody might look for them."""
+        """Note why expected passes have no logprobs."""
         for name, note in self.lacks.items():
             if name not in self.scored:
                 self.add_pass(name, logprobs_note=note)
                 self.result.missing += (f"{name}: {note}",)
 
     def _finish(self) -> None:
-        """Decide what was left open until everything was read."""
+        """Decide on the zeros that were left open until everything was read."""
         self.left_open = tuple(self._open)
         for name in self.left_open:
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
         self.result.ignored_columns = self._unowned
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
-        """Record sequences of one step that have the same columns."""
+        """Record sequences of one step with the same non-NULL columns."""
         steps, response_ids = columns.list("step"), columns.ragged("response_ids")
         assert steps is not None
         if response_ids is None:
@@ -227,7 +227,7 @@ class RowImport:
                 self._record(owner, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), True))
 
     def _pass_rows(self, columns: Columns, column: str, name: str, batch: Batch, lengths: np.ndarray) -> PassRows:
-        """What a pass has of these sequences, without what is a placeholder by itself."""
+        """Return a pass's logprobs of these sequences, with -9999 and masked 0.0 removed."""
         rows = np.flatnonzero(columns.has(column))
         part = columns.take(rows)
         given = part.ragged(column)
@@ -237,7 +237,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record scores of a pass as it was found of their zeros, or keep them until that can be said."""
+        """Record scores of a pass according to the verdict on their zeros; keep them if it is OPEN."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -248,7 +248,7 @@ class RowImport:
             self._record(name, scores)
 
     def _settle(self, name: str, verdict: int) -> None:
-        """Record what was kept back of a pass."""
+        """Record the scores of a pass that were kept."""
         for scores in self._open.pop(name):
             self._add(name, scores, verdict)
 
@@ -275,39 +275,39 @@ class RowImport:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """Scores of one pass that are about to be recorded."""
+    """Scores of one pass, to be recorded."""
 
     batch: Batch
     columns: Columns
     rows: np.ndarray
-    """[R] which rows of the batch."""
+    """[R] row numbers in the batch."""
     logprobs: Ragged
     is_owner: bool
-    """Whether the columns beside the logprobs are of this pass."""
+    """True if the other score columns belong to this pass."""
 
 
 def _given(columns: Columns, column: Column) -> Any:
-    """The values of a column as Recorder.add_sequences takes them."""
+    """Return a column's values in the form that Recorder.add_sequences takes."""
     if pa.types.is_list(column.type):
         return columns.ragged(column.name)
     return columns[column.name] if column.type == pa.float64() else columns.list(column.name)
 
 
 def _rewards(columns: Columns) -> dict[str, list[float]] | None:
-    """Each reward function's values; NaN where it gave none."""
+    """Return reward function -> [B] values, NaN if missing."""
     rows = [dict(row or ()) for row in columns.list("rewards") or ()]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name, float("nan")) for row in rows] for name in names} or None
 
 
 def _alike(columns: Columns) -> list[np.ndarray]:
-    """Rows that are recorded together: of one step, and with or without each of the lists and the rewards."""
+    """Group rows that can be recorded together: same step, same set of non-NULL lists and rewards."""
     has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
     return _groups(np.array(columns.list("step"), np.int64), *has)
 
 
 def _groups(*keys: np.ndarray) -> list[np.ndarray]:
-    """Rows whose keys, [R] each, are equal."""
+    """Group rows with equal keys, [R] each."""
     if len(keys[0]) and all((key == key[0]).all() for key in keys):
         return [np.arange(len(keys[0]))]
     groups: dict[tuple[Any, ...], list[int]] = {}

@@ -1,4 +1,4 @@
-"""Some rows of a file to import, before anything is known of what they hold."""
+"""Rows of a file to import, not yet checked."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch:
-    """Some rows of a file, column by column."""
+    """Rows of a file, column by column."""
 
     file: str
     columns: dict[str, pa.Array | list[Any]]
-    """Name of a column, as the file has it -> its values."""
+    """Column name in the file -> values."""
     numbers: Sequence[int]
     """Number of each row in its file, from 1."""
     unit: str = "row"
     """What `numbers` count: `row`, or `line` in a file of lines."""
     routing: Sequence[np.ndarray | None] = ()
-    """[tokens of prompt and response, layers, slots] int16 of each row: experts that the rollout's routers chose; empty where
-    no row has some."""
+    """Per row, the experts chosen during the rollout: [prompt and response tokens, layers, slots] int16, or None. Empty if no
+    row has any."""
     is_text: bool = False
-    """Whether the values are the cells of a CSV file."""
+    """True if the values are cells of a CSV file."""
     num_bytes: int = 0
-    """Bytes of the file that the rows took."""
+    """Size of the rows in the file, bytes."""
 
     def place(self, row: int) -> str:
-        """Where a row of these stands in the file."""
+        """Return the location of a row in the file, for messages."""
         return f"{self.unit} {self.numbers[row]}"
 
 
 def shown_name(name: str) -> str:
-    """The name of a column as a sentence shows it: as it is, or quoted where it is no plain word."""
+    """Return a column name for a message, quoted if it has unusual characters."""
     return name if name and name.isprintable() and name == name.strip() else repr(name)
 
 
 def listed_names(names: Sequence[str]) -> str:
-    """Names of columns for a sentence, the first twenty of them."""
+    """List column names for a message, at most twenty."""
     rest = len(names) - 20
     return ", ".join(map(shown_name, names[:20])) + (f" and {rest:,} more" if rest > 0 else "") or "none"
 
 
 @contextmanager
 def explained(name: str, format: str) -> Iterator[None]:
-    """Name the file in an error of whatever reads it."""
+    """Turn a reader's error into ImportFailed that names the file."""
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeError, csv.Error) as error:

@@ -1,4 +1,4 @@
-"""The files of one row a sequence that lie at a path: Parquet, Arrow, JSON and CSV."""
+"""Files with one row per sequence at a path: Parquet, Arrow, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .textfiles import csv_names, csv_rows, json_names, json_rows
 
 METRICS = "metrics"
 DATASET, SPLITS = "state.json", "dataset_dict.json"
-"""Files by which a folder that `save_to_disk` of Hugging Face datasets wrote is known."""
+"""Files that identify a folder written by `save_to_disk` of Hugging Face datasets."""
 _READ = ".parquet, .jsonl, .json, .csv or .arrow"
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How files with some endings are read."""
+    """Readers for files with some suffixes."""
 
     suffixes: tuple[str, ...]
     names: Callable[[fsspec.AbstractFileSystem, str], list[str]]
@@ -40,7 +40,7 @@ FORMATS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFiles:
-    """The files below one path, and the file system that they lie on."""
+    """The files at one path, and their file system."""
 
     url: str
     filesystem: fsspec.AbstractFileSystem
@@ -49,7 +49,7 @@ class RowFiles:
 
     @classmethod
     def of(cls, url: str) -> RowFiles:
-        """Find the files at a path, in a folder or of a pattern with `*`; those called metrics.* stand apart.
+        """Find the files at a path, in a folder or by a pattern with `*`; metrics.* files are kept separate.
 
         Raises ImportFailed and StorageError.
         """
@@ -62,46 +62,46 @@ class RowFiles:
             raise ImportFailed(f"{url}: holds no {_READ} file; name the folder or the file itself, or a pattern with *")
         unknown = next((name for name in found if format_of(name) is None), None)
         if unknown:
-            raise ImportFailed(f"{unknown}: is not {_READ}; rename it to what it is")
+            raise ImportFailed(f"{unknown}: is not a {_READ} file; rename it if it has such content")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Return a file's size, bytes."""
         return int(self.filesystem.size(name) or 0)
 
     def names(self) -> dict[str, list[str]]:
-        """File -> names of the columns that it has."""
+        """Return file -> its column names."""
         return {name: _known(name).names(self.filesystem, name) for name in self.files}
 
     def batches(self, columns: Collection[str]) -> Iterator[RowBatch]:
-        """Give the rows of the files, with those of these columns that a file has."""
+        """Yield the rows of all files, with the requested columns that each file has."""
         for name in self.files:
             yield from self.rows(name, columns)
 
     def rows(self, name: str, columns: Collection[str], groups: RowGroups | None = None) -> Iterator[RowBatch]:
-        """Give the rows of a file, or those of some of its row groups."""
+        """Yield the rows of a file, or of some of its row groups."""
         if groups is not None:
             return parquet_rows(self.filesystem, name, columns, groups)
         return _known(name).rows(self.filesystem, name, columns)
 
     def groups(self, name: str, most: int) -> list[RowGroups]:
-        """The row groups of a file, in stretches of about so many bytes; none of one that has no row groups."""
+        """Divide a Parquet file's row groups into runs of about `most` bytes; return none for other files."""
         return parquet_groups(self.filesystem, name, most) if name.endswith(PARQUET_SUFFIXES) else []
 
     def num_rows(self, name: str) -> int:
-        """Rows of a file, which is read for that where it does not say."""
+        """Count the rows of a file; only Parquet files need not be read for that."""
         if name.endswith(PARQUET_SUFFIXES):
             return sum(groups.num_rows for groups in self.groups(name, 0))
         return sum(len(batch.numbers) for batch in self.rows(name, ()))
 
     def metrics(self, columns: Collection[str]) -> Iterator[RowBatch]:
-        """Give the rows of the metrics files."""
+        """Yield the rows of the metrics files."""
         for name in self.metrics_files:
             yield from _known(name).rows(self.filesystem, name, columns)
 
 
 def format_of(name: str) -> Format | None:
-    """How a file is read, by its ending; None for one that is not."""
+    """Return the format of a file by its suffix; None if unknown."""
     return next((format for format in FORMATS if name.endswith(format.suffixes)), None)
 
 
@@ -124,33 +124,33 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
         return [name for name in names if format_of(name) and not _base(name).startswith(".")]
     if filesystem.exists(path):
         return [path, *_beside(filesystem, path)]
-    raise ImportFailed(f"{url}: nothing is there; name a {_READ} file, or a folder of them")
+    raise ImportFailed(f"{url}: not found; name a {_READ} file, or a folder of them")
 
 
 def _dataset(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
-    """The Arrow files of a folder that `Dataset.save_to_disk` wrote, in the order of their rows."""
+    """List the Arrow files of a folder written by `Dataset.save_to_disk`, in row order."""
     try:
         state = json.loads(filesystem.cat_file(f"{path}/{DATASET}"))
         names = [entry["filename"] for entry in state["_data_files"]]
     except (ValueError, LookupError, TypeError) as error:
-        raise ImportFailed(f"{url}/{DATASET}: does not name the files of a dataset ({error!r})") from error
+        raise ImportFailed(f"{url}/{DATASET}: does not list the files of a dataset ({error!r})") from error
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise ImportFailed(f"{url}: its rows are chosen by an index; flatten_indices() and save_to_disk it again")
+        raise ImportFailed(f"{url}: its rows are selected by an index; call flatten_indices() and save_to_disk again")
     strange = next((name for name in names if not isinstance(name, str) or _base(name) != name), None)
     if strange is not None:
-        raise ImportFailed(f"{url}/{DATASET}: names {strange!r}, which is no file of the folder")
+        raise ImportFailed(f"{url}/{DATASET}: lists {strange!r}, which is not a file name in that folder")
     return [f"{path}/{name}" for name in names]
 
 
 def _only_split(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
-    """The files of a folder that `DatasetDict.save_to_disk` wrote, where it has one split."""
+    """List the files of a folder written by `DatasetDict.save_to_disk`, if it has exactly one split."""
     try:
         splits = list(json.loads(filesystem.cat_file(f"{path}/{SPLITS}"))["splits"])
     except (ValueError, LookupError, TypeError) as error:
-        raise ImportFailed(f"{url}/{SPLITS}: does not name the splits of a dataset ({error!r})") from error
+        raise ImportFailed(f"{url}/{SPLITS}: does not list the splits of a dataset ({error!r})") from error
     if len(splits) != 1 or not isinstance(splits[0], str) or _base(splits[0]) != splits[0]:
         named = " or ".join(f"{url.rstrip('/')}/{split}" for split in splits)
-        raise ImportFailed(f"{url}: holds {len(splits)} splits; name one of them: {named or 'there is none'}")
+        raise ImportFailed(f"{url}: holds {len(splits)} splits; name one of them: {named or 'none found'}")
     return _dataset(filesystem, f"{path}/{splits[0]}", f"{url.rstrip('/')}/{splits[0]}")
 
 

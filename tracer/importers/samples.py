@@ -1,4 +1,4 @@
-"""Samples of slime and miles: rollout dumps, and the trainers' dumps of the same rollouts, joined by sample.
+"""Samples of slime and miles: rollout dumps joined by sample with the trainer's dumps of the same rollouts.
 
 Shapes: T response tokens, S tokens of prompt and response.
 """
@@ -43,17 +43,17 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "experts": ("rollout_routed_experts",),
 }
-"""Column -> fields; those that are none of the trace's are used for the others."""
+"""Column -> fields; columns that a trace does not have are used to compute the others."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 KEPT_MASS = "rollout/kept_mass"
-"""Pass whose logprobs are the log of the probability that top-p kept at each token."""
+"""Pass whose logprobs are the log of the probability mass kept by top-p at each token."""
 KEPT_TOKENS = "rollout/top_p_kept_tokens"
-"""Metric: mean number of tokens that top-p kept."""
+"""Metric: mean number of vocabulary entries kept by top-p."""
 
 
 def dump_parts(folder: DumpFolder) -> list[Part]:
-    """Rollout files and the trainers' files of the same rollout, together. Those of evaluations are passed over."""
+    """Group rollout files with the trainer's files of the same rollout. Evaluation files are skipped."""
     by_step: dict[int, list[str]] = {}
     rollouts, trains = dump_files(folder)
     for name, step in (*rollouts.items(), *trains.items()):
@@ -63,24 +63,24 @@ def dump_parts(folder: DumpFolder) -> list[Part]:
     parts = []
     for step, names in sorted(by_step.items()):
         cut = next((name for name in names if is_cut(folder.path(name))), None)
-        waits = None if cut is None else f"{cut} is half-written; it was left for a later import"
+        waits = None if cut is None else f"{cut} is half-written and was left for a later import"
         if waits is None and trained and step not in trained and step > last:
-            waits = f"step {step} has no train file yet; it was left for a later import (--partial imports its rollout)"
+            waits = f"step {step} has no train file yet and was left for a later import (--partial imports its rollout)"
         parts.append(Part(files=tuple(names), step=step, waits_for=waits))
     return parts
 
 
 def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
-    """File -> rollout, of the files of rollouts and of the trainers'."""
+    """Return file -> rollout number, for rollout files and for train files."""
     trains = {name: int(found[1] or found[3]) for name, found in folder.matching(_TRAIN_FILE)}
     rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
     return rollouts, trains
 
 
 def framework_of(folder: DumpFolder) -> str | None:
-    """Whose dumps these are, by the first file that can be read; None where they are neither's.
+    """Return "slime" or "miles" by the first readable file; None if the dumps are from neither.
 
-    Train files of miles are one a rank; its rollout files have `metadata`, and slime's have not.
+    miles writes one train file per rank with `rollout_data`; its rollout files have `metadata`, those of slime do not.
     """
     for names in reversed(dump_files(folder)):
         for name in names:
@@ -96,17 +96,17 @@ def framework_of(folder: DumpFolder) -> str | None:
 
 
 def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of the prompt and of the response of a sample: the last `response_length` tokens are the response."""
+    """Return a sample's prompt and response ids: the last `response_length` tokens are the response."""
     tokens, length = fields.ids("tokens"), fields.integer("response_length")
     if tokens is None or length is None or not 0 <= length <= len(tokens):
         raise ImportFailed(
-            f"{fields.where}: has {length} response tokens of {0 if tokens is None else len(tokens)} tokens"
+            f"{fields.where}: response_length is {length}, but the sample has {0 if tokens is None else len(tokens)} tokens"
         )
     return tokens[: len(tokens) - length], tokens[len(tokens) - length :]
 
 
 def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
-    """Cells of a sample whose lists are aligned with its response; 0.0 where the mask is 0 is no logprob."""
+    """Return the cells of a sample, whose lists are aligned with its response."""
     prompt, response = response_of(fields)
     mask = fields.flags("response_mask")
     if fields.get("is_removed") is True:
@@ -127,7 +127,7 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
         if found is not None:
             cells[column] = found
     if mask is not None and len(mask) != len(response):
-        raise ImportFailed(f"{fields.where}: its loss mask has {len(mask)} values for {len(response)} response tokens")
+        raise ImportFailed(f"{fields.where}: loss mask has {len(mask)} values for {len(response)} response tokens")
     return cells
 
 
@@ -142,20 +142,20 @@ def _of_tokens(fields: Fields, column: str, length: int) -> Values | None:
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """The experts of each token of a sample: [S - 1, L, slots] of the tokens that the engine computed, the last one had no need."""
+    """Return the experts of a sample's tokens [S, L, slots]; the file has S - 1, since the engine never ran the last token."""
     found = fields.array("experts", 3)
     if found is None:
         return None
     if len(found) != num_tokens - 1:
         raise ImportFailed(
-            f"{fields.where}: has router choices of {len(found)} tokens, where {num_tokens - 1} of its {num_tokens} are routed; "
+            f"{fields.where}: has router choices of {len(found)} tokens, expected {num_tokens - 1} for {num_tokens} tokens; "
             "leave them out with --map rollout_routed_experts="
         )
     return routed(found, num_tokens, fields.where)
 
 
 def _version(fields: Fields) -> int | None:
-    """The newest version of the weights that sampled, where versions are numbers."""
+    """Return the newest weight version that sampled; None unless versions are numbers."""
     found = fields.get("policy_version")
     versions = [found] if isinstance(found, (str, int)) else found if isinstance(found, (list, tuple)) else []
     numbers = [int(v) for v in versions if isinstance(v, (str, int)) and str(v).isdigit() and len(str(v)) < 19]
@@ -173,16 +173,16 @@ def _reward_parts(reward: Any) -> dict[str, float] | None:
 
 
 def kept_sets(fields: Fields, length: int) -> tuple[float, Values | None] | None:
-    """Mean number of tokens that top-p kept, and the log of their probability at each token, where a sample says it.
+    """Return the mean number of vocabulary entries kept by top-p, and the log of their mass per token; None if not recorded.
 
-    `offsets` [T + 1] says where each token's set begins; an empty set belongs to a token that was not generated.
+    Entries of token t are offsets[t]:offsets[t + 1]; tokens that were not generated have none.
     """
     offsets = fields.values("kept_offsets")
     if offsets is None:
         return None
     ends = offsets.values.astype(np.int64)
     if len(ends) != length + 1 or (len(ends) and ends[0] != 0) or (np.diff(ends) < 0).any():
-        raise ImportFailed(f"{fields.where}: its top-p offsets are not {length + 1} growing numbers from 0")
+        raise ImportFailed(f"{fields.where}: its top-p offsets are not {length + 1} non-decreasing numbers from 0")
     sizes = np.diff(ends)
     mean = float(sizes[sizes > 0].mean()) if (sizes > 0).any() else float("nan")
     logprobs = fields.values("kept_logprobs")
@@ -198,14 +198,14 @@ def kept_sets(fields: Fields, length: int) -> tuple[float, Values | None] | None
 
 
 def top_level(found: Any, where: str) -> Mapping[str, Any]:
-    """A dump's record. Raises ImportFailed."""
+    """Return a dump's top-level dict. Raises ImportFailed."""
     if not isinstance(found, dict):
-        raise ImportFailed(f"{where}: is no dump of samples")
+        raise ImportFailed(f"{where}: is not a dump of samples")
     return found
 
 
 def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """The samples of a dump. Raises ImportFailed."""
+    """Return the samples of a dump. Raises ImportFailed."""
     found = record.get("samples")
     if not isinstance(found, (list, tuple)) or not all(isinstance(sample, dict) for sample in found):
         raise ImportFailed(f"{where}: has no list of samples")
@@ -213,7 +213,7 @@ def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]
 
 
 def named(indices: Iterable[str | None]) -> Iterator[str]:
-    """A name for each sample: its index, and a number where the index comes again."""
+    """Yield a unique name per sample: its index, with a suffix if the index repeats."""
     seen: dict[str, int] = {}
     for place, index in enumerate(indices):
         base = f"row-{place}" if index is None else index
@@ -222,7 +222,7 @@ def named(indices: Iterable[str | None]) -> Iterator[str]:
 
 
 class StepSamples:
-    """The samples of one step, of the rollout and of the trainer, by what they have in common."""
+    """The samples of one step, merged by name from the rollout's and the trainer's files."""
 
     def __init__(self, step: int):
         self.step = step
@@ -230,18 +230,18 @@ class StepSamples:
         self._kept: list[float] = []
 
     def add(self, name: str, cells: dict[str, Any]) -> None:
-        """Add what one file says of a sample; what another one said first, stays."""
+        """Add one file's cells of a sample; cells that are already set are kept."""
         known = self.cells.setdefault(name, {})
         for column, value in cells.items():
             if column == "response_ids" and column in known and not np.array_equal(known[column], value):
                 raise ImportFailed(
-                    f"step {self.step}, sample {name}: the rollout's and the trainer's files hold other tokens"
+                    f"step {self.step}, sample {name}: the rollout's and the trainer's files hold different tokens"
                 )
             if known.get(column) is None:
                 known[column] = value
 
     def add_kept(self, name: str, fields: Fields) -> None:
-        """Add what top-p kept."""
+        """Add the mass and number of entries kept by top-p."""
         kept = kept_sets(fields, len(self.cells[name]["response_ids"]))
         if kept is not None:
             if np.isfinite(kept[0]):
@@ -251,11 +251,11 @@ class StepSamples:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Values of the step to log."""
+        """Metrics of the step."""
         return {KEPT_TOKENS: float(np.mean(self._kept))} if self._kept else {}
 
     def rows(self, file: str) -> DumpRows:
-        """A row for every sample."""
+        """Return one row per sample."""
         rows = DumpRows(file, "sample")
         for number, (name, cells) in enumerate(self.cells.items(), start=1):
             rows.add(number, seq_id=name, **cells)
@@ -265,7 +265,7 @@ class StepSamples:
 def add_rollout(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, budget: Budget
 ) -> list[str]:
-    """Add a rollout dump, and give the samples' names in its order."""
+    """Add a rollout dump; return the samples' names in its order."""
     found = samples_of(record, where)
     fields = [reading.fields(sample, f"{where}, sample {place}", budget) for place, sample in enumerate(found)]
     names = list(named(each.text("seq_id") for each in fields))
@@ -278,7 +278,7 @@ def add_rollout(
 
 
 def emit(reading: Reading, samples: StepSamples) -> Iterator[RowBatch]:
-    """The rows of a step."""
+    """Yield the rows of a step, and set its metrics."""
     if samples.metrics:
         reading.metrics[samples.step] = samples.metrics
     if samples.cells:

@@ -1,4 +1,4 @@
-"""Which sequences of some files are imported."""
+"""Selecting the sequences to import."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ...schemas.errors import InvalidOption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which sequences are imported."""
+    """The sequences to import, by step and by a hash of their names."""
 
     steps: frozenset[int] | None = None
-    """None: those of all steps."""
+    """None for all steps."""
     sample: float = 1.0
-    """Share of the sequences, chosen by a hash of their names: the same in every import."""
+    """Share of the sequences; the hash makes it the same ones in every import."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
-        """[B] bool, of sequences of these steps with these names."""
+        """Return [B] bool: which sequences, given their steps and names, are selected."""
         kept = np.ones(len(seq_ids), bool)
         if self.steps is not None:
             kept &= np.isin(np.array(steps, np.int64), list(self.steps))
@@ -36,9 +36,9 @@ EVERYTHING = Selection()
 
 
 def check_sample(share: float) -> float:
-    """The share of the sequences that is imported. Raises InvalidOption."""
+    """Return the share if it is in (0, 1]. Raises InvalidOption."""
     if not 0.0 < share <= 1.0:
         raise InvalidOption(
-            f"got {share}; give a share of the sequences, above 0 and at most 1, as 0.1", option="sample"
+            f"got {share}; give a share of the sequences, above 0 and at most 1, for example 0.1", option="sample"
         )
     return share

@@ -13,7 +13,7 @@ from .fields import Fields, Values
 from .responses import response_format
 
 _SAMPLED = f"rollout/sampling{LOGPROBS}"
-"""Column of the logprobs that the token was drawn with: after temperature and truncation."""
+"""Column of logprobs under the sampling distribution, after temperature and truncation."""
 
 
 def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -26,7 +26,7 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
     if entries is not None:
         values, given = entries
         if ids is not None and not np.array_equal(ids, given):
-            raise ImportFailed(f"{fields.where}: output_ids are other tokens than those of output_token_logprobs")
+            raise ImportFailed(f"{fields.where}: output_ids differ from the tokens of output_token_logprobs")
         ids = given
     if ids is None:
         raise ImportFailed(f"{fields.where}: has no token ids; ask SGLang with return_logprob=true")
@@ -45,12 +45,12 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 
 def _triples(fields: Fields, column: str) -> tuple[Values, np.ndarray] | None:
-    """Logprobs and token ids of a list of (logprob, id, text)."""
+    """Return logprobs and token ids of a list of (logprob, id, text)."""
     found = fields.get(column)
     if found is None:
         return None
     if not isinstance(found, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in found):
-        raise ImportFailed(f"{fields.where}: {column} is no list of (logprob, token id, text)")
+        raise ImportFailed(f"{fields.where}: {column} is not a list of (logprob, token id, text)")
     pair = fields.of(
         {"v": [entry[0] for entry in found], "i": [entry[1] for entry in found]}, fields.where, v="v", i="i"
     )
@@ -79,12 +79,12 @@ SGLANG = response_format(
         "finish_reason": ("type",),
     },
     name="sglang",
-    writes="your client: responses of `/generate`, asked with return_logprob=true",
+    writes="your client: responses of `/generate`, requested with return_logprob=true",
     alignment="output_token_logprobs are (logprob, id, text) of each output token; output_token_sampling_logprobs become the pass "
-    "rollout/sampling, and rollout less rollout/sampling is the log of the mass that truncation kept",
+    "rollout/sampling, and rollout minus rollout/sampling is the log of the mass that truncation kept",
     lacks={
-        "rollout": "the responses hold no logprobs; ask with return_logprob=true",
-        "train": "responses are the engine's side alone; write the trainer's logprobs of the same tokens beside "
-        "them, and import that with `tim-trace import parquet`",
+        "rollout": "the responses hold no logprobs; request them with return_logprob=true",
+        "train": "responses have only the engine's logprobs; write them as Parquet together with the trainer's logprobs "
+        "of the same tokens, and import that with `tim-trace import parquet`",
     },
 )

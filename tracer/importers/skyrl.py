@@ -48,7 +48,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     fields = reading.fields(batch, str(path), budget)
     sequences, attention = fields.array("sequences", 2), fields.array("attention_mask", 2)
     if sequences is None or attention is None or sequences.shape != attention.shape:
-        raise ImportFailed(f"{path}: has no sequences with an attention_mask of their shape")
+        raise ImportFailed(f"{path}: has no sequences and attention_mask of the same shape")
     per_token = {
         name: found
         for name in ("response_mask", "rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage")
@@ -60,7 +60,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     if not 0 < width <= sequences.shape[1] or any(
         array.shape != (len(sequences), width) for array in (*given, *per_token.values())
     ):
-        raise ImportFailed(f"{path}: its masks and logprobs are not all [{len(sequences)}, response width]")
+        raise ImportFailed(f"{path}: masks and logprobs do not all have the shape [{len(sequences)}, response width]")
     yield _rows(str(path), reading.part.step, sequences, attention.astype(bool), is_response, per_token)
 
 
@@ -72,7 +72,7 @@ def _rows(
     is_response: np.ndarray | None,
     per_token: dict[str, np.ndarray],
 ) -> RowBatch:
-    """Rows of a batch; what stands before a row's first response token is its prompt."""
+    """Return the rows of a batch; the tokens before a row's first response token are its prompt."""
     num_rows, whole = sequences.shape
     width = next(iter(per_token.values())).shape[1] if is_response is None else is_response.shape[1]
     mask = there[:, -width:] if is_response is None else there[:, -width:] & is_response.astype(bool)
@@ -84,14 +84,14 @@ def _rows(
 
 
 def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
-    """The tensors of a TrainingInputBatch."""
+    """Return the tensors of a TrainingInputBatch."""
     state = None
     if isinstance(found, Shell):
         state = (
             found.state if found.state is not None else next((a for a in found.arguments if isinstance(a, dict)), None)
         )
     if not isinstance(state, dict) or not isinstance(state.get("batch_dict"), dict):
-        raise ImportFailed(f"{where}: is no TrainingInputBatch of SkyRL")
+        raise ImportFailed(f"{where}: is not a TrainingInputBatch of SkyRL")
     try:
         return {
             name: _tensor(value, where, budget)
@@ -118,8 +118,8 @@ SKYRL = Format(
     writes="`trainer.dump_data_batch=true`",
     files="dumped_data/global_step_<N>_training_input.pkl",
     columns=COLUMNS,
-    alignment="masks and logprobs are [B, T] for the last T tokens of sequences; response_mask says which are the response; "
-    "-9999 is no logprob",
+    alignment="masks and logprobs are [B, T] for the last T tokens of sequences; response_mask selects the response; "
+    "-9999 means no logprob",
     pattern=r"global_step_(\d+)_training_input\.pkl",
     read=_read,
     lacks={

@@ -1,4 +1,4 @@
-"""slime: rollout dumps and train dumps of format version 2, which hold every data-parallel shard in one file."""
+"""slime: rollout dumps, and train dumps of format version 2 with all data-parallel shards in one file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
         if "format_version" in record:
             _add_trained(reading, samples, record, str(path), names, budget)
         elif "rollout_data" in record:
-            raise ImportFailed(f"{path}: is a train dump of miles; import it as: tim-trace import miles PATH -o RUN")
+            raise ImportFailed(f"{path}: is a train dump of miles; import it with: tim-trace import miles PATH -o RUN")
         else:
             names = add_rollout(reading, samples, record, str(path), budget)
     yield from emit(reading, samples)
@@ -47,10 +47,10 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 def _add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
-    """Add a train dump; `rollout_position` is a sample's place in the rollout's dump, which `raw_reward` follows, too."""
+    """Add a train dump; `rollout_position` is a sample's index in the rollout dump and in `raw_reward`."""
     if record.get("format_version") != _VERSION:
         raise ImportFailed(
-            f"{where}: is a train dump of version {record.get('format_version')!r}; version {_VERSION} is read"
+            f"{where}: unsupported train dump version {record.get('format_version')!r}; expected {_VERSION}"
         )
     found = samples_of(record, where)
     _check_shards(record, where, len(found))
@@ -70,7 +70,7 @@ def _add_trained(
 
 
 def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> None:
-    """Raise ImportFailed where the data-parallel shards that the file lists hold more samples than it has."""
+    """Raise ImportFailed if the listed data-parallel shards do not add up to the samples in the file."""
     shards = record.get("dp_shards")
     listed = (
         [shard.get("sample_indices") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
@@ -78,7 +78,7 @@ def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> No
     total = sum(len(indices) for indices in listed if isinstance(indices, (list, tuple)))
     if all(isinstance(indices, (list, tuple)) for indices in listed) and listed and total != num_samples:
         raise ImportFailed(
-            f"{where}: has {num_samples} samples, and its {len(listed)} data-parallel shards list {total}"
+            f"{where}: has {num_samples} samples, but its {len(listed)} data-parallel shards list {total}"
         )
 
 
@@ -87,7 +87,7 @@ SLIME = Format(
     writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
     files="rollout_data/<id>.pt and train_data/<id>.pt",
     columns=COLUMNS,
-    alignment="lists have response_length values, for tokens[-response_length:]; 0.0 where the loss mask is 0 is no logprob",
+    alignment="lists have response_length values, for tokens[-response_length:]; 0.0 where the loss mask is 0 means no logprob",
     recognises=lambda folder: framework_of(folder) == "slime",
     parts=dump_parts,
     read=_read,

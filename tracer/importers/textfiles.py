@@ -1,4 +1,4 @@
-"""Reading rows of JSON lines, of a JSON array and of CSV."""
+"""Reading rows of JSON Lines, JSON arrays and CSV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .rowbatch import ROWS_AT_ONCE, RowBatch, explained, shown_name
 
 
 def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
-    """Names that a JSON file's objects have, each once. Raises ImportFailed."""
+    """Return all keys of a JSON file's objects. Raises ImportFailed."""
     names: dict[str, None] = {}
     for rows, _, _, _ in _json_rows(filesystem, name):
         names |= {key: None for row in rows for key in row}
@@ -28,7 +28,7 @@ def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Give the objects of JSON lines or of one JSON array, with those of these columns that they have.
+    """Yield the objects of JSON Lines or a JSON array, with the requested columns that exist.
 
     Raises ImportFailed, naming the line.
     """
@@ -42,9 +42,9 @@ _LINE = "each line is one object"
 
 
 def read_lines(path: DumpFile, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file of lines, which may still grow, and their numbers, from a line on. Raises ImportFailed, naming the line.
+    """Yield (line number, object) of a JSON Lines file that may still grow, from line `first` on.
 
-    A last line that does not end is not there yet, unless it is whole.
+    A last line without a line end is skipped unless it is complete JSON. Raises ImportFailed, naming the line.
     """
     try:
         with opened(path) as file:
@@ -68,14 +68,14 @@ def _is_whole(line: bytes) -> bool:
 
 
 def csv_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
-    """Names in the first row of a CSV file. Raises ImportFailed."""
+    """Return the column names in a CSV file's first row. Raises ImportFailed."""
     for chunk in _csv_chunks(filesystem, name):
         return chunk[0][1]
     return []
 
 
 def csv_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Give the rows of a CSV file as text, with those of these columns that it has; an empty cell is None.
+    """Yield the rows of a CSV file as text, with the requested columns that exist; an empty cell is None.
 
     Raises ImportFailed, naming the line.
     """
@@ -87,8 +87,8 @@ def csv_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collecti
         for number, cells in rows:
             if len(cells) != len(header):
                 raise ImportFailed(
-                    f"{name}, line {number}: has {len(cells)} cells, and the first line names {len(header)} columns; quote "
-                    'a list, as "[1, 2]"'
+                    f"{name}, line {number}: has {len(cells)} cells, but the first line has {len(header)} columns; quote "
+                    'lists, for example "[1, 2]"'
                 )
         if rows:
             yield RowBatch(
@@ -106,13 +106,13 @@ def csv_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collecti
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that knows a key that came twice in it."""
+    """A JSON object that remembers a duplicate key."""
 
     repeated: str | None = None
 
     @classmethod
     def of(cls, pairs: list[tuple[str, Any]]) -> _Object:
-        """Take the pairs of an object as the JSON reader gives them."""
+        """Build it from the pairs that the JSON parser passes to `object_pairs_hook`."""
         found = cls(pairs)
         if len(found) < len(pairs):
             keys = [key for key, _ in pairs]
@@ -121,7 +121,7 @@ class _Object(dict[str, Any]):
 
 
 _Rows = tuple[list[dict[str, Any]], list[int], str, int]
-"""Objects, their numbers in the file, what these count, and the bytes that they took."""
+"""Objects, their numbers in the file, the unit of these numbers, and their size in bytes."""
 
 
 def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Rows]:
@@ -129,7 +129,7 @@ def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Ro
         if _is_array(name) and _first_character(file) == b"[":
             file.seek(0)
             if (said := too_large(int(filesystem.size(name) or 0), TIMES_AS_JSON)) is not None:
-                raise ImportFailed(f"{name}: {said}; write one object a line, as .jsonl")
+                raise ImportFailed(f"{name}: {said}; write one object per line, as .jsonl")
             yield from _array_rows(name, file.read())
             return
         file.seek(0)
@@ -150,16 +150,16 @@ def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Ro
             yield rows, numbers, "line", num_bytes
 
 
-_LINES = "each line is one object, or the whole of a .json file one array of them"
+_LINES = "each line is one object, or a .json file is one array of objects"
 
 
 def _is_array(name: str) -> bool:
-    """Whether a file may be one JSON array: files of lines are called otherwise."""
+    """True if a file may be one JSON array, by its suffix."""
     return name.removesuffix(".gz").endswith(".json")
 
 
 def _first_character(file: Any) -> bytes:
-    """The first byte of text that is no white space; empty in a file without one."""
+    """Return the first byte that is not white space; empty if there is none."""
     while block := file.read(4096):
         text = block.removeprefix(b"\xef\xbb\xbf").lstrip()
         if text:
@@ -176,12 +176,12 @@ def _array_rows(name: str, text: bytes) -> Iterator[_Rows]:
 
 
 def parsed(text: bytes, where: str, remedy: str) -> Any:
-    """The value of a JSON text. Raises ImportFailed."""
+    """Parse JSON; objects remember duplicate keys. Raises ImportFailed."""
     colons = text.count(b":")
     if _follow_quotes(text, colons):
         with suppress(
             msgspec.MsgspecError, UnicodeDecodeError, RecursionError
-        ):  # of which json says more, and it knows NaN
+        ):  # json has better messages and accepts NaN
             value = msgspec.json.decode(text)
             if type(value) is dict and _num_keys(value) == colons:
                 return _Object(value)
@@ -192,11 +192,11 @@ def parsed(text: bytes, where: str, remedy: str) -> Any:
 
 
 def _follow_quotes(text: bytes, colons: int) -> bool:
-    """Whether every colon of a text stands behind a quote, as those behind keys do."""
+    """True if every colon of a text follows a quote, as after keys."""
     if colons > _FEW_COLONS:
         return text.count(b'":') == colons
     place = -1
-    for _ in range(colons):  # to find a byte takes a twentieth of looking for two
+    for _ in range(colons):  # finding one byte takes a twentieth of the time of finding two
         place = text.find(b":", place + 1)
         if text[place - 1 : place] != b'"':
             return False
@@ -207,9 +207,9 @@ _FEW_COLONS = 256
 
 
 def _num_keys(value: dict[str, Any] | list[Any]) -> int:
-    """Keys of an object and of those in it, as far as they are seen at a glance.
+    """Count the keys of an object and of nested objects, looking only at the first element of each list.
 
-    A text that has as many colons has no key twice, and a text in it no colon.
+    If the text has the same number of colons, no key is duplicated and no string holds a colon.
     """
     parts = value.values() if type(value) is dict else value
     inner = [
@@ -223,14 +223,14 @@ _NESTING = (dict, list)
 
 def as_object(value: Any, where: str, what: str) -> dict[str, Any]:
     if not isinstance(value, _Object):
-        raise ImportFailed(f'{where}: is no object; {what}, as {{"step": 1}}')
+        raise ImportFailed(f'{where}: is not an object; {what}, for example {{"step": 1}}')
     if value.repeated is not None:
-        raise ImportFailed(f"{where}: has the key {shown_name(value.repeated)} twice; each column comes once")
+        raise ImportFailed(f"{where}: has the key {shown_name(value.repeated)} twice; give each column once")
     return value
 
 
 def _csv_chunks(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[list[tuple[int, list[str]]]]:
-    """Rows of a CSV file, the first of them its header: the number of their last line, and their cells."""
+    """Yield the rows of a CSV file in chunks, header first: (number of a row's last line, its cells)."""
     with (
         explained(name, "CSV"),
         filesystem.open(name, "rb", compression="infer") as file,
@@ -242,7 +242,7 @@ def _csv_chunks(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[li
 
 
 def _chunk(reader: Any) -> list[tuple[int, list[str]]]:
-    # A list of many tokens is longer than the cells that the module reads otherwise.
+    # A long list of tokens exceeds the csv module's default limit.
     usual = csv.field_size_limit(_LONGEST_CELL)
     try:
         return [(reader.line_num, cells) for cells in islice(reader, ROWS_AT_ONCE)]

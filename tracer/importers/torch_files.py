@@ -1,4 +1,4 @@
-"""Reading what torch.save and pickle.dump wrote, as arrays and plain values, without torch and without running anything."""
+"""Reading files of torch.save and pickle.dump as arrays and plain values, without torch and without executing anything."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from .pickles import BYTES, Budget, Known, Names, NotPlain, Stateful, load
 from .remote_file import DumpFile, RemoteFile, whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
-"""What a file of torch.save begins with that is no zip file."""
+"""First value in a legacy file of torch.save, from before zip files."""
 BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, NotImplementedError, RuntimeError, OSError, ValueError,
     OverflowError, MemoryError,
 )  # fmt: skip
-"""What zipfile raises for a file that is damaged in one place or another."""
+"""Errors that zipfile raises for damaged files."""
 _ENDS_BYTES = 1 << 16
-"""Bytes that a look at the two ends of a file on object storage takes."""
+"""Read-ahead for checking both ends of a file on object storage, bytes."""
 _MAX_INSIDE = 4
-"""Files inside of each other: a pickle may hold what torch.save wrote."""
+"""Maximum nesting depth: a pickle may contain a file of torch.save as bytes."""
 
 
 def read_pickled(path: DumpFile, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """The value that a file of torch.save or pickle.dump holds; `shells` are the framework's own classes.
+    """Read a file of torch.save or pickle.dump; `shells` adds the framework's own classes to the allowlist.
 
-    Raises ImportFailed, naming what is in it that is no plain data.
+    Raises ImportFailed, naming what in it is not plain data.
     """
     return unpickled(whole_content(path), str(path), shells)
 
 
 def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """The same of a file's content."""
+    """Read a file's content as `read_pickled` does."""
     return read_bytes(content, where, shells or {}, Budget(where, len(content)))
 
 
 def is_cut(path: DumpFile) -> bool:
-    """Whether a file begins as a zip file of torch.save and does not end as one: it is being written, or was cut."""
+    """True if a file is empty, or starts as a zip file but does not end as one: still being written, or truncated."""
     with path.open("rb", ahead=_ENDS_BYTES) if isinstance(path, RemoteFile) else path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
@@ -58,14 +58,14 @@ def is_cut(path: DumpFile) -> bool:
 
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
-    """The same of a file's bytes."""
+    """Read bytes that may be nested in a file, against the file's memory budget."""
     if depth > _MAX_INSIDE:
-        raise ImportFailed(f"{where}: holds pickles inside of each other, more than {_MAX_INSIDE} deep")
+        raise ImportFailed(f"{where}: holds pickles nested more than {_MAX_INSIDE} deep")
     if content[:4] == b"PK\x03\x04":
         return _read_zip(content, where, shells, budget, depth)
     if content[257:262] == b"ustar":
         raise ImportFailed(
-            f"{where}: is in torch's old tar format, which is not read; save it again with a newer torch"
+            f"{where}: is in torch's old tar format, which is not supported; save it again with a newer torch"
         )
     if content[:1] != b"\x80":
         raise ImportFailed(f"{where}: is neither a pickle (protocol 2 or later) nor a file of torch.save")
@@ -82,7 +82,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
             odd = next((e for e in entries.values() if e.compress_type != zipfile.ZIP_STORED or e.flag_bits & 1), None)
             if odd is not None:
                 raise ImportFailed(
-                    f"{where}: its part {odd.filename!r} is compressed or encrypted; torch.save writes none so"
+                    f"{where}: its part {odd.filename!r} is compressed or encrypted, which torch.save never does"
                 )
             pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
             if len(pickles) != 1:
@@ -90,7 +90,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
             root = pickles[0].removesuffix("data.pkl")
             order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
             if order != b"little":
-                raise ImportFailed(f"{where}: was written on a big-endian machine, which is not read")
+                raise ImportFailed(f"{where}: was written on a big-endian machine, which is not supported")
             storages: dict[str, Storage] = {}
 
             def storage(identity: Any) -> Storage:
@@ -110,13 +110,12 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
         if isinstance(error, ImportFailed):
             raise
         raise ImportFailed(
-            f"{where}: is no whole file of torch.save ({error}); it is half-written or damaged: wait for its end, or copy it "
-            "again"
+            f"{where}: incomplete or damaged file of torch.save ({error}); wait until it is written, or copy it again"
         ) from error
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """The bytes of a part that is stored as it is, not copied: what ZipFile.read gives, without a stream for each of thousands."""
+    """Return the bytes of an uncompressed entry without copying; faster than ZipFile.read for thousands of entries."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -128,47 +127,47 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Bytes of a part's own header before its name, and where it says how long name and extra field are."""
+"""Size of an entry's local header, and offset and format of its name and extra field lengths."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
-    """What torch.save writes without a zip file: pickles one after the other, and the storages' bytes last."""
+    """Read torch.save's legacy format: consecutive pickles, followed by the storages' bytes."""
     storages: dict[str, tuple[Storage, int]] = {}
 
     def storage(identity: Any) -> Storage:
         dtype, key, numel = _storage_id(identity)
         return storages.setdefault(key, (Storage(dtype), numel))[0]
 
-    _, start = load(content, names, where, budget, start=start)  # version
-    _, start = load(content, names, where, budget, start=start)  # of the machine
+    _, start = load(content, names, where, budget, start=start)  # protocol version
+    _, start = load(content, names, where, budget, start=start)  # machine information
     value, start = load(content, names, where, budget, start=start, persistent=storage)
     keys, start = load(content, names, where, budget, start=start)
     for key in keys if isinstance(keys, list) else ():
         if not isinstance(key, str) or key not in storages:
-            raise ImportFailed(f"{where}: has bytes of a tensor that it does not name")
+            raise ImportFailed(f"{where}: has bytes for a storage that no tensor uses")
         made, numel = storages[key]
         size = numel * _item_size(made.dtype)
         if int.from_bytes(content[start : start + 8], "little") != numel or len(content) < start + 8 + size:
-            raise ImportFailed(f"{where}: ends within the bytes of a tensor; it is half-written or damaged")
+            raise ImportFailed(f"{where}: ends within the bytes of a tensor; the file is half-written or damaged")
         budget.take(size)
         made.content, start = content[start + 8 : start + 8 + size], start + 8 + size
     return value
 
 
 def _storage_id(identity: Any) -> tuple[str | None, str, int]:
-    """dtype, key and number of elements of a storage."""
+    """Return dtype, key and number of elements of a storage."""
     if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
-        raise NotPlain("a storage of another form")
+        raise NotPlain("malformed storage")
     _, kind, key, _, numel, *view = identity
     if not isinstance(kind, _StorageKind) or not isinstance(key, str) or type(numel) is not int or numel < 0:
-        raise NotPlain("a storage of another form")
+        raise NotPlain("malformed storage")
     if view and view[0] is not None:
-        raise NotPlain("a storage that is a part of another one")
+        raise NotPlain("a storage that is a view of another one")
     return kind.dtype, key, numel
 
 
 class _StorageKind(Known):
-    """A class of storages; a file names it and calls it nowhere."""
+    """A storage class, which files reference but never call."""
 
     __slots__ = ("dtype",)
 
@@ -178,7 +177,7 @@ class _StorageKind(Known):
 
 
 class _DtypeName(Known):
-    """A dtype of torch."""
+    """A torch dtype, which files reference but never call."""
 
     __slots__ = ("name",)
 
@@ -188,45 +187,45 @@ class _DtypeName(Known):
 
 
 def _not_called(*_: Any) -> Any:
-    raise NotPlain("it calls what is only named")
+    raise NotPlain("it calls a name that may only be referenced")
 
 
 def _item_size(dtype: str | None) -> int:
-    """Bytes of an element; storages without a dtype count bytes."""
+    """Return the size of an element, bytes; 1 for storages without a dtype."""
     return 1 if dtype is None else 2 if dtype == "bfloat16" else np.dtype(TORCH_DTYPES[dtype]).itemsize
 
 
 def _sized(content: Bytes, dtype: str | None, numel: int) -> Bytes:
     if len(content) < numel * _item_size(dtype):
-        raise NotPlain("a storage is shorter than it says")
+        raise NotPlain("a storage is shorter than declared")
     return content
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """The tensors of a TensorDict that was written as one storage: name -> tensor."""
+    """Return name -> tensor of a TensorDict that was saved as one storage."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, Held)):
-        raise NotPlain("a TensorDict of another form")
+        raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}
     for name, leaf in metadata["leaves"].items():
         if not (isinstance(leaf, tuple) and len(leaf) == 5 and all(type(end) is int for end in leaf[2:])):
-            raise NotPlain(f"a TensorDict whose {name!r} is no plain tensor")
+            raise NotPlain(f"a TensorDict whose {name!r} is not a plain tensor")
         dtype, shape, start, stop, padding = leaf
         if not 0 <= start <= stop - padding <= stop <= len(content):
-            raise NotPlain(f"a TensorDict whose {name!r} lies outside of its bytes")
+            raise NotPlain(f"a TensorDict whose {name!r} is outside its bytes")
         found[name] = raw_tensor(dtype, shape, content[start : stop - padding])
     return found
 
 
 def _tensors_of(state: Any) -> dict[str, Any]:
-    """The tensors of a TensorDict that was written as its state."""
+    """Return name -> tensor of a TensorDict that was saved as its state."""
     tensors = state.get("_tensordict") if isinstance(state, dict) else None
     if not isinstance(tensors, dict):
-        raise NotPlain("a TensorDict of another form")
+        raise NotPlain("malformed TensorDict")
     return tensors
 
 
 class _TensorDict(Stateful):
-    """A TensorDict of an older release, which is made empty and then gets its state."""
+    """A TensorDict of an older release, created empty and filled by `give_state`."""
 
     __slots__ = ("tensors",)
 
@@ -238,24 +237,24 @@ class _TensorDict(Stateful):
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Name -> tensor, of a TensorDict in whatever form it was written. Raises NotPlain."""
+    """Return name -> tensor of a TensorDict in any saved form. Raises NotPlain."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
-        raise NotPlain("no TensorDict where one was expected")
+        raise NotPlain("not a TensorDict")
     return found
 
 
 def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
-    """The closed list: plain classes, torch's tensors, and the shells of a framework."""
+    """Return the allowlist: plain classes, torch's tensors, and the framework's classes."""
 
     def nested(content: Any) -> Any:
         if not isinstance(content, BYTES):
-            raise NotPlain("a storage of another form")
+            raise NotPlain("malformed storage")
         return read_bytes(content, where, shells, budget, depth + 1)
 
     def typed(storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any) -> Tensor:
         if not isinstance(dtype, _DtypeName):
-            raise NotPlain("a tensor of another form")
+            raise NotPlain("malformed tensor")
         return Tensor(storage, offset, shape, strides, budget, dtype.name)
 
     def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:

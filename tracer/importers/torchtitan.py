@@ -1,4 +1,4 @@
-"""torchtitan: rollout_samples.jsonl, one line a rollout of several turns, the engine's side.
+"""torchtitan: rollout_samples.jsonl, one line per multi-turn rollout, with the engine's logprobs only.
 
 Shapes: T response tokens.
 """
@@ -16,7 +16,7 @@ from .format import Format
 
 
 def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """A rollout's row: its first turn's prompt, and from there on what was sampled and what was put between."""
+    """Yield a rollout as one row: prompt of the first turn; response of sampled tokens and those inserted between turns."""
     turns = fields.record.get("turns")
     if fields.record.get("is_validation") is True:
         return
@@ -28,12 +28,12 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
     if cells["step"] is None:
         cells["step"] = version
     if cells["step"] is None:
-        raise ImportFailed(f"{fields.where}: says neither its step nor a policy version")
+        raise ImportFailed(f"{fields.where}: has neither a step nor a policy version")
     yield {**cells, "policy_version": version, **_tokens(each)}
 
 
 def _tokens(turns: list[Fields]) -> dict[str, Any]:
-    """Tokens of turns that continue each other; nothing of a rollout whose turns hold no ids."""
+    """Join the tokens of consecutive turns; return nothing if the turns have no ids."""
     prompts, responses = ([turn.ids(column) for turn in turns] for column in ("prompt_ids", "response_ids"))
     prompt = prompts[0]
     if prompt is None or any(sampled is None for sampled in responses):
@@ -44,7 +44,7 @@ def _tokens(turns: list[Fields]) -> dict[str, Any]:
         assert sampled is not None
         if before is None or len(before) < len(whole) or not np.array_equal(before[: len(whole)], whole):
             raise ImportFailed(
-                f"{turn.where}: its prompt does not continue the tokens of the turns before; turn {place} was tokenised anew"
+                f"{turn.where}: its prompt does not continue the previous turns' tokens; turn {place} was re-tokenized"
             )
         if logprobs is not None and len(logprobs) != len(sampled):
             raise ImportFailed(f"{turn.where}: has {len(logprobs)} logprobs for {len(sampled)} tokens")
@@ -77,13 +77,13 @@ TORCHTITAN = Format(
         "group_id": ("group_id",),
         "finish_reason": ("status",),
     },
-    alignment="completion_logprobs belong to completion_token_ids of a turn; tokens between turns do not count and have none; "
-    "the newest policy version is the step; validation is left out",
+    alignment="completion_logprobs belong to completion_token_ids of a turn; tokens between turns are masked and have none; "
+    "the newest policy version is the step; validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
     rows=_rows,
     lacks={
-        "rollout": "the turns hold no token ids with completion_logprobs; turn their recording on in RolloutSampleRecorder",
-        "train": "the recorder is on the engine's side; the trainer's logprobs are in no file: record its batches with tim_trace.Recorder",
+        "rollout": "the turns have no token ids and completion_logprobs; turn their recording on in RolloutSampleRecorder",
+        "train": "RolloutSampleRecorder writes only the engine's logprobs; for the trainer's, record its batches with tim_trace.Recorder",
     },
     lines=True,
 )

@@ -1,4 +1,4 @@
-"""TRL: completions_<step>.parquet of `log_completions`, which holds texts, rewards and advantages."""
+"""TRL: completions_<step>.parquet of `log_completions`, with texts, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     budget = reading.budget()
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
-        # Texts are nowhere in a trace, and may be large.
+        # A trace has no texts, and they may be large.
         kept = [field.name for field in parquet.schema_arrow if _is_number(field.type)]
         first = 1
         for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=kept):
@@ -51,12 +51,12 @@ TRL = Format(
     writes="`log_completions=True`",
     files="completions/completions_<step>.parquet",
     columns=COLUMNS,
-    alignment="texts alone: no token has an id or a logprob; every other column of numbers is a reward function",
+    alignment="texts only, no token ids or logprobs; every other numeric column is a reward function",
     pattern=r"completions_(\d+)\.parquet",
     read=_read,
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "log_completions writes texts and rewards, no token ids and no logprobs; record the run: tim-trace record -o RUN -- python "
+        "log_completions writes texts and rewards but no token ids or logprobs; record the run: tim-trace record -o RUN -- python "
         "train.py",
     ),
 )

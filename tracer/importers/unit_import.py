@@ -1,7 +1,7 @@
-"""An import in units, each written by a writer of its own: what an actor of a cluster does, and what joins them.
+"""An import divided into units, each written by its own writer in an actor of a cluster, and their merge.
 
-A unit's files lie in a folder beside the trace that is to be. It is named for what it is of once it is whole: of an actor that dies
-nothing is taken, and what was whole when a driver was killed is taken over by the same import that is started again.
+A unit's files go to a folder next to the future trace. Only when complete, the folder gets its final name, a hash of the
+unit's input. So nothing of a failed actor is used, and an import that was killed reuses its complete units when restarted.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from .row_import import RowImport
 from .selection import Selection
 
 UNITS = 64
-"""Into which an import is divided: actors that are done early find others left."""
+"""Target number of units: enough that actors that finish early find more work."""
 LEAST_BYTES = 4 << 20
-"""Of a unit: a writer and its files are not worth less."""
+"""Minimum size of a unit, bytes: a smaller one does not pay for its writer and files."""
 _DONE = f"{TEMPORARY_PREFIX}unit.json"
-"""In a unit's folder, what became of it."""
+"""File with the result of a unit, in its folder."""
 _CPUS = 1
 
 
 class Job:
-    """What is imported how, and which files were read."""
+    """An import of one format: reads parts, and notes the files and fields that were read."""
 
     def __init__(self, format: str, folder: DumpFolder, selection: Selection):
         self.folder, self.selection = folder, selection
@@ -60,80 +60,80 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of what is imported how."""
+        """Identifies input and options, to find the units of a killed import."""
         raise NotImplementedError
 
     def fresh(self) -> Job:
-        """The same before anything was read."""
+        """Return a copy that has read nothing."""
         raise NotImplementedError
 
     def pieces(self, name: str, most: int) -> Iterator[Piece]:
-        """A file in pieces of about so many bytes; none of one that is read as a whole."""
+        """Divide a file into pieces of about `most` bytes; yield none if it can only be read whole."""
         raise NotImplementedError
 
     def take_piece(self, name: str, piece: Piece) -> None:
-        """From now on read this of a file alone."""
+        """Read only this piece of the file from now on."""
         raise NotImplementedError
 
     def add(self, part: Part, rows: RowImport, advance: Callable[[int], None]) -> int:
-        """Read a part, or what was taken of its one file, and record it; `advance` is called with the bytes that were read.
+        """Read and record a part, or the selected piece of its file; `advance` is called with the number of bytes read.
 
         Returns the number of rows. Raises ImportFailed.
         """
         raise NotImplementedError
 
     def finish(self, num_read: int, rows: RowImport) -> None:
-        """Record what can be said once everything was read. Raises ImportFailed where nothing was imported."""
+        """Finish after everything was read. Raises ImportFailed if nothing was imported."""
         if not num_read:
-            raise ImportFailed(f"{self._url}: holds no rows; each is one sequence")
+            raise ImportFailed(f"{self._url}: holds no rows")
         if not rows.result.num_sequences:
-            raise ImportFailed(f"{self._url}: none of its {num_read} sequences was chosen; take a larger --sample")
+            raise ImportFailed(f"{self._url}: none of its {num_read} sequences was selected; give a larger --sample")
 
     def count(self) -> None:
-        """Count the rows before each file, where sequences are called by their numbers."""
+        """Count the rows before each file, if sequences are named by row number."""
 
     def num_before(self, unit: Unit) -> int:
-        """Rows that come before those of a unit, where sequences are called by their numbers."""
+        """Return the number of rows before a unit, if sequences are named by row number."""
         return 0
 
     def open_rows(
         self, folder: Path, *, ordered: bool, zero_lists: ZeroLists | None = None, num_before: int = 0
     ) -> RowImport:
-        """Where rows are recorded to."""
+        """Open a RowImport that records to `folder`."""
         return RowImport(
             folder, self._format, self._url, selection=self.selection, ordered=ordered, zero_lists=zero_lists,
             num_before=num_before,
         )  # fmt: skip
 
     def content(self, name: str, lines: int | None) -> SealedFile:
-        """What a file holds, or its first lines."""
+        """Return size and hash of a file or of its first lines."""
         return content_of(self.folder.path(name), lines=lines)
 
     def still_holds(self, name: str, content: SealedFile) -> bool:
-        """Whether a file holds what it held, as far as it was read."""
+        """True if the part of a file that was read is unchanged."""
         if content.num_rows is None:
             return self.content(name, None).hash == content.hash
         return content_of(self.folder.path(name), num_bytes=content.num_bytes).hash == content.hash
 
 
 Piece = Lines | RowGroups
-"""What is read of a file by one writer, where that is not all of it."""
+"""A part of a file that is read as one unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Files that one writer reads, in the order of the import, or a piece of one file."""
+    """Input of one writer: files in import order, or a piece of one file."""
 
     parts: tuple[Part, ...]
     num_bytes: int
     piece: Piece | None = None
     passes: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-    """Those that have a value, and another one than 0.0, somewhere in the import, where it matters."""
+    """Passes with a value, and with a value other than 0.0, anywhere in the import; None in the first run of a unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitImport:
-    """What became of a unit."""
+    """Result of a unit."""
 
     num_read: int
     num_sequences: int
@@ -145,12 +145,12 @@ class UnitImport:
     scored: list[str]
     ignored_columns: list[str]
     fields: list[str]
-    """Names of fields that were read."""
+    """Names of the fields that were read."""
     sources: dict[str, dict[str, Any]]
     zeros: tuple[list[str], list[str]]
-    """Passes that have a value, and another one than 0.0."""
+    """Passes with a value, and with a value other than 0.0."""
     left_open: list[str]
-    """Passes of which it had zeros about which the whole import decides."""
+    """Passes with zeros that only the whole import can judge."""
     folder: str = ""
 
 
@@ -158,7 +158,7 @@ def import_parts(
     job: Job, parts: Sequence[Part], output: str | os.PathLike[str], source: str, *, ordered: bool, grows: bool, force: bool,
     ray: str | None, progress: Progress,
 ) -> RowImport:  # fmt: skip
-    """Import parts into a new trace, or into the one at `output` where it `grows`; nothing is left of an import that fails.
+    """Import parts into a new trace, or into the one at `output` if `grows`; a failed import leaves nothing behind.
 
     Raises ImportFailed.
     """
@@ -181,19 +181,19 @@ def import_parts(
     except TimTraceError:
         raise
     except OSError as error:
-        raise ImportFailed(f"{output}: could not be imported to ({error})") from error
+        raise ImportFailed(f"{output}: could not be written ({error})") from error
     rows.result.folder = Path(os.path.abspath(os.path.expanduser(output)))
     return rows
 
 
 def _room_of(output: str | os.PathLike[str]) -> Path:
-    """The folder beside a trace where the units of its import lie until all of them are whole."""
+    """Return the folder, next to the trace, for the units of an import until all are complete."""
     folder = Path(os.path.realpath(os.path.expanduser(output)))
     return folder.parent / f"{TEMPORARY_PREFIX}import-{folder.name}"
 
 
 def _kept_manifest(room: Path, source: str) -> Manifest | None:
-    """The manifest of a new trace whose import was killed; None where there is none."""
+    """Return the manifest of an import of `source` that was killed; None if there is none."""
     try:
         found = Store(room).manifest()
     except (OSError, DamagedTrace):
@@ -202,7 +202,7 @@ def _kept_manifest(room: Path, source: str) -> Manifest | None:
 
 
 def _units_of(job: Job, parts: Sequence[Part]) -> list[Unit]:
-    """Neighbouring parts of about 1/UNITS of the bytes; a large file is cut where that can be done."""
+    """Group consecutive parts into units of about 1/UNITS of the bytes; large files are divided if possible."""
     sizes = [job.folder.num_bytes(part.files) for part in parts]
     most = max(sum(sizes) // UNITS, LEAST_BYTES)
     units: list[Unit] = []
@@ -221,9 +221,9 @@ def _add_units(
     job: Job, parts: Sequence[Part], rows: RowImport, building: Path, room: Path, *, ordered: bool,
     address: str, progress: Progress,
 ) -> int:  # fmt: skip
-    """Import parts by the actors of a cluster into a trace that is being built. The number of rows that were read.
+    """Import parts with the actors of a cluster into `building`; return the number of rows read.
 
-    What they bring in is added to what `rows` says of the import. Raises ImportFailed.
+    The units' results are added to `rows.result`. Raises ImportFailed.
     """
     manifest = (building / MANIFEST).read_bytes()
     if not (room / MANIFEST).exists() or (room / MANIFEST).read_bytes() != manifest:
@@ -267,7 +267,7 @@ def _remove(room: Path) -> None:
 
 
 def _run(address: str, worker: _Reader, units: Sequence[Unit], advance: Callable[[int], None]) -> list[UnitImport]:
-    """What became of units, in their order."""
+    """Run units; return their results in order."""
     found: dict[int, UnitImport] = {}
     if units:
         for number, each in run_units(address, worker, units, num_cpus=_CPUS, num_gpus=0):
@@ -277,13 +277,13 @@ def _run(address: str, worker: _Reader, units: Sequence[Unit], advance: Callable
 
 
 def _decides(name: str, seen: Sequence[str] | set[str], filled: Sequence[str] | set[str]) -> bool:
-    """Whether zeros of a pass that were left open are placeholders."""
+    """True if undecided zeros of a pass are placeholders."""
     zeros = ZeroLists(seen, filled)
     return not zeros.is_filled(name) and zeros.was_never_filled(name)
 
 
 def _refuse_repeated(units: Sequence[tuple[Unit, Path]], folder: DumpFolder) -> None:
-    """Raise ImportFailed for a name that comes twice in a step: each unit has seen its own alone."""
+    """Raise ImportFailed if a name occurs twice in a step across units; within a unit, its writer checks."""
     columns = ["step", "seq_id"]
     tables = [TABLES[SEQUENCES].schema.empty_table().select(columns).append_column("unit", pa.array([], pa.int64()))]
     for number, (_, own) in enumerate(units):
@@ -297,12 +297,12 @@ def _refuse_repeated(units: Sequence[tuple[Unit, Path]], folder: DumpFolder) -> 
         first = twice.slice(0, 1).to_pylist()[0]
         file = folder.path(units[first["unit_max"]][0].parts[0].files[0])
         raise ImportFailed(
-            f"{file}: step {first['step']}, sequence {first['seq_id']!r}: comes a second time; (step, seq_id) names one sequence"
+            f"{file}: step {first['step']}, sequence {first['seq_id']!r}: occurs twice; (step, seq_id) must be unique"
         )
 
 
 def _add(found: UnitImport, job: Job, rows: RowImport) -> None:
-    """Add what became of a unit to what became of the whole."""
+    """Add a unit's result to that of the whole import."""
     result = rows.result
     for name in ("num_sequences", "num_tokens", "num_metrics", "num_above_zero"):
         setattr(result, name, getattr(result, name) + getattr(found, name))
@@ -324,7 +324,7 @@ def _content(given: Mapping[str, Any]) -> SealedFile:
 
 
 class _Reader:
-    """What an actor does."""
+    """Worker that imports units in an actor."""
 
     def __init__(self, job: Job, room: Path, ordered: bool):
         self._job, self._room, self._ordered = job.fresh(), room, ordered
@@ -354,7 +354,7 @@ class _Reader:
         return replace(found, folder=str(place))
 
     def close(self) -> None:
-        """Each unit was closed."""
+        """Do nothing: `run` closes each unit."""
 
     def _import(self, unit: Unit, job: Job, folder: Path) -> UnitImport:
         zeros = ZeroLists(*(unit.passes or ((), ())))
@@ -374,7 +374,7 @@ class _Reader:
 
 
 def _known(place: Path, job: Job) -> UnitImport | None:
-    """What became of a unit before, where its files hold what they held."""
+    """Return the result of a unit that was completed before; None if there is none or its files have changed."""
     try:
         found = UnitImport(**json.loads((place / _DONE).read_bytes()))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""verl: pickled DataProto (gen_batch.dp, or any batch that was saved), and the text of rollout_data_dir.
+"""verl: pickled DataProto (gen_batch.dp, or any saved batch), and the texts of rollout_data_dir.
 
 Shapes: B sequences, P padded prompt width, T padded response width.
 """
@@ -57,14 +57,14 @@ def _parts(folder: DumpFolder) -> list[Part]:
     texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT)]
     if batches and texts:
         raise ImportFailed(
-            f"{folder.url}: holds batches (*.dp) and texts of the same run (*.jsonl), which are the same sequences; name one of "
-            "the two folders"
+            f"{folder.url}: holds batches (*.dp) and texts (*.jsonl) of the same sequences; name the folder of only one of "
+            "them"
         )
     return batches or texts
 
 
 def _step_of(folder: DumpFolder, name: str) -> int | None:
-    """The step that the file meta.json beside a batch gives, or the folder's own name."""
+    """Return a batch's step from meta.json in its folder, else from the last number in its path."""
     meta = folder.beside(name, "meta.json")
     found = None
     try:
@@ -99,22 +99,20 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     if step is None:
         step = reading.fields(meta, str(path), budget).integer("step")
     if step is None:
-        raise ImportFailed(
-            f"{path}: does not say its step; put it into a folder that is called for it, as 7/{path.name}"
-        )
+        raise ImportFailed(f"{path}: has no step; put it into a folder named after its step, for example 7/{path.name}")
     temperature = reading.fields(meta, str(path), budget).number("temperature")
     yield _rows(fields, str(path), step, temperature)
 
 
 def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors and other columns of a DataProto, and its meta_info."""
+    """Return the tensors and other columns of a DataProto, and its meta_info."""
     found = unpickled(content, where, _SHELLS)
     state = found.state if isinstance(found, Shell) else None
     try:
         if isinstance(state, dict):
             state = (state.get("batch"), state.get("non_tensor_batch"), state.get("meta_info"))
         if not (isinstance(state, tuple) and len(state) == 3):
-            raise NotPlain("it is none")
+            raise NotPlain("unexpected state")
         batch, others, meta = state
         if isinstance(batch, BYTES):
             batch = read_bytes(batch, where, _SHELLS, budget)
@@ -123,19 +121,19 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
     except (ValueError, TypeError) as error:
         if isinstance(error, ImportFailed):
             raise
-        raise ImportFailed(f"{where}: is no DataProto of verl ({error})") from error
+        raise ImportFailed(f"{where}: is not a DataProto of verl ({error})") from error
 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
-    """The tensors of a batch that was written with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
+    """Return the tensors of a batch saved with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
     if len(batch) != 3 or not isinstance(batch[2], dict):
-        raise NotPlain("its tensors are of another form")
+        raise NotPlain("unexpected form of its tensors")
     plain = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
     return {name: raw_tensor(*value) for name, value in plain.items()}
 
 
 def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
-    """Rows of a batch: prompts are padded on the left, responses on the right, [B, T] belongs to responses."""
+    """Return the rows of a batch: prompts [B, P] padded on the left, responses and their values [B, T] on the right."""
     responses, prompts = fields.array("response_ids", 2), fields.array("prompt_ids", 2)
     if responses is None:
         raise ImportFailed(f"{where}: has no responses; save the batch after generation")
@@ -144,7 +142,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     attention = fields.array("attention_mask", 2)
     if attention is None or attention.shape != (num_rows, prompt_width + width):
         raise ImportFailed(
-            f"{where}: its attention_mask is not [{num_rows}, {prompt_width + width}], prompts and responses"
+            f"{where}: attention_mask does not have the shape [{num_rows}, {prompt_width + width}] of prompts and responses"
         )
     is_token = attention.astype(bool)
     responded, prompted = Padding.of(is_token[:, prompt_width:]), Padding.of(is_token[:, :prompt_width])
@@ -166,19 +164,19 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
 
 
 def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | None:
-    """A row's reward: the sum of what its tokens were given."""
+    """Return [B] float64: the sum of each row's token rewards; None if rewards are not per token."""
     if np.ndim(settled(fields.get("reward"))) != 2:
         return None
     rewards = fields.array("reward", 2)
     assert rewards is not None
     if len(rewards) != len(responded.lengths) or rewards.shape[1] > responded.width:
         raise ImportFailed(
-            f"{where}: its rewards have the shape {list(rewards.shape)}, and the responses {list(responded.mask.shape)}"
+            f"{where}: rewards have the shape {list(rewards.shape)}, but responses {list(responded.mask.shape)}"
         )
     there_BT = responded.mask[:, : rewards.shape[1]]
     given_BT = np.where(there_BT, rewards, 0)
     found: np.ndarray = given_BT.sum(axis=1).astype(np.float64)
-    # Most rows have one reward, at their last token, and any order of adding gives it; others are summed as they lie there.
+    # Most rows have a single reward, at the last token, which any order of addition returns; the rest are summed row by row.
     counts_B = np.count_nonzero(given_BT, axis=1)
     for row in np.flatnonzero((counts_B > 1) | ((counts_B == 0) & np.signbit(given_BT).any(axis=1))):
         found[row] = rewards[row][there_BT[row]].sum()
@@ -190,16 +188,16 @@ def _routed(experts: np.ndarray, is_token: np.ndarray, where: str) -> np.ndarray
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """The engine's router choices, [B, P + T, L, S], zeros where there are none.
+    """Return the engine's router choices [B, P + T, L, S], zeros if a token has none; None if not recorded.
 
-    Once the trainer has scored a batch, the same field may hold the trainer's own (router_replay.mode=R2), and is not read.
+    After the trainer has scored a batch, the field may hold the trainer's choices (router_replay.mode=R2) and is not read.
     """
     if "train_logprobs" in fields or np.ndim(settled(fields.get("experts"))) != 4:
         return None
     found = fields.array("experts", 4)
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
-            f"{where}: routed_experts has the shape {list(found.shape)}, and attention_mask {list(shape)}; leave it out with "
+            f"{where}: routed_experts has the shape {list(found.shape)}, but attention_mask {list(shape)}; leave it out with "
             "--map routed_experts="
         )
     return found
@@ -210,7 +208,7 @@ def _aligned(fields: Fields, column: str, shape: tuple[int, int], where: str) ->
         return None
     found = fields.array(column, 2)
     if found is not None and found.shape != shape:
-        raise ImportFailed(f"{where}: {column} has the shape {list(found.shape)}, and the responses {list(shape)}")
+        raise ImportFailed(f"{where}: {column} has the shape {list(found.shape)}, but the responses {list(shape)}")
     return found
 
 
@@ -223,7 +221,7 @@ def _text_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
 
 VERL = Format(
     name="verl",
-    writes="`skip.rollout.dump_dir`, `DataProto.save_to_disk`, or `trainer.rollout_data_dir` (text alone)",
+    writes="`skip.rollout.dump_dir`, `DataProto.save_to_disk`, or `trainer.rollout_data_dir` (texts only)",
     files="*.dp or <step>.jsonl",
     columns=COLUMNS,
     alignment="tensors are [B, T]; index i belongs to responses[i]; prompts are padded on the left, responses on the right",

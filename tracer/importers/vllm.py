@@ -22,7 +22,7 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
     for place, choice in enumerate(choices):
         where = f"{fields.where}, choice {place}"
         if not isinstance(choice, Mapping):
-            raise ImportFailed(f"{where}: is no object")
+            raise ImportFailed(f"{where}: is not an object")
         logprobs = choice.get("logprobs")
         tokens, values = _tokens(logprobs if isinstance(logprobs, Mapping) else {})
         own = fields.of({**choice, "token_logprobs": values}, where)
@@ -35,7 +35,7 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> tuple[list[Any], list[Any] | None]:
-    """Tokens and logprobs of a choice: of a completion, or of a chat."""
+    """Return tokens and logprobs of a choice, of a completion or a chat."""
     content = logprobs.get("content")
     if isinstance(content, list):
         entries = [entry if isinstance(entry, Mapping) else {} for entry in content]
@@ -64,11 +64,11 @@ VLLM = response_format(
         "finish_reason": ("finish_reason",),
     },
     name="vllm",
-    writes="your client: responses of `/v1/completions` or `/v1/chat/completions`, asked with logprobs and return_token_ids=true",
-    alignment="logprobs belong to token_ids of the choice, or to tokens written as token_id:<id>",
+    writes="your client: responses of `/v1/completions` or `/v1/chat/completions`, requested with logprobs and return_token_ids=true",
+    alignment="logprobs belong to the choice's token_ids, or to tokens written as token_id:<id>",
     lacks={
-        "rollout": "the responses hold no logprobs; ask with logprobs=1 (chat: logprobs=true)",
-        "train": "responses are the engine's side alone; write the trainer's logprobs of the same tokens beside "
-        "them, and import that with `tim-trace import parquet`",
+        "rollout": "the responses hold no logprobs; request them with logprobs=1 (chat: logprobs=true)",
+        "train": "responses have only the engine's logprobs; write them as Parquet together with the trainer's logprobs "
+        "of the same tokens, and import that with `tim-trace import parquet`",
     },
 )
