@@ -21,7 +21,7 @@ class GradientScorer(HfScorer):
     """Gives the gradient of losses, on a model in the mode that the recording's was in."""
 
     keeps_recorded_rows = False
-    pass_of_rows = "a forward and backward"
+    pass_of_rows = "per forward and backward"
 
     def attach(self, model: Any, shared: Any = None) -> Any:
         """Score with this model, in train mode and with gradient checkpoints where the recording was."""

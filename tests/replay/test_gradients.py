@@ -336,7 +336,7 @@ def test_out_of_memory_halves_the_rows_of_a_forward(loop, monkeypatch):
         return whole(self, batch)
 
     monkeypatch.setattr(TransformersScorer, "logprobs", little)
-    with pytest.warns(TimTraceWarning, match="out of memory with 2 rows a forward and backward; going on with 1"):
+    with pytest.warns(TimTraceWarning, match="out of memory with 2 rows per forward and backward; continuing with 1"):
         (step,) = gradient(loop[0], steps="3").steps
     assert step.reproduced  # five digits were logged
 
@@ -403,7 +403,7 @@ def test_what_cannot_be_is_refused_with_the_way_out(loop, options, error, words)
 
 def test_a_trace_without_a_model_a_loss_or_advantages_says_so(loop, tmp_path):
     make_trace(tmp_path / "bare")
-    with pytest.raises(CannotReplay, match="does not say which model"):
+    with pytest.raises(CannotReplay, match="the model was not recorded"):
         gradient(tmp_path / "bare")
 
     trace = tmp_path / "run"

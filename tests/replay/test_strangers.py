@@ -156,7 +156,7 @@ def fetched(monkeypatch):
 )
 def test_no_attention_is_fetched_and_arms_run_without_it(tmp_path, fetched, attention, code):
     attended(tmp_path / "run", attention, "bfloat16")  # other bits, whatever runs
-    with pytest.warns(TimTraceWarning, match=r"arm \S+: the recorded attention .*; sdpa runs in its place"):
+    with pytest.warns(TimTraceWarning, match=r"arm \S+: the recorded attention .*; sdpa is used instead"):
         results = replay(tmp_path / "run", arm=["dtype=fp64", "attention=eager"])
     assert [result.arm for result in results] == ["as-recorded", "fp64", "eager"]
     assert all(result.num_tokens == 2 and np.isfinite(result.mean_abs_d) for result in results)
@@ -178,7 +178,7 @@ def test_a_kernel_of_the_hub_is_fetched_on_the_user_s_word_alone(tmp_path, monke
         CannotReplay, match=r"kernels-community/flash-attn2"
     ):  # which transformers takes to be loaded now
         replay(tmp_path / "run", arm=["batch-size=1"], allow_kernel=[name])
-    with pytest.warns(TimTraceWarning, match="runs in its place"):
+    with pytest.warns(TimTraceWarning, match="is used instead"):
         assert replay(tmp_path / "run", arm=["dtype=fp64"], allow_kernel=[name])[0].not_held == "refused"
 
 
