@@ -112,7 +112,7 @@ def test_no_function_is_called_but_trl_s_own(tmp_path, monkeypatch, field, name)
     monkeypatch.setattr(builtins, "print", lambda *_, **__: called.append("print"))
     monkeypatch.setattr(os, "abort", lambda: called.append("abort"))
     record(tmp_path / "run", contract=TRL | {field: name or "nothing"})
-    with pytest.raises(CannotReplay, match=rf"{field}.*model_factory='MODULE:FUNCTION'|none that can be replayed"):
+    with pytest.raises(CannotReplay, match=rf"{field}.*model_factory='MODULE:FUNCTION'|cannot be replayed"):
         replay(tmp_path / "run")
     assert called == []
 
