@@ -361,7 +361,7 @@ def test_dropout_is_named_where_the_recording_drew_it(loop, tmp_path):
         path.write_text(path.read_text().replace('"attention_dropout": 0.0', '"attention_dropout": 0.5'))
     (step,) = gradient(trace, steps="3").steps
     assert step.reproduced is False
-    assert any("drops out at random" in note for note in step.notes)
+    assert any("uses dropout" in note for note in step.notes)
 
 
 def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, tmp_path):
@@ -373,7 +373,7 @@ def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, t
         pq.write_table(table.filter([step != 2 for step in table["step"].to_pylist()]), path)
     first, second, third = gradient(trace).steps
     assert first.logged_norm is second.logged_norm is None
-    assert any("cannot be told from those" in note for note in first.notes)
+    assert any("cannot be distinguished from those" in note for note in first.notes)
     assert third.reproduced
 
 
@@ -385,7 +385,7 @@ def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, t
         ({"arm": ["mode=decode"]}, InvalidOption, "arm mode.*batch-size.*logprobs=replay/decode"),
         ({"arm": ["correction=none:2"]}, InvalidOption, "token_truncate:2"),
         ({"arm": ["correction=token_truncate"]}, InvalidOption, "with a bound"),
-        ({"arm": ["correction=token_mask:much"]}, InvalidOption, "'much' is no bound"),
+        ({"arm": ["correction=token_mask:much"]}, InvalidOption, "'much' is not a bound"),
         ({"arm": ["logprobs=engine"]}, InvalidOption, "train, rollout, current or replay"),
         ({"arm": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "named twice"),
         ({"arm": ["name=nothing"]}, InvalidOption, "changes nothing"),
