@@ -121,7 +121,9 @@ def replay(
     device = device_here() if ray is None else "cuda" if gpus else "cpu"
     arms = _arms(arm, arm_file, changes)
     if as_recorded and len(arms) > 1:
-        raise InvalidOption(f"changes nothing, but arm {arms[1].name} does; leave one of them out", option="as_recorded")
+        raise InvalidOption(
+            f"changes nothing, but arm {arms[1].name} does; leave one of them out", option="as_recorded"
+        )
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(run.replayed_pass))
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
@@ -338,7 +340,9 @@ def _contract(run: RecordedRun, step: int, rows: list[RecordedRow]) -> Contract:
     """Return the contract of the replayed pass. Raises CannotReplay if the step has several."""
     digests = {row.contract for row in rows}
     if len(digests) != 1:
-        raise CannotReplay(f"{run.store.url}: step {step} was scored under {len(digests)} contracts; a replay needs exactly one")
+        raise CannotReplay(
+            f"{run.store.url}: step {step} was scored under {len(digests)} contracts; a replay needs exactly one"
+        )
     return run.train_contract(digests.pop())
 
 

@@ -200,7 +200,9 @@ class HfScorer:
             return ModuleScorer(model, head, replace(arm, attention=None))
         if not gives_hidden(model):
             if self.capture.level == HIDDEN:
-                raise CannotReplay("capture hidden: the model factory's model returns only logits; use logits or topk:K")
+                raise CannotReplay(
+                    "capture hidden: the model factory's model returns only logits; use logits or topk:K"
+                )
             return ModuleScorer(model, head, arm)
         return TransformersScorer(
             model,

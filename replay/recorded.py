@@ -140,7 +140,9 @@ class RecordedRun:
         for state in sorted(states, key=lambda state: "class" not in state.model):  # engines do not record the class
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
-                    raise CannotReplay(f"{self.store.url}: the model's config is not a JSON object; is the trace damaged?")
+                    raise CannotReplay(
+                        f"{self.store.url}: the model's config is not a JSON object; is the trace damaged?"
+                    )
                 return state.model, state.tokenizer
         if self.manifest.is_import:
             raise CannotReplay(

@@ -82,9 +82,7 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
     try:
         known = msgspec.to_builtins(msgspec.convert(recorded, _Lora))
     except msgspec.ValidationError as error:
-        raise CannotReplay(
-            f"the adapter {ascii(name)[:80]} cannot be replayed ({error}); LoRA and DoRA can"
-        ) from error
+        raise CannotReplay(f"the adapter {ascii(name)[:80]} cannot be replayed ({error}); LoRA and DoRA can") from error
     usual = kind().to_dict()
     others = [
         field for field, value in recorded.items()
@@ -103,7 +101,9 @@ def exported_config(name: str, recorded: Any) -> dict[str, Any]:
     from peft import LoraConfig
 
     if not re.fullmatch(r"[\w-]{1,80}", name):
-        raise CannotReplay(f"the adapter {ascii(name)[:80]} has a name that is not valid for a folder; is the trace damaged?")
+        raise CannotReplay(
+            f"the adapter {ascii(name)[:80]} has a name that is not valid for a folder; is the trace damaged?"
+        )
     return _fields(name, recorded, LoraConfig) | {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
 
 

@@ -126,9 +126,7 @@ class StepPasses:
         if update.metric_step is None:
             notes.append("its grad norm cannot be distinguished from those of the step's other updates")
         if scorer.substitution is not None:
-            notes.append(
-                f"the recorded code does not run here ({scorer.substitution}), so other code was used"
-            )
+            notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
         if reproduced is False:
             notes += list(self._why(scorer, loss, seen))
         return notes

@@ -176,7 +176,9 @@ class ExactModel:
     def caches(self, num_rows: int, width: int) -> list[KeyValueCache]:
         """Return one empty cache per layer. Raises CannotReplay if sums over this many tokens are not exact."""
         if width > MOST_KEYS:
-            raise CannotReplay(f"engine exact: {width:,} tokens per sequence, but sums are exact only up to {MOST_KEYS:,}")
+            raise CannotReplay(
+                f"engine exact: {width:,} tokens per sequence, but sums are exact only up to {MOST_KEYS:,}"
+            )
         shape = (num_rows, self.config.num_key_value_heads, width, self._head_width)
         return [KeyValueCache(*shape, self.precision, self.device) for _ in range(self.config.num_hidden_layers)]
 
