@@ -66,7 +66,7 @@ class Arm:
     )  # fmt: skip
     batch_size: int | None = arm_option("Rows per forward, in the recorded order and width.", users=_ANY, metavar="N")
     batch_tokens: int | None = arm_option(
-        "Maximum tokens per forward, padding included; rows of similar length go together, also of several steps.",
+        "Maximum tokens per forward, padding included; groups rows of similar length, also across steps.",
         users=_ANY, metavar="N",
         clashes=(
             Clash(other="batch_size", why="both bound a forward"),
@@ -91,7 +91,7 @@ class Arm:
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     kv_dtype: str | None = arm_option(
-        "Round what enters the KV cache to e4m3 at scale 1, vLLM's default.",
+        "Round keys and values in the KV cache to e4m3 at scale 1, vLLM's default.",
         values=("fp8",), users=(HF, VLLM, LOCATE), label="kv-",
         clashes=(Clash(other="mode", others=("prefill",), engine=HF, why="a prefill reads no cache"),),
     )  # fmt: skip
@@ -107,17 +107,17 @@ class Arm:
         "vLLM's prefix cache.", values=("on", "off"), users=(VLLM, LOCATE), refused={LOCATE: ("on",)}
     )
     attention_backend: str | None = arm_option(
-        "vLLM's attention, by its own name, such as FLASH_ATTN.", users=(VLLM, LOCATE), metavar="NAME", label=""
+        "vLLM's attention backend, such as FLASH_ATTN.", users=(VLLM, LOCATE), metavar="NAME", label=""
     )
     tensor_parallel_size: int | None = arm_option(
-        "GPUs (on a CPU: processes) that vLLM divides each layer among.", users=(VLLM, LOCATE), metavar="N"
+        "GPUs (on a CPU: processes) over which vLLM splits each layer.", users=(VLLM, LOCATE), metavar="N"
     )
     gpu_memory_utilization: float | None = arm_option(
-        "Share of a GPU's memory for vLLM.  [default: as recorded, or what is free, up to 0.9]",
+        "Share of a GPU's memory for vLLM.  [default: as recorded, or the free share, up to 0.9]",
         users=(VLLM, LOCATE), metavar="SHARE", most=1,
     )  # fmt: skip
     max_model_len: int | None = arm_option(
-        "vLLM's maximum tokens per sequence.  [default: as recorded, or what the longest sequence needs]",
+        "vLLM's maximum tokens per sequence.  [default: as recorded, or enough for the longest sequence]",
         users=(VLLM, LOCATE), metavar="N",
     )  # fmt: skip
     deterministic: bool = arm_option(
@@ -134,14 +134,14 @@ class Arm:
         values=("recorded",), users=(HF, LOCATE, FACTORY),
     )  # fmt: skip
     adapter: str | None = arm_option(
-        "Run a model with adapters without them, as its reference does, or with them merged, as engines get them.",
+        "Turn adapters off, as in a reference model, or merge them into the weights, as for an engine.",
         values=("off", "merged"), users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="adapter-",
     )  # fmt: skip
     weights_version: int | None = arm_option(
         "Score with the weights of this policy version.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Name of the arm: the pass is replay/NAME.  [default: made of the changes]",
+        "Name of the arm: the pass is replay/NAME.  [default: built from the changes]",
         default="",
         users=_ANY,
         metavar="NAME",
@@ -165,7 +165,7 @@ class Arm:
             if self.engine == HF:
                 raise InvalidOption(f"is vLLM's; add {option('engine', VLLM)}", option=name)
             raise InvalidOption(
-                f"{whose} has no such setting here; with {option('engine', self.engine)} use "
+                f"{whose} does not support this option; with {option('engine', self.engine)} use "
                 f"{', '.join(names_for(self.engine))}",
                 option=name,
             )
@@ -285,8 +285,8 @@ def _arm(words: Mapping[str, str | None]) -> Arm:
         name = key.replace("-", "_")
         if name not in kinds or (value is None and kinds[name] != "bool"):
             raise InvalidOption(
-                f"got {key if value is None else f'{key}={value}'!r}; write changes as name=value with commas "
-                f"between them, as dtype=fp16,batch-size=1; names: "
+                f"got {key if value is None else f'{key}={value}'!r}; write comma-separated changes, "
+                f"as dtype=fp16,batch-size=1; names: "
                 f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
                 option="arm",
             )

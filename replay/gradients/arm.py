@@ -37,7 +37,7 @@ class GradientArm:
             )
         for name in self.forward.lacking(GRADIENT):
             raise InvalidOption(
-                f"arm {name.replace('_', '-')}: is not supported by gradient, which takes {', '.join(names_for(GRADIENT))}, logprobs and "
+                f"arm {name.replace('_', '-')}: not supported by gradient, which takes {', '.join(names_for(GRADIENT))}, logprobs and "
                 f"correction; or replay this arm and use its logprobs: --arm logprobs=replay/{self.forward.name}"
             )
         if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):

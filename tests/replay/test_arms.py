@@ -44,7 +44,7 @@ def test_an_arm_is_read_and_named_for_what_it_changes(text, changes, name):
         ("prefix-caching=on", "is vLLM's; add engine='vllm'"),
         ("engine=vllm,dtype=fp64", "dtype: vLLM has no fp64; use fp32, bf16, fp16"),
         ("weights-version=-1", "weights_version: got -1; use 0 or more"),
-        ("engine=vllm,threads=2", "threads: vLLM has no such setting here; .*mode.*attention-backend"),
+        ("engine=vllm,threads=2", "threads: vLLM does not support this option; .*mode.*attention-backend"),
     ],
 )
 def test_an_arm_that_makes_no_sense_is_refused(text, message):

@@ -166,7 +166,7 @@ def test_which_tokens_were_sent_elsewhere_can_be_asked(arms):
 
 @pytest.mark.slow
 def test_routing_is_refused_where_it_cannot_be(trace, tmp_path):
-    with pytest.raises(InvalidOption, match="routing: vLLM has no such setting here"):
+    with pytest.raises(InvalidOption, match="routing: vLLM does not support this option"):
         Arm(engine="vllm", routing="recorded")
     with pytest.raises(InvalidOption, match=r"compile: .*routers inside a compiled backbone cannot be forced"):
         Arm(compile=True, routing="recorded")
