@@ -38,7 +38,7 @@ _CACHED = ("decode", "chunked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A replay configuration. None, or the default, is "as recorded"."""
+    """A replay configuration. None, or the default, means as recorded."""
 
     engine: str = arm_option(
         "Rebuilt transformers model, vLLM on the same weights, or a forward with the same bits in every batch.",
@@ -225,7 +225,7 @@ def names_for(user: str) -> list[str]:
 
 
 def parse_arm(text: str) -> Arm:
-    """Read `dtype=fp16,attention=eager`, with the options' names; `name=...` names the arm.
+    """Parse `dtype=fp16,attention=eager`; keys are option names, and `name=...` names the arm. Raises InvalidOption.
 
     >>> parse_arm("dtype=fp16,batch-size=1").name
     'fp16+batch-size-1'
@@ -285,8 +285,8 @@ def _arm(words: Mapping[str, str | None]) -> Arm:
         name = key.replace("-", "_")
         if name not in kinds or (value is None and kinds[name] != "bool"):
             raise InvalidOption(
-                f"got {key if value is None else f'{key}={value}'!r}; write comma-separated changes, "
-                f"as dtype=fp16,batch-size=1; names: "
+                f"got {key if value is None else f'{key}={value}'!r}; write changes as name=value, "
+                f"separated by commas, such as dtype=fp16,batch-size=1; names: "
                 f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
                 option="arm",
             )

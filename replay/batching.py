@@ -29,7 +29,7 @@ class PaddedBatch:
 
     rows: tuple[RecordedRow, ...]
     ids_BW: np.ndarray
-    """int64"""
+    """int64: token ids, with `pad_id` as padding."""
     mask_BW: np.ndarray
     """int64: attention mask, 1 for tokens that attention sees."""
     first_B: np.ndarray
@@ -52,7 +52,7 @@ class PaddedBatch:
 
     @property
     def width(self) -> int:
-        """W"""
+        """W: tokens per row, padding included, or of the whole packed forward."""
         return int(self.ids_BW.shape[1])
 
     @property
@@ -95,7 +95,7 @@ class PackedBatch:
 
     @property
     def width(self) -> int:
-        """W"""
+        """W: tokens per row, padding included, or of the whole packed forward."""
         return len(self.ids_W)
 
     @property

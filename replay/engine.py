@@ -481,7 +481,7 @@ class _UnitScorer(_Actor):
         return _UnitScores(parts, paces[0] if paces else None, self._loaded.load_s)
 
     def close(self) -> None:
-        """Seal what was added."""
+        """Release the model and seal the added scores."""
         if self._loaded is not None:
             self._loaded.close()
         for _, target in self._entries.values():
@@ -497,7 +497,7 @@ class _PaceMeter(_Actor):
         return _paces(run, [(self._entries[name][0], step) for name, step in steps.items()], self._sample)
 
     def close(self) -> None:
-        """Nothing was written."""
+        """Do nothing: no scores were written."""
 
 
 def _on_cluster(
@@ -559,7 +559,7 @@ def _measured_on_cluster(
 
 
 def _num_cpus(gpus: float) -> int:
-    """CPUs per actor with a model."""
+    """Return the number of CPUs per actor."""
     import torch
 
     return 1 if gpus else torch.get_num_threads()

@@ -16,7 +16,7 @@ from .settings import autocast_dtype
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The settings of a replay; torch's dtypes need torch."""
+    """The settings of an arm; properties that return torch dtypes import torch."""
 
     arm: Arm
     recorded: Contract

@@ -44,9 +44,9 @@ class RecordedRow:
 
     seq_id: str
     prompt_ids: np.ndarray
-    """[P] int32"""
+    """[P] int32: token ids of the prompt."""
     response_ids: np.ndarray
-    """[T] int32"""
+    """[T] int32: token ids of the response."""
     logprobs: np.ndarray
     """[T] float32, nats; meaningless where `scored` is false."""
     scored: np.ndarray

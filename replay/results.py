@@ -72,7 +72,7 @@ class GroupSums:
 
 
 class ReplayedSteps(list[ReplayedStep], Table):
-    """Every step under every arm."""
+    """The results of all steps under all arms."""
 
     def __init__(
         self, steps: Iterable[ReplayedStep] = (), *, sample: Sample | None = None, plan: ReplayPlan | None = None

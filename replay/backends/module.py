@@ -35,7 +35,7 @@ class ModuleScorer:
         self._head = head
 
     def __call__(self, batch: PaddedBatch) -> Any:
-        """[N] log-probabilities of the batch's response tokens, row by row."""
+        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
         import torch
 
         with torch.no_grad():

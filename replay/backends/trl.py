@@ -43,7 +43,7 @@ class TrlScorer:
             _wrap_forward(model, lambda: autocast(device, autocast_dtype))
 
     def __call__(self, batch: ForwardBatch) -> Any:
-        """[N] log-probabilities of the batch's response tokens, row by row."""
+        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
         import torch
 
         with torch.set_grad_enabled(self._grad):

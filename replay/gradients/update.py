@@ -35,7 +35,7 @@ class LossRow:
     mask: np.ndarray
     """[T] bool: true for tokens that count in the loss."""
     advantage: np.ndarray
-    """[1], or [T], float32"""
+    """[1] or [T] float32: per sequence or per token."""
     group: str
     passes: dict[str, np.ndarray]
     """Pass -> [T] float32 logprobs, nats; NaN if missing."""
@@ -47,7 +47,7 @@ class LossRow:
 
     @property
     def num_tokens(self) -> int:
-        """That count in the loss."""
+        """Tokens that count in the loss."""
         return int(self.mask.sum())
 
 
@@ -90,7 +90,7 @@ class Update:
 
     @property
     def num_tokens(self) -> int:
-        """That count in the loss."""
+        """Tokens that count in the loss."""
         return sum(entry.num_tokens for entry in self.rows)
 
     def parts(self, at_least: int) -> list[tuple[LossRow, ...]]:

@@ -29,7 +29,7 @@ class ExactScorer:
         self._cached_tokens = cached_tokens
 
     def __call__(self, batch: ForwardBatch) -> Any:
-        """[N] log-probabilities of the batch's response tokens, row by row."""
+        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
         import torch
 
         with torch.no_grad():
