@@ -52,7 +52,7 @@ class PaddedBatch:
 
     @property
     def width(self) -> int:
-        """W: tokens per row, padding included, or of the whole packed forward."""
+        """W: tokens per row, padding included."""
         return int(self.ids_BW.shape[1])
 
     @property
@@ -95,7 +95,7 @@ class PackedBatch:
 
     @property
     def width(self) -> int:
-        """W: tokens per row, padding included, or of the whole packed forward."""
+        """W: tokens of the whole forward, padding included."""
         return len(self.ids_W)
 
     @property

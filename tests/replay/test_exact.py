@@ -344,7 +344,7 @@ def test_an_overflow_is_nan_where_it_is_seen_and_nowhere_else():
     ("name", "config", "message"),
     [
         ("Gemma2ForCausalLM", {}, "cannot run Gemma2ForCausalLM; it runs LlamaForCausalLM, .*; use engine='hf'"),
-        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "no activation 'gelu'"),
+        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ("Qwen3ForCausalLM", {"rope_parameters": {"rope_type": "dynamic"}}, "rotary embedding 'dynamic'"),
         ("Qwen2ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "rotary embedding 'longrope'"),
     ],

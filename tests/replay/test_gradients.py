@@ -387,7 +387,7 @@ def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, t
         ({"arm": ["correction=token_truncate"]}, InvalidOption, "with a bound"),
         ({"arm": ["correction=token_mask:much"]}, InvalidOption, "'much' is not a bound"),
         ({"arm": ["logprobs=engine"]}, InvalidOption, "train, rollout, current or replay"),
-        ({"arm": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "named twice"),
+        ({"arm": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "the name of two arms"),
         ({"arm": ["name=nothing"]}, InvalidOption, "changes nothing"),
         ({"arm": ["logprobs=replay/bf16"], "steps": "1"}, CannotReplay, "tim-trace replay RUN --steps 1"),
         ({"micro_batches": 2}, InvalidOption, "4 or more, or 0"),

@@ -517,7 +517,7 @@ def test_a_name_that_stands_for_other_changes_is_refused(trace):
     replay(trace, steps="1", dtype="bf16", name="mine")
     with pytest.raises(InvalidOption, match="replay/mine already exists with other changes"):
         replay(trace, steps="2", dtype="fp16", name="mine")
-    with pytest.raises(InvalidOption, match="named twice"):
+    with pytest.raises(InvalidOption, match="the name of two arms"):
         replay(trace, arm=["dtype=fp16", "dtype=fp16"])
 
 
