@@ -971,7 +971,7 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_by("step", "module", "arm")
 @_prints()
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
-    """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
+    """Take the gradient of recorded steps again, as recorded and under each arm, and compare the results.
 
     The gradient as recorded comes first, and its norm is held against the grad norm that the trainer logged. An arm is one
     or several changes with commas in between: those of the forward and backward that --arm lists;

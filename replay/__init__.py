@@ -1,1 +1,1 @@
-"""Re-scoring recorded tokens under other numerics."""
+"""Re-score recorded tokens under other numerics."""

@@ -1,4 +1,4 @@
-"""The description of an arm's option, from which checks, messages, the command line and the docs follow."""
+"""The description of an arm's option: the single source of its checks, messages, command-line flag and docs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""What else takes arms: `gradient`, `locate`, and a model of `--model-factory` that gives logits alone."""
+"""Other users of arms: the commands `gradient` and `locate`, and a `--model-factory` model that returns only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,53 +22,53 @@ class Clash:
     other: str
     why: str
     values: tuple[str, ...] = ()
-    """Values of the option itself; empty for all."""
+    """Values of this option; empty for all."""
     others: tuple[str, ...] = ()
-    """Values of the other option, without what follows a colon; empty for all."""
+    """Values of the other option, up to the colon; empty for all."""
     engine: str | None = None
-    """The only engine that this concerns; None for all."""
+    """The engine that has this restriction; None for all."""
 
     def meets(self, value: Any, other: Any) -> bool:
-        """Whether these two values exclude each other."""
+        """Return True if these two values exclude each other."""
         words = (str(one).partition(":")[0] for one in (value, other))
         return all(not wanted or word in wanted for word, wanted in zip(words, (self.values, self.others), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmOption:
-    """What an option of `Arm` takes, who has it, and what it excludes."""
+    """The values of an option of `Arm`, its users, and the options that it excludes."""
 
     help: str
     users: tuple[str, ...] = (HF, EXACT)
-    """Engines that have it, and GRADIENT, LOCATE, FACTORY."""
+    """Engines that support the option, plus any of GRADIENT, LOCATE, FACTORY."""
     values: tuple[str, ...] = ()
-    """All that it takes; empty for a number, a switch or any text. `word:N` takes a number from 1 on."""
+    """Allowed values; empty for a number, a switch or free text. In `word:N`, N is 1 or more."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """User -> values that it does not have."""
+    """User -> values it does not support."""
     clashes: tuple[Clash, ...] = ()
     metavar: str | None = None
     least: int = 1
-    """Lower bound of a whole number."""
+    """Lower bound of an integer option."""
     most: float | None = None
-    """Upper bound of a number above 0 that need not be whole; None for a whole number."""
+    """Upper bound of a float option, which must be above 0; None for an integer option."""
     label: str | None = None
-    """Stands before the value in the name that is made for an arm; None for the option's name and a hyphen."""
+    """Prefix of the value in a generated arm name; None for the option's name and a hyphen."""
 
     @property
     def takes_numbers(self) -> bool:
-        """Whether some of its values end in a number of the user's choice."""
+        """True if some values take a number (`word:N`)."""
         return any(value.endswith(":N") for value in self.values)
 
     def works(self, user: str, value: Any) -> bool:
-        """Whether an engine, or another user, has this value."""
+        """Return True if an engine, or another user of arms, supports this value."""
         return user in self.users and value not in self.refused.get(user, ())
 
     def values_of(self, user: str) -> tuple[str, ...]:
-        """The values that a user has."""
+        """Return the values that a user supports."""
         return tuple(value for value in self.values if self.works(user, value))
 
     def check(self, name: str, value: Any) -> None:
-        """Raise InvalidOption for a value that it does not take."""
+        """Raise InvalidOption if the value is not allowed."""
         if isinstance(value, str) and self.values:
             word, colon, number = value.partition(":")
             counted = colon and number.isdecimal() and int(number) and f"{word}:N" in self.values
@@ -83,18 +83,18 @@ class ArmOption:
             raise InvalidOption(f"got {value}; use a number above 0{bound}", option=name)
 
     def made_name(self, name: str, value: Any) -> str:
-        """What a changed value adds to the name that is made for an arm."""
+        """Return the part of a generated arm name that stands for this value."""
         label = f"{name.replace('_', '-')}-" if self.label is None else self.label
         return label + ("" if value is True else str(value).replace(":", "-"))
 
 
 def arm_option(help: str, *, default: Any = None, **described: Any) -> Any:
-    """A field of `Arm` with its description."""
+    """Return a dataclass field of `Arm` that carries its description."""
     return field(default=default, metadata={"option": ArmOption(help=help, **described)})
 
 
 def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -> None:
-    """Raise InvalidOption for two options that exclude each other."""
+    """Raise InvalidOption if two options exclude each other."""
     for name, described in options.items():
         for clash in described.clashes if values[name] else ():
             if (
@@ -112,5 +112,5 @@ def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -
 
 
 def phrase(name: str, value: Any) -> str:
-    """An option with its value in a sentence: `batch-size 1`, `compile`."""
+    """Return an option and its value for use in a sentence: `batch-size 1`, `compile`."""
     return name.replace("_", "-") + ("" if value is True else f" {value}")

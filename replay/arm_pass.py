@@ -1,4 +1,4 @@
-"""What a trace has of an arm, and how more is added: the pass `replay/<arm>`."""
+"""The pass `replay/<arm>`: reading the scores that a trace already has for an arm, and adding more."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from .scored import Scored
 
 
 class ArmPass:
-    """The pass of an arm in the trace that is replayed."""
+    """The pass of one arm in the replayed trace."""
 
     def __init__(self, run: RecordedRun, arm: Arm, capture: Capture | None = None):
         self.run, self.arm, self.capture = run, arm, capture or Capture()
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
         self._there: tuple[Snapshot | None, set[int]] = (None, set())
-        """A look at the trace, which other arms may take as well, and the steps that this one had then."""
+        """A snapshot of the trace, and the steps that this pass had in it."""
 
     @property
     def steps(self) -> list[int]:
-        """The steps that it has."""
+        """Steps with scores of this pass."""
         return self.run.steps(self.name)
 
     @property
     def is_sample(self) -> bool:
-        """Whether what it has was made of a sample, so that a step may lack sequences."""
+        """True if the pass was scored on a sample, so steps may be incomplete."""
         return any("sample" in found for found in self.run.arms(self.name))
 
     @property
     def has_other_changes(self) -> bool:
-        """Whether the name stands for another arm."""
+        """True if the trace has a pass of this name with other changes."""
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored_alike(self, step: int, rows: Sequence[RecordedRow], contract: Contract) -> Scored | None:
-        """What it has of a step's rows, where that was made as the contract says; None where it was not."""
+        """Return the stored scores of a step's rows; None if any is missing or was made under another contract."""
         names = {row.seq_id for row in rows}
         own = {row.seq_id: row for row in self.run.step(step, self.name) if row.seq_id in names}
         if set(own) != names:
@@ -68,15 +68,15 @@ class ArmPass:
         return Scored(rows=list(rows), logprobs=[own[row.seq_id].logprobs for row in rows])
 
     def scored(self, step: int, rows: Sequence[RecordedRow]) -> Scored:
-        """What it has of these rows of a step."""
+        """Return the stored scores of those rows of a step that have any."""
         own = {row.seq_id: row for row in self.run.step(step, self.name)} if rows else {}
         kept = [row for row in rows if row.seq_id in own]
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add sequences of a step, in one record: a killed replay has them all or none.
+        """Add sequences of a step in one record, so that a killed replay leaves all of them or none.
 
-        Leaves out what another replay that runs at the same time has added since this one looked.
+        Skips sequences that a concurrent replay has added in the meantime.
         """
         with alone(self.run.folder):
             there = self._has_now(step)
@@ -85,7 +85,7 @@ class ArmPass:
                 self._record(step, scored.only(lacking) if there else scored, contract)
 
     def _has_now(self, step: int) -> set[str]:
-        """The step's sequences that are there by now; a fresh look is taken where others may have written since the last one."""
+        """Return the step's sequences that have scores by now; takes a new snapshot if another process may have written."""
         own = set() if self._recorder is None else {self._recorder.writer.name}
         ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
         if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:
@@ -117,9 +117,9 @@ class ArmPass:
         self._recorder.flush()
 
     def remove(self) -> None:
-        """Remove it: the files of the writers that wrote it, which wrote nothing else.
+        """Remove the pass: the files of its writers, which wrote nothing else.
 
-        Their states say so first, so that a process that dies in between leaves nothing that counts.
+        Each writer is first marked as removed, so that files left by a killed process are ignored.
         """
         folder, store = self.run.folder, self.run.store
         began = f"{PASSES}/{self.name}/"
@@ -142,13 +142,13 @@ class ArmPass:
         self.run.look()
 
     def close(self) -> None:
-        """Seal what was added."""
+        """Seal the added scores."""
         if self._recorder is not None:
             self._recorder.close()
 
 
 def _forward_columns(step: int, batches: Sequence[ForwardBatch], kept: np.ndarray | None) -> Forward:
-    """Of the rows of batches, or of those at the places `kept`."""
+    """Return the forward columns of the batches' rows, or only of the rows at indices `kept`."""
     parts: list[tuple[Any, ...]] = [batch.padding() for batch in batches]
     sizes = [len(batch.rows) for batch in batches]
     chosen = slice(None) if kept is None else kept

@@ -1,4 +1,4 @@
-"""What a replay changes against the recording."""
+"""Replay configurations: what a replay changes relative to the recording."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .arm_option import (
 from .backends.kernels import KERNELS
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What --dtype takes -> torch's name of the weights' dtype."""
+"""Value of --dtype -> torch's name of the weights' dtype."""
 PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
-"""Attention kernels that packed and shared forwards can have."""
+"""Attention kernels that work with padding packed and shared."""
 AS_RECORDED = "as-recorded"
 _ANY = (HF, VLLM, EXACT, LOCATE, FACTORY, GRADIENT)
 _TORCH = (HF, EXACT, LOCATE, FACTORY, GRADIENT)
@@ -38,7 +38,7 @@ _CACHED = ("decode", "chunked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A replay configuration. None, or the default, is "as recorded"."""
+    """A replay configuration. None, or the default, means as recorded."""
 
     engine: str = arm_option(
         "Rebuilt transformers model, vLLM on the same weights, or a forward with the same bits in every batch.",
@@ -66,7 +66,7 @@ class Arm:
     )  # fmt: skip
     batch_size: int | None = arm_option("Rows per forward, in the recorded order and width.", users=_ANY, metavar="N")
     batch_tokens: int | None = arm_option(
-        "Maximum tokens per forward, padding included; rows of similar length go together, also of several steps.",
+        "Maximum tokens per forward, padding included; groups rows of similar length, also across steps.",
         users=_ANY, metavar="N",
         clashes=(
             Clash(other="batch_size", why="both bound a forward"),
@@ -82,7 +82,7 @@ class Arm:
             Clash(values=("shared",), other="routing", why="a prompt that runs once cannot take the routes of each row"),
             Clash(
                 values=("packed", "shared"), other="attention",
-                others=tuple(name for name in KERNELS if name not in PACKABLE), why="it cannot keep to each row",
+                others=tuple(name for name in KERNELS if name not in PACKABLE), why="it cannot keep rows apart",
             ),
         ),
     )  # fmt: skip
@@ -91,7 +91,7 @@ class Arm:
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     kv_dtype: str | None = arm_option(
-        "Round what enters the KV cache to e4m3 at scale 1, vLLM's default.",
+        "Round keys and values in the KV cache to e4m3 at scale 1, vLLM's default.",
         values=("fp8",), users=(HF, VLLM, LOCATE), label="kv-",
         clashes=(Clash(other="mode", others=("prefill",), engine=HF, why="a prefill reads no cache"),),
     )  # fmt: skip
@@ -107,17 +107,17 @@ class Arm:
         "vLLM's prefix cache.", values=("on", "off"), users=(VLLM, LOCATE), refused={LOCATE: ("on",)}
     )
     attention_backend: str | None = arm_option(
-        "vLLM's attention, by its own name, such as FLASH_ATTN.", users=(VLLM, LOCATE), metavar="NAME", label=""
+        "vLLM's attention backend, such as FLASH_ATTN.", users=(VLLM, LOCATE), metavar="NAME", label=""
     )
     tensor_parallel_size: int | None = arm_option(
-        "GPUs (on a CPU: processes) that vLLM divides each layer among.", users=(VLLM, LOCATE), metavar="N"
+        "GPUs (on a CPU: processes) over which vLLM splits each layer.", users=(VLLM, LOCATE), metavar="N"
     )
     gpu_memory_utilization: float | None = arm_option(
-        "Share of a GPU's memory for vLLM.  [default: as recorded, or what is free, up to 0.9]",
+        "Share of a GPU's memory for vLLM.  [default: as recorded, or the free share, up to 0.9]",
         users=(VLLM, LOCATE), metavar="SHARE", most=1,
     )  # fmt: skip
     max_model_len: int | None = arm_option(
-        "vLLM's maximum tokens per sequence.  [default: as recorded, or what the longest sequence needs]",
+        "vLLM's maximum tokens per sequence.  [default: as recorded, or enough for the longest sequence]",
         users=(VLLM, LOCATE), metavar="N",
     )  # fmt: skip
     deterministic: bool = arm_option(
@@ -130,18 +130,18 @@ class Arm:
     )
     top_k: int | None = arm_option("Keep the K most probable tokens.", users=(HF, VLLM, LOCATE, FACTORY), metavar="K")
     routing: str | None = arm_option(
-        "Send each token to the recorded experts, with the recorded weights and slots; needs record --routing.",
+        "Route each token to the recorded experts, with the recorded weights and slots; needs record --routing.",
         values=("recorded",), users=(HF, LOCATE, FACTORY),
     )  # fmt: skip
     adapter: str | None = arm_option(
-        "Run a model with adapters without them, as its reference does, or with them merged, as engines get them.",
+        "Turn adapters off, as in a reference model, or merge them into the weights, as for an engine.",
         values=("off", "merged"), users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="adapter-",
     )  # fmt: skip
     weights_version: int | None = arm_option(
         "Score with the weights of this policy version.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Name of the arm: the pass is replay/NAME.  [default: made of the changes]",
+        "Name of the arm: the pass is replay/NAME.  [default: built from the changes]",
         default="",
         users=_ANY,
         metavar="NAME",
@@ -165,44 +165,44 @@ class Arm:
             if self.engine == HF:
                 raise InvalidOption(f"is vLLM's; add {option('engine', VLLM)}", option=name)
             raise InvalidOption(
-                f"{whose} has no such setting here; with {option('engine', self.engine)} use "
+                f"{whose} does not support this option; with {option('engine', self.engine)} use "
                 f"{', '.join(names_for(self.engine))}",
                 option=name,
             )
 
     def lacking(self, user: str) -> list[str]:
-        """Changed options that an engine, or another user of arms, does not have, or not with this value."""
+        """Return the changed options that an engine, or another user of arms, does not support with this value."""
         return [name for name, value in self.changes.items() if not OPTIONS[name].works(user, value)]
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What differs from the recording: field -> value."""
+        """Differences from the recording: field -> value."""
         default = Arm.__dataclass_fields__
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
     @property
     def unheard(self) -> list[str]:
-        """Changes under which `locate` cannot listen to operators. vLLM can be listened to in every mode."""
+        """Changes under which `locate` cannot observe operators. vLLM can be observed in every mode."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
     def is_heard(self) -> bool:
-        """Whether `locate` is worth suggesting: its operators can be listened to in this process, and they round."""
+        """True if `locate` is worth suggesting: operators can be observed in this process, and they round."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
     def is_identity(self) -> bool:
-        """Whether nothing differs from the recording."""
+        """True if nothing differs from the recording."""
         return not self.changes
 
     @property
     def has_batch_shape(self) -> bool:
-        """Whether it says itself which rows go through the model together."""
+        """True if the arm, not the recording, determines which rows share a forward."""
         return self.batch_size is not None or self.batch_tokens is not None or self.padding in ("packed", "shared")
 
     @property
     def cached_tokens(self) -> int | None:
-        """Response tokens that go through the KV cache at a time; None for one forward over everything."""
+        """Response tokens per forward through the KV cache; None for a single forward over the whole sequence."""
         if self.mode == "prefill":
             return None
         return 1 if self.mode == "decode" else int(self.mode.partition(":")[2])
@@ -212,11 +212,11 @@ class Arm:
 
 
 OPTIONS: dict[str, ArmOption] = {field.name: field.metadata["option"] for field in fields(Arm)}
-"""Every option of an arm, with its description."""
+"""Option name -> description, for every option of an arm."""
 
 
 def names_for(user: str) -> list[str]:
-    """The options that an engine, or another user of arms, has, as the command line writes them."""
+    """Return the options that an engine, or another user of arms, supports, spelled as on the command line."""
     return [
         name.replace("_", "-")
         for name, described in OPTIONS.items()
@@ -225,7 +225,7 @@ def names_for(user: str) -> list[str]:
 
 
 def parse_arm(text: str) -> Arm:
-    """Read `dtype=fp16,attention=eager`, with the options' names; `name=...` names the arm.
+    """Parse `dtype=fp16,attention=eager`; keys are option names, and `name=...` names the arm. Raises InvalidOption.
 
     >>> parse_arm("dtype=fp16,batch-size=1").name
     'fp16+batch-size-1'
@@ -235,7 +235,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def arm_text(changes: Mapping[str, Any]) -> str | None:
-    """What an arm changes in the words of `parse_arm`, as a pass's contract has it; None where this release does not know them.
+    """Return the text from which `parse_arm` reads these changes; None if this release does not know one of them.
 
     >>> arm_text({"dtype": "fp16", "batch_size": 1})
     'dtype=fp16,batch-size=1'
@@ -249,16 +249,16 @@ def arm_text(changes: Mapping[str, Any]) -> str | None:
 
 
 def read_arms(path: str | os.PathLike[str]) -> list[Arm]:
-    """The arms of a TOML file: a table each, by the arm's name, with the options' names as keys.
+    """Read arms from a TOML file: one table per arm, named after it, with option names as keys.
 
-    Raises InvalidOption for a file that holds none.
+    Raises InvalidOption if the file has none.
     """
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidOption(f"arm file {path}: cannot be read: {error}") from error
     if not tables or not all(isinstance(table, dict) for table in tables.values()):
-        raise InvalidOption(f'arm file {path}: holds no arms; write a table each, as [half], then dtype = "fp16"')
+        raise InvalidOption(f'arm file {path}: has no arms; write one table per arm, as [half], then dtype = "fp16"')
     arms = []
     for name, table in tables.items():
         try:
@@ -269,24 +269,24 @@ def read_arms(path: str | os.PathLike[str]) -> list[Arm]:
 
 
 def check_distinct(names: Sequence[str]) -> None:
-    """Raise InvalidOption where two arms have one name."""
+    """Raise InvalidOption if two arms have the same name."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InvalidOption(
-            f"{', '.join(twice)} is named twice; give each arm a name of its own with name=", option="arm"
+            f"{', '.join(twice)} is the name of two arms; give each arm its own with name=", option="arm"
         )
 
 
 def _arm(words: Mapping[str, str | None]) -> Arm:
-    """The arm of options as they are written; a switch needs no value."""
+    """Return the arm for options as written (name -> text); a switch needs no value."""
     kinds = {field.name: str(field.type) for field in fields(Arm)}
     values: dict[str, Any] = {}
     for key, value in words.items():
         name = key.replace("-", "_")
         if name not in kinds or (value is None and kinds[name] != "bool"):
             raise InvalidOption(
-                f"got {key if value is None else f'{key}={value}'!r}; write changes as name=value with commas "
-                f"between them, as dtype=fp16,batch-size=1; names: "
+                f"got {key if value is None else f'{key}={value}'!r}; write changes as name=value, "
+                f"separated by commas, such as dtype=fp16,batch-size=1; names: "
                 f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
                 option="arm",
             )

@@ -1,6 +1,6 @@
-"""Which rows go through the model together, and how they are padded or packed.
+"""Forwards: the rows that go through the model together, padded or packed.
 
-Shapes: B rows of a forward, W its width, K its last positions that are scored, N scored tokens.
+Shapes: B rows of a forward, W its width, K scored positions at its end, N scored tokens.
 """
 
 from __future__ import annotations
@@ -18,114 +18,114 @@ from .recorded import RecordedRow
 
 LEFT, RIGHT, PACKED, SHARED = "left", "right", "packed", "shared"
 END_TO_END = (PACKED, SHARED)
-"""Paddings without any."""
+"""Layouts without padding between rows."""
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Device -> tokens of a forward without padding, where no number of rows or tokens is given; a longer row goes alone."""
+"""Device -> maximum tokens of a packed forward if neither rows nor tokens are limited; a longer row goes alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBatch:
-    """One forward of rows side by side, padded to one width."""
+    """One forward of rows padded to the same width."""
 
     rows: tuple[RecordedRow, ...]
     ids_BW: np.ndarray
-    """int64"""
+    """int64: token ids, with `pad_id` as padding."""
     mask_BW: np.ndarray
-    """int64: 1 where there is a token that attention sees."""
+    """int64: attention mask, 1 for tokens that attention sees."""
     first_B: np.ndarray
-    """int64: place of each row's first response token."""
+    """int64: column of each row's first response token."""
 
     @property
     def num_kept(self) -> int:
-        """K: positions from the end that hold every response token."""
+        """K: number of columns at the end that contain every response token."""
         return int(self.ids_BW.shape[1] - self.first_B.min())
 
     @property
     def before_N(self) -> np.ndarray:
-        """Places of the hidden states that response tokens are predicted from."""
+        """Indices, in the flattened forward, of the hidden states that predict the response tokens."""
         return self.scored_N - 1
 
     @property
     def places_N(self) -> np.ndarray:
-        """Places of prompts and responses, row by row, in the rows laid end to end."""
+        """Indices of prompt and response tokens, row by row, in the flattened forward."""
         return np.flatnonzero(self.tokens_BW)
 
     @property
     def width(self) -> int:
-        """W"""
+        """W: tokens per row, padding included."""
         return int(self.ids_BW.shape[1])
 
     @property
     def scored_N(self) -> np.ndarray:
-        """Places of the response tokens, row by row, in the rows laid end to end."""
+        """Indices of the response tokens, row by row, in the flattened forward."""
         starts = self.first_B + np.arange(len(self.rows)) * self.width
         return _spans(starts, self.rows)
 
     def last(self, values_BK: Any) -> Any:
-        """[N] of the response tokens, row by row, out of what was scored of the last K positions."""
+        """Return the values [N] of the response tokens, row by row, from values of the last K columns."""
         begin, kept = self.width - values_BK.shape[1], values_BK.shape[1]
         return values_BK.reshape(-1)[_spans(self.first_B - begin + np.arange(len(self.rows)) * kept, self.rows)]
 
     @property
     def tokens_BW(self) -> np.ndarray:
-        """bool: true where a row's prompt or response lies."""
+        """bool: true for prompt and response tokens."""
         left_B, right_B = self.padding()
         place_W = np.arange(self.width)
         return np.asarray((place_W >= left_B[:, None]) & (place_W < (self.width - right_B)[:, None]))
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """[B] tokens of padding before each row's prompt, and after its response."""
+        """Return the number of padding tokens before each row's prompt [B] and after its response [B]."""
         left_B = self.first_B - [len(row.prompt_ids) for row in self.rows]
         return left_B, self.width - self.first_B - [len(row.response_ids) for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """One forward of rows end to end, without padding; attention keeps to each row."""
+    """One forward of rows end to end, without padding between them; attention does not cross rows."""
 
     rows: tuple[RecordedRow, ...]
     ids_W: np.ndarray
-    """int64: prompt and response of each row."""
+    """int64: prompt and response ids of each row."""
     positions_W: np.ndarray
     """int64: each token's position in its row."""
     ends_B: np.ndarray
-    """int64: place after each row's last token."""
+    """int64: end of each row, exclusive."""
     num_pads: int = 0
-    """Tokens of padding behind the last row, as a row of their own."""
+    """Padding tokens after the last row, treated as a row of their own."""
 
     @property
     def width(self) -> int:
-        """W"""
+        """W: tokens of the whole forward, padding included."""
         return len(self.ids_W)
 
     @property
     def spans(self) -> list[Span]:
-        """What attention keeps to itself: each row."""
+        """Attention spans: one per row."""
         ends = [0, *self.ends_B.tolist(), *([self.width] if self.num_pads else [])]
         return [Span(start=start, end=end) for start, end in pairwise(ends)]
 
     @property
     def before_N(self) -> np.ndarray:
-        """Places of the hidden states that response tokens are predicted from."""
+        """Indices, in the flattened forward, of the hidden states that predict the response tokens."""
         return self.scored_N - 1
 
     @property
     def places_N(self) -> np.ndarray:
-        """Places of prompts and responses, row by row."""
+        """Indices of prompt and response tokens, row by row."""
         return np.arange(self.width - self.num_pads)
 
     @property
     def scored_N(self) -> np.ndarray:
-        """Places of the response tokens, row by row."""
+        """Indices of the response tokens, row by row."""
         return _spans(self.ends_B - [len(row.response_ids) for row in self.rows], self.rows)
 
     @property
     def tokens_BW(self) -> np.ndarray:
-        """[1, W] bool: true where a row's prompt or response lies."""
+        """[1, W] bool: true for prompt and response tokens."""
         return np.arange(self.width)[None] < self.width - self.num_pads
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """[B] tokens of padding before each row's prompt, and after its response: behind the last row alone."""
+        """Return the number of padding tokens before [B] and after [B] each row: nonzero only after the last."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = self.num_pads
         return np.zeros_like(after_B), after_B
@@ -133,14 +133,14 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBatch(PackedBatch):
-    """One forward of prompts, each once, and of all responses to it end to end behind it."""
+    """One forward with each distinct prompt once, followed by all its responses end to end."""
 
     prompts_B: np.ndarray
-    """[B, 2] int64: first place of each row's prompt, and the place after its last."""
+    """[B, 2] int64: start and end (exclusive) of each row's prompt."""
 
     @property
     def spans(self) -> list[Span]:
-        """What attention keeps to itself: each prompt, and each response with its prompt before it."""
+        """Attention spans: one per prompt, and one per response with its prompt as prefix."""
         prompts = [(start, end) for start, end in self.prompts_B.tolist()]
         found = [Span(start=start, end=end) for start, end in dict.fromkeys(prompts)]
         for row, end, prompt in zip(self.rows, self.ends_B.tolist(), prompts, strict=True):
@@ -150,7 +150,7 @@ class SharedBatch(PackedBatch):
 
     @property
     def before_N(self) -> np.ndarray:
-        """Places of the hidden states that response tokens are predicted from: of a first one, the prompt's last."""
+        """Indices of the hidden states that predict the response tokens; the first one is predicted by its prompt's last token."""
         before_N = self.scored_N - 1
         lengths_B = np.array([len(row.response_ids) for row in self.rows])
         first_B = np.cumsum(lengths_B) - lengths_B
@@ -159,7 +159,7 @@ class SharedBatch(PackedBatch):
 
     @property
     def places_N(self) -> np.ndarray:
-        """Places of prompts and responses, row by row; a prompt's are those of several rows."""
+        """Indices of prompt and response tokens, row by row; rows that share a prompt share its indices."""
         return np.concatenate(
             [
                 part
@@ -173,7 +173,7 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def responses(batch: ForwardBatch, values_N: np.ndarray) -> list[np.ndarray]:
-    """Cut what was scored of a batch's response tokens into its rows."""
+    """Split the values [N] of a batch's response tokens by row."""
     return np.split(values_N, np.cumsum([len(row.response_ids) for row in batch.rows])[:-1])
 
 
@@ -186,12 +186,12 @@ def forwards(
     padding: str = LEFT,
     device: str = "cpu",
 ) -> list[ForwardBatch]:
-    """Put rows together as they were recorded, or `batch_size` at a time in the same order and width.
+    """Group rows into forwards as recorded, or `batch_size` at a time in the same order and width.
 
-    With `batch_tokens`, rows of like length go together, no more than give so many tokens with their padding; a longer row
-    goes alone. With `padding` right, every row begins at place 0 and the padding follows its response. With `packed`, rows
-    of like length lie end to end, up to `batch_tokens`, `batch_size` rows, or the device's PACKED_TOKENS a forward; with
-    `shared`, rows with the same prompt have it once.
+    `batch_tokens` groups rows of similar length, up to this many tokens per forward including padding; a longer row goes
+    alone. Padding `right` starts each row at column 0 and pads after its response. `packed` puts rows of similar length
+    end to end, up to `batch_tokens`, `batch_size` rows or the device's PACKED_TOKENS per forward; `shared` also runs a
+    prompt that several rows share only once.
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == SHARED:
@@ -208,7 +208,7 @@ def forwards(
 
 
 def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
-    """The rows of each forward that they were recorded in."""
+    """Group rows by the forward in which they were recorded."""
     return [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
 
 
@@ -218,7 +218,7 @@ def _spans(starts_B: np.ndarray, rows: Sequence[RecordedRow]) -> np.ndarray:
 
 
 def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight: bool = False) -> PaddedBatch:
-    """Of the recorded width, or as narrow as it can be."""
+    """Pad rows to the recorded width, or with `is_tight` to the smallest possible one."""
     before = max(row.pad_left + len(row.prompt_ids) for row in rows)
     width = before + max(len(row.response_ids) + row.pad_right for row in rows)
     if padding == RIGHT:
@@ -235,13 +235,13 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
         stop = first_B[index] + len(row.response_ids)
         ids_BW[index, start : first_B[index]] = row.prompt_ids
         ids_BW[index, first_B[index] : stop] = row.response_ids
-        # A response that the trainer masked out as a whole was not seen by attention either.
+        # Attention did not see a response that the trainer masked out completely.
         mask_BW[index, start : stop if row.scored.any() or not len(row.scored) else first_B[index]] = 1
     return PaddedBatch(rows=tuple(rows), ids_BW=ids_BW, mask_BW=mask_BW, first_B=first_B)
 
 
 def _packs(rows: Sequence[RecordedRow], batch_size: int | None, most: int) -> Iterator[list[RecordedRow]]:
-    """Rows that share a packed forward: sorted by length, so that forwards take about as long as each other."""
+    """Yield the rows of each packed forward, sorted by length so that forwards take similar time."""
     pack: list[RecordedRow] = []
     tokens = 0
     for row in sorted(rows, key=lambda row: -row.num_tokens):
@@ -256,14 +256,14 @@ def _packs(rows: Sequence[RecordedRow], batch_size: int | None, most: int) -> It
 
 
 def _width(rows: Sequence[RecordedRow], padding: str) -> int:
-    """Tokens that the longest of these rows takes, where all are padded."""
+    """Return the smallest width that fits all these rows."""
     if padding == RIGHT:
         return max(row.num_tokens for row in rows)
     return max(len(row.prompt_ids) for row in rows) + max(len(row.response_ids) for row in rows)
 
 
 def _bounded(rows: Sequence[RecordedRow], most: int, padding: str) -> Iterator[list[RecordedRow]]:
-    """Rows that go together: the longest first, no more than give `most` tokens with their padding."""
+    """Yield the rows of each forward, longest first, up to `most` tokens including padding."""
     part: list[RecordedRow] = []
     for row in sorted(rows, key=lambda row: (-row.num_tokens, -len(row.prompt_ids))):
         if part and (len(part) + 1) * _width([*part, row], padding) > most:
@@ -275,7 +275,7 @@ def _bounded(rows: Sequence[RecordedRow], most: int, padding: str) -> Iterator[l
 
 
 def _prompt_groups(rows: Sequence[RecordedRow], batch_size: int | None, most: int) -> Iterator[list[RecordedRow]]:
-    """Rows that share a forward: those of a prompt beside each other, each prompt counted once a forward."""
+    """Yield the rows of each forward, grouped by prompt; a shared prompt counts once per forward."""
     by_prompt: dict[bytes, list[RecordedRow]] = {}
     for row in rows:
         by_prompt.setdefault(row.prompt_ids.tobytes(), []).append(row)
@@ -295,7 +295,7 @@ def _prompt_groups(rows: Sequence[RecordedRow], batch_size: int | None, most: in
 
 
 def _shared(rows: Sequence[RecordedRow]) -> SharedBatch:
-    """Rows of which those with one prompt lie beside each other."""
+    """Build a forward from rows sorted by prompt."""
     ids, positions, prompts, ends = [], [], [], []
     place, prompt_before = 0, None
     for row in rows:
@@ -320,7 +320,7 @@ def _shared(rows: Sequence[RecordedRow]) -> SharedBatch:
 
 
 def packed_batch(rows: Sequence[RecordedRow], *, num_pads: int = 0) -> PackedBatch:
-    """Lay rows end to end, in this order, and padding behind them."""
+    """Put rows end to end, in this order, followed by `num_pads` padding tokens."""
     ids = [ids for row in rows for ids in (row.prompt_ids, row.response_ids)]
     return PackedBatch(
         rows=tuple(rows),
@@ -332,16 +332,18 @@ def packed_batch(rows: Sequence[RecordedRow], *, num_pads: int = 0) -> PackedBat
 
 
 def check_tokens(rows: Sequence[RecordedRow], config: Mapping[str, Any]) -> None:
-    """Raise CannotReplay when a token is outside of the model's vocabulary, or a prompt has none."""
+    """Raise CannotReplay if a token is outside the model's vocabulary or a prompt is empty."""
     text = config.get("text_config") or config
     vocab_size = int(text.get("vocab_size", 1 << 31))
     for row in rows:
         if not len(row.prompt_ids):
-            raise CannotReplay(f"sequence {row.seq_id!r}: has no prompt, so nothing predicts its first response token")
+            raise CannotReplay(
+                f"sequence {row.seq_id!r}: has an empty prompt, so nothing predicts its first response token"
+            )
         for name, ids in (("prompt", row.prompt_ids), ("response", row.response_ids)):
             wrong = ids[(ids < 0) | (ids >= vocab_size)]
             if len(wrong):
                 raise CannotReplay(
-                    f"sequence {row.seq_id!r}: its {name} holds token {wrong[0]}, outside of the model's vocabulary of "
+                    f"sequence {row.seq_id!r}: its {name} has token {wrong[0]}, outside the model's vocabulary of "
                     f"{vocab_size:,}; is this the model that was trained?"
                 )

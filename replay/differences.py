@@ -1,4 +1,4 @@
-"""Where two contracts say different things."""
+"""Comparison of two contracts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head", "sample"}
-"""Fields that tell how a pass came about, and decide no number."""
+"""Fields that describe a pass but do not affect its numbers."""
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Every field that differs, as `field: recorded X, now Y`."""
+    """Yield each field that differs, as `field: recorded X, now Y`."""
     for name in sorted({*recorded, *now} - _NOT_NUMERIC):
         before, after = recorded.get(name), now.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):

@@ -1,4 +1,4 @@
-"""`tim-trace replay`: score recorded tokens again, under other numerics, and write what comes out as a pass."""
+"""`tim-trace replay`: score recorded tokens again under other numerics, and write the result as a pass."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ from .scored import Scored
 
 @dataclass(slots=True)
 class _Wanted:
-    """An arm and the steps that are still to be done."""
+    """An arm and its remaining steps."""
 
     scorer: Scorer
     target: ArmPass
     steps: list[int]
     there: dict[int, set[str] | None]
-    """Step -> the sequences that the trace has of this arm already; None for all."""
+    """Step -> sequences that already have scores of this arm; None for all."""
     work: int
-    """Of one step, as `meter.work` counts."""
+    """Work of one step, in units of `meter.work`."""
     is_replaced: bool
-    """Whether what the trace has of it is removed first."""
+    """True if its existing pass is removed first."""
     serves_others: bool = False
-    """Whether it is the identity arm beside others, which run where it cannot."""
+    """True for the identity arm if other arms were requested; they run even where it cannot."""
 
     def lacks(self, step: int, seq_id: str) -> bool:
-        """Whether the trace does not have a sequence of this arm."""
+        """Return True if the sequence has no score of this arm yet."""
         there = self.there.get(step, set())
         return there is not None and seq_id not in there
 
     def lacking(self, step: int, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Those rows of a step that the trace does not have of this arm."""
+        """Return the rows of a step that have no score of this arm yet."""
         return [row for row in rows if self.lacks(step, row.seq_id)]
 
 
@@ -85,35 +85,35 @@ def replay(
 ) -> ReplayedSteps:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
-    `changes` are one arm's, by the names of `Arm`; `arm` holds further ones (as text, `dtype=fp16,batch-size=1`), and so
-    does `arm_file`, a TOML file with a table each. The recording itself is always replayed first, as
-    `replay/as-recorded`: another arm's distance says something only where that gives the recorded bits back. Steps that
-    an arm has already are not done again; an arm that has them all is refused without `force`, and so is one whose name
-    stands for other changes. One model is in memory at a time, and arms that can share it do. `as_recorded` says that
-    nothing else is wanted, and refuses a change.
+    `changes` define one arm, with the field names of `Arm`; `arm` adds arms (as text, `dtype=fp16,batch-size=1`), and so
+    does `arm_file`, a TOML file with one table per arm. The recording itself is always replayed first, as
+    `replay/as-recorded`: the distance of another arm is meaningful only if that reproduces the recorded bits. Steps that
+    an arm already has are skipped; without `force`, an arm that has them all is refused, and so is a name that
+    stands for other changes. One model is in memory at a time; arms share it if they can. `as_recorded` replays the
+    recording only, and raises if there is a change.
 
-    `sample` scores a random share of the sequences alone (below 1), or so many of them (from 1 on): whole groups of a prompt,
-    spread over the steps, the same ones every time. A larger one adds to what is there. Forwards as they were recorded run
-    whole in any case, since other neighbours would give other bits; arms with a batch shape of their own run the sample.
+    `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt groups,
+    spread over the steps, the same ones every time. A larger sample adds to a smaller one. Forwards with the recorded
+    batches run whole, since other neighbours would change the bits; arms with their own batch shape run only the sample.
 
-    `model_factory`, as `module:function`, builds the model where transformers does not know its class. `weights_from` is the
-    folder of the run's checkpoints, where the trace has no weights of its own.
+    `model_factory`, as `module:function`, builds a model whose class transformers does not have. `weights_from` is the
+    folder of the run's checkpoints, for a trace without weights.
 
-    What the trace names is not called: the model is one of transformers' own classes and the scoring function TRL's, or the
-    replay is refused. A recorded attention kernel of the hub (`kernels-community/flash-attn2`) is fetched and run where
-    `allow_kernel` names it. Where the recorded attention or experts do not run here, torch's own run in their place, with a warning,
-    and where the recording does not run at all, the other arms do: `not_held` says why its bits did not come back.
+    No code is run because the trace names it: the model must be one of transformers' own classes and the scoring function
+    TRL's, or the replay is refused. A recorded attention kernel of the hub (`kernels-community/flash-attn2`) is fetched and
+    run only if `allow_kernel` names it. If the recorded attention or experts do not run here, torch's own replace them, with
+    a warning; if the recording does not run at all, the other arms still do. `not_held` is the reason its bits differ.
 
     `capture` keeps more than each token's logprob (`topk:K`, `logits`, or `hidden`, the last hidden states), for the
-    share `capture_fraction` of the sequences: the same ones as in a recording. The logprobs are the same bits with it.
+    fraction `capture_fraction` of the sequences: the same ones as in a recording. It does not change the logprobs' bits.
 
-    `dry_run` writes nothing: it scores the first rows under each arm, and the result's `plan` says what each arm still has to
-    do and how long that takes. `at_estimate` is given the plan of a replay once the first rows are scored, at their pace.
+    `dry_run` writes nothing: it scores the first rows under each arm and returns a `plan` of the remaining work and time of
+    each arm. `at_estimate` is called with the plan of a replay once the first rows have been timed.
 
-    `ray` divides the steps among the actors of a Ray cluster: `local` for one that is started here, or the address of one that
-    runs (`auto`, `host:port`), whose nodes see the trace at the same path. The bits are those of one process. A step whose node
-    dies is scored on another. `gpus_per_arm` is the number of GPUs of an actor, or its share of one; by default 1 where this machine has a GPU,
-    else 0. `at_estimate` is called once the first step is scored, and `dry_run` scores its rows on an actor.
+    `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port` connects to
+    a running one, whose nodes see the trace at the same path. The bits are those of a single process. If a node dies, its
+    step is scored on another. `gpus_per_arm` is the number of GPUs per actor, or a fraction of one; by default 1 if this
+    machine has a GPU, else 0. `at_estimate` is then called after the first step, and `dry_run` scores its rows on an actor.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound, NotInstalled.
     """
@@ -121,7 +121,9 @@ def replay(
     device = device_here() if ray is None else "cuda" if gpus else "cpu"
     arms = _arms(arm, arm_file, changes)
     if as_recorded and len(arms) > 1:
-        raise InvalidOption(f"changes nothing, and {arms[1].name} does; leave one of them out", option="as_recorded")
+        raise InvalidOption(
+            f"changes nothing, but arm {arms[1].name} does; leave one of them out", option="as_recorded"
+        )
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(run.replayed_pass))
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
@@ -135,12 +137,12 @@ def replay(
     results = ReplayedSteps(sample=drawn, plan=plan)
     told = _Telling(plan, at_estimate)
     if ray is not None:
-        with connected(ray):  # what does not answer is told before anything is removed
+        with connected(ray):  # fails before anything is removed if the cluster does not answer
             _remove_replaced(wanted)
             return _on_cluster(run, wanted, results, kept, device, ray, gpus, progress, told)
     _remove_replaced(wanted)
     held: _Held = {}
-    # Sealing what an arm added takes about as long as a step in one forward.
+    # Sealing an arm takes about as long as a step in one forward.
     sealing = min(entry.work for entry in wanted)
     total = sum(len(entry.steps) * entry.work + sealing for entry in wanted)
     with progress("replaying", total) as advance:
@@ -186,18 +188,18 @@ def _wanted(
     *,
     dry_run: bool,
 ) -> list[_Wanted]:
-    """Return the work of each arm. Refuses whatever can be refused before anything is removed."""
+    """Return the work of each arm. All checks run here, before anything is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
     contract = _contract(run, steps[0], first)
-    if dry_run:  # our own code is as fast as TRL's, whose import takes longer than all else that a dry run does
+    if dry_run:  # our own scoring is as fast as TRL's, whose import would dominate a dry run
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device, capture) for arm in arms]
     needed = {arm.weights_version for arm in arms if arm.weights_version is not None}
     missing = sorted((needed | {first[0].policy_version}) - set(run.weights.versions))
     if missing:
-        run.weights.load(missing[0])  # raises, and says what there is
+        run.weights.load(missing[0])  # raises, listing the versions that exist
     wanted: list[_Wanted] = []
     asked: list[tuple[ArmPass, list[int]]] = []
     """Requested arms with their missing steps."""
@@ -208,51 +210,51 @@ def _wanted(
         there = {} if is_replaced else _there(run, target, steps)
         if not is_replaced and target.steps and target.has_other_changes:
             raise InvalidOption(
-                f"{target.name} is there already with other changes; choose a name ({option('name', 'NAME')}), or replace it with {option('force')}"
+                f"{target.name} already exists with other changes; choose another name ({option('name', 'NAME')}), or replace it with {option('force')}"
             )
         left = [step for step in steps if _lacks(there, step, sample)]
         if not serves_others:
             asked.append((target, left))
-        # The identity arm comes with every step that another arm has: its bits are what that arm is judged by. An estimate
-        # is of the whole sample, with what there is of it.
+        # Other arms are judged by the identity arm, so it covers all their steps. An estimate covers the whole sample,
+        # including what is already scored.
         asked_steps = steps if arm.is_identity or sample is not None else left
         rows = first if sample is None else scorer.together(sample.drawn(steps[0], first), first)
         wanted.append(_Wanted(scorer, target, asked_steps, there, scorer.work(rows), is_replaced, serves_others))
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
-            f"{name} has all of these {'steps' if sample is None else 'sequences'} already; look at it (tim-trace stats RUN "
+            f"{name} already has all of these {'steps' if sample is None else 'sequences'}; show it (tim-trace stats RUN "
             f"--pair {name}:{run.replayed_pass}), or replace it with {option('force')}"
         )
     return wanted
 
 
 class _Telling:
-    """Reports the plan once, at the pace of the first rows."""
+    """Reports the plan once, at the pace measured on the first rows."""
 
     def __init__(self, plan: ReplayPlan, at_estimate: Callable[[ReplayPlan], None] | None):
         self._plan, self._at_estimate = plan, at_estimate
         self.pace = Pace(self._tell)
         self.loaded: LoadedModel | None = None
         self.num_actors = 1
-        """Of a cluster, which say the pace themselves: see `tell`."""
+        """Ray actors that share the steps; they measure the pace themselves and report it through `tell`."""
 
     def _tell(self, tokens_per_s: float) -> None:
         self.tell(tokens_per_s, self.loaded.load_s if self.loaded else 0.0)
 
     def tell(self, tokens_per_s: float, load_s: float) -> None:
-        """Report the plan at this pace, the first time only."""
+        """Report the plan at this pace; later calls do nothing."""
         if self._at_estimate is not None:
             tell, self._at_estimate = self._at_estimate, None
             tell(self._plan.at(tokens_per_s, load_s, self.num_actors))
 
     def at_room(self, num_actors: int) -> None:
-        """Note how many actors share the steps."""
+        """Set the number of actors that share the steps."""
         self.num_actors = num_actors
 
 
 def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> ReplayPlan:
-    """What each arm still has to do."""
+    """Return the remaining work of each arm."""
     counts = [
         ArmCount(
             entry.scorer.arm.name,
@@ -273,7 +275,7 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
 
 
 def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> ReplayPlan:
-    """The plan at the pace that each arm has with the first rows."""
+    """Return the plan at each arm's pace, measured on the first rows."""
     paces: _Paces = {}
     for group in _to_measure(wanted, plan):
         paces |= _paces(run, [(entry.scorer, entry.steps[0]) for entry in group], sample)
@@ -281,19 +283,19 @@ def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample:
 
 
 _Held = dict[int, str | None]
-"""Step -> why replaying it as recorded did not give the recorded bits, a code; None where it did."""
+"""Step -> code of why replaying it as recorded did not reproduce the bits; None if it did."""
 _Paces = dict[str, tuple[float, float]]
-"""Arm -> tokens a second, and seconds that the weights of a version take to load."""
+"""Arm -> tokens per second, and seconds to load one version's weights."""
 
 
 def _to_measure(wanted: list[_Wanted], plan: ReplayPlan) -> Iterator[list[_Wanted]]:
-    """Arms that share a model, of those that have something to do."""
+    """Yield the arms with remaining work, grouped by the model they share."""
     to_do = {arm.arm for arm in plan if arm.num_tokens}
     return _by_key([entry for entry in wanted if entry.scorer.arm.name in to_do])
 
 
 def _paces(run: RecordedRun, group: Sequence[tuple[Scorer, int]], sample: Sample | None) -> _Paces:
-    """The pace of each arm with the first rows of a step, scored twice: a first forward takes longer."""
+    """Measure each arm's pace on the first rows of a step, scored twice since a first forward is slower."""
     found: _Paces = {}
     loaded = LoadedModel(run.weights)
     try:
@@ -321,7 +323,7 @@ def _paced(plan: ReplayPlan, paces: _Paces, num_actors: int = 1) -> ReplayPlan:
 
 
 def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set[str] | None]:
-    """Step -> the sequences that the trace has of an arm; None for all."""
+    """Return step -> sequences that already have scores of an arm; None for all."""
     if not target.is_sample:
         return dict.fromkeys(target.steps)
     whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
@@ -329,32 +331,34 @@ def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set
 
 
 def _lacks(there: dict[int, set[str] | None], step: int, sample: Sample | None) -> bool:
-    """Whether something is still to be done of a step."""
+    """Return True if a step has sequences left to score."""
     names = there.get(step, set())
     return names is not None and (sample is None or not names >= sample.steps[step].unit_of.keys())
 
 
 def _contract(run: RecordedRun, step: int, rows: list[RecordedRow]) -> Contract:
-    """The contract of the pass that is replayed; a step that was scored under several is refused."""
+    """Return the contract of the replayed pass. Raises CannotReplay if the step has several."""
     digests = {row.contract for row in rows}
     if len(digests) != 1:
-        raise CannotReplay(f"{run.store.url}: step {step} was scored under {len(digests)} contracts; which one held?")
+        raise CannotReplay(
+            f"{run.store.url}: step {step} was scored under {len(digests)} contracts; a replay needs exactly one"
+        )
     return run.train_contract(digests.pop())
 
 
 def _check_contract(run: RecordedRun, step: int, rows: list[RecordedRow], contract: Contract) -> None:
-    """Raise CannotReplay when a step was scored under another contract than the first."""
+    """Raise CannotReplay if a step was scored under another contract than the first."""
     for digest in {row.contract for row in rows}:
         found = list(differences(run.train_contract(digest), contract))
         if found:
             raise CannotReplay(
                 f"{run.store.url}: step {step} was scored under another contract than the first step ({found[0]}); "
-                f"replay such steps apart, with {option('steps', 'FIRST:LAST')}"
+                f"replay such steps separately, with {option('steps', 'FIRST:LAST')}"
             )
 
 
 def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Arms that share a model, the identity arm's first."""
+    """Yield the arms grouped by the model they share, the identity arm's group first."""
     keys = list(dict.fromkeys(entry.scorer.key for entry in wanted))
     for key in keys:
         yield [entry for entry in wanted if entry.scorer.key == key]
@@ -385,7 +389,7 @@ def _joined(
     sample: Sample | None,
     pace: Pace,
 ) -> Iterator[tuple[ReplayedStep, list[GroupSums]]]:
-    """What the arms give steps that are scored together."""
+    """Yield the results of the arms for steps that are scored together."""
     scoring = JoinedScoring(loaded, list(joined))
     for step in joined:
         for entry in group:
@@ -393,7 +397,7 @@ def _joined(
                 meter = Meter(advance, entry.work)
                 try:
                     scored = _scored(entry, step, joined, sample, scoring, meter.add, pace)
-                except RuntimeError as error:  # torch's own, and CannotReplay, which is one
+                except RuntimeError as error:  # from torch, or CannotReplay, a subclass
                     if not entry.serves_others:
                         raise
                     held[step] = REFUSED
@@ -408,7 +412,7 @@ class _Unit:
     """Steps that one actor scores together, under arms that share a model."""
 
     arms: dict[str, tuple[list[int], dict[int, set[str] | None]]]
-    """Arm -> those of the steps that it is wanted of, and what the trace had of it when the replay began."""
+    """Arm -> its steps, and step -> sequences that already had scores when the replay began."""
     work: int
 
     def __str__(self) -> str:
@@ -421,12 +425,12 @@ class _UnitScores(NamedTuple):
 
     parts: list[tuple[ReplayedStep, list[GroupSums]]]
     tokens_per_s: float | None
-    """Pace of its first rows; None if nothing was scored."""
+    """Tokens per second on its first rows; None if nothing was scored."""
     load_s: float
 
 
 class _Actor:
-    """What an actor opens with its first unit: the trace, and the arms."""
+    """Base of the Ray actors: opens the trace and the arms with the first unit."""
 
     def __init__(
         self,
@@ -437,7 +441,7 @@ class _Actor:
         device: str,
         threads: int,
     ):
-        """`threads` are torch's, as they would be in one process."""
+        """`threads` is torch's number of threads in the parent process."""
         self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
         self._contract, self._device, self._threads = wanted[0].scorer.contract, device, threads
@@ -458,12 +462,12 @@ class _Actor:
 
 
 class _UnitScorer(_Actor):
-    """What an actor does: it keeps one model until a unit asks for another."""
+    """The actor of a replay; keeps one model until a unit needs another."""
 
     _loaded: LoadedModel | None = None
 
     def run(self, unit: _Unit) -> _UnitScores:
-        """Score a unit and write it into the trace; `identity_held` of another arm than the identity is not known here."""
+        """Score a unit and write it to the trace; the caller sets `identity_held` of arms other than the identity."""
         run = self._opened()
         self._loaded = self._loaded or LoadedModel(run.weights)
         group = [
@@ -477,7 +481,7 @@ class _UnitScorer(_Actor):
         return _UnitScores(parts, paces[0] if paces else None, self._loaded.load_s)
 
     def close(self) -> None:
-        """Seal what was added."""
+        """Release the model and seal the added scores."""
         if self._loaded is not None:
             self._loaded.close()
         for _, target in self._entries.values():
@@ -485,15 +489,15 @@ class _UnitScorer(_Actor):
 
 
 class _PaceMeter(_Actor):
-    """What an actor does of a dry run: it scores first rows, and writes nothing."""
+    """The actor of a dry run: scores first rows and writes nothing."""
 
     def run(self, steps: dict[str, int]) -> _Paces:
-        """The pace of arms that share a model, each with a step's rows."""
+        """Measure the pace of arms that share a model; `steps` is arm -> step to measure on."""
         run = self._opened()
         return _paces(run, [(self._entries[name][0], step) for name, step in steps.items()], self._sample)
 
     def close(self) -> None:
-        """Nothing was written."""
+        """Do nothing: no scores were written."""
 
 
 def _on_cluster(
@@ -507,7 +511,7 @@ def _on_cluster(
     progress: Progress,
     telling: _Telling,
 ) -> ReplayedSteps:
-    """Score the units on Ray's actors; the results have the order of one process."""
+    """Score the units on Ray actors; results are in the order of a single process."""
     import torch
 
     units = list(_units(run, wanted, results.sample))
@@ -542,7 +546,7 @@ def _measured_on_cluster(
     address: str,
     gpus: float,
 ) -> ReplayPlan:
-    """The plan at the pace that each arm has on an actor, divided among as many as the cluster has room for."""
+    """Return the plan at each arm's pace on an actor, for as many actors as fit into the cluster."""
     import torch
 
     worker = _PaceMeter(run, wanted, capture, sample, device, torch.get_num_threads())
@@ -555,14 +559,14 @@ def _measured_on_cluster(
 
 
 def _num_cpus(gpus: float) -> int:
-    """CPUs per actor with a model."""
+    """Return the number of CPUs per actor."""
     import torch
 
     return 1 if gpus else torch.get_num_threads()
 
 
 def _units(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Iterator[_Unit]:
-    """The runs of steps that one process would score together, in its order."""
+    """Yield the groups of steps that a single process would score together, in its order."""
     for group in _by_key(wanted):
         parts: Iterable[list[int]] = ([step] for step in sorted({step for entry in group for step in entry.steps}))
         if most := _most_tokens(group):
@@ -580,7 +584,7 @@ def _units(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> It
 
 
 def _read(run: RecordedRun, group: list[_Wanted]) -> Iterator[tuple[int, list[RecordedRow]]]:
-    """The steps of arms, checked."""
+    """Yield each step of these arms with its rows. Raises CannotReplay if a token or contract does not fit."""
     for step in sorted({step for entry in group for step in entry.steps}):
         rows = run.step(step)
         check_tokens(rows, run.model["config"])
@@ -589,12 +593,12 @@ def _read(run: RecordedRun, group: list[_Wanted]) -> Iterator[tuple[int, list[Re
 
 
 def _most_tokens(group: list[_Wanted]) -> int:
-    """Tokens of steps that are scored together."""
+    """Return the maximum number of tokens of steps that are scored together; 0 for single steps."""
     return FORWARDS * max(entry.scorer.arm.batch_tokens or 0 for entry in group)
 
 
 def _num_tokens(sample: Sample | None, step: int, rows: list[RecordedRow]) -> int:
-    """Tokens of a step that are wanted."""
+    """Return the number of tokens to score in a step."""
     return sum(row.num_tokens for row in (rows if sample is None else sample.drawn(step, rows)))
 
 
@@ -607,9 +611,9 @@ def _scored(
     told: Told,
     pace: Pace,
 ) -> Scored:
-    """What an arm gives a step's rows, or those of them that are in the sample; what the trace lacks of it is added.
+    """Return an arm's scores of a step's rows, or of those in the sample; add missing ones to the trace.
 
-    What it has of the identity arm need not be computed again in the same surroundings.
+    Stored scores of the identity arm are reused only if they were made under the current contract.
     """
     rows = joined[step]
     wanted = rows if sample is None else sample.drawn(step, rows)
@@ -649,12 +653,12 @@ def _scored(
 
 
 def _still_lacking(entry: _Wanted, step: int, rows: list[RecordedRow], sample: Sample | None) -> list[RecordedRow]:
-    """What an arm with batches of its own will score of a step."""
+    """Return the rows of a step that an arm still has to score."""
     return entry.lacking(step, rows if sample is None else sample.drawn(step, rows)) if step in entry.steps else []
 
 
 def _capturing(entry: _Wanted, step: int, rows: list[RecordedRow], new: set[str]) -> list[RecordedRow]:
-    """The rows, with those marked whose distributions are kept: of the sequences that are added alone."""
+    """Return the rows, marking as `captured` those new sequences whose distributions are kept."""
     capture = entry.scorer.capture
     if not capture.dense or not new:
         return rows
@@ -688,7 +692,7 @@ def _step(entry: _Wanted, step: int, scored: Scored, held: _Held) -> ReplayedSte
 
 
 def _refused(entry: _Wanted, step: int, error: RuntimeError) -> ReplayedStep:
-    """What is told of a step that cannot be replayed as recorded, where other arms are asked for."""
+    """Return the result of a step that cannot be replayed as recorded."""
     return ReplayedStep(
         arm=entry.scorer.arm.name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan, identity_held=False,
         not_held=REFUSED, differs=(first_line(error),),
@@ -700,7 +704,7 @@ def _same_bits(recorded: np.ndarray, replayed: np.ndarray) -> np.ndarray:
 
 
 def _group_sums(entry: _Wanted, step: int, scored: Scored, sample: Sample | None) -> list[GroupSums]:
-    """What the groups of a sampled step add to the arm's numbers."""
+    """Return the sums of each sampled group of a step; empty without a sample."""
     if sample is None:
         return []
     sampled = sample.steps[step]
@@ -725,11 +729,11 @@ def _group_sums(entry: _Wanted, step: int, scored: Scored, sample: Sample | None
 
 
 def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:
-    """Why the recorded bits did not come back, as far as the trace tells."""
+    """Return the known reasons why the recorded bits were not reproduced."""
     unknown = not all(row.composition_known for row in rows)
     words = []
     if scorer.run.replayed_pass == ROLLOUT:
-        words.append(f"pass: {TRAIN} not recorded, now {ROLLOUT}, which an engine gave: d is the mismatch")
+        words.append(f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine: d is the mismatch")
     if unknown:
-        words.append("batch composition: not recorded, now one row a forward")
+        words.append("batch composition: not recorded, now one row per forward")
     return (*words, *assumed_versions(rows), *differences(scorer.contract, contract))

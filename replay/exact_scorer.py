@@ -1,4 +1,4 @@
-"""An arm that the exact engine scores."""
+"""Scoring an arm with the exact engine."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .recorded import RecordedRun
 
 
 class ExactArmScorer(HfScorer):
-    """Scores steps with the same bits in any batch, padding and chunking."""
+    """Scores steps bit-identically in any batch, padding and chunking."""
 
     numerics_of = ExactNumerics
     hears_routers = False
     keeps_batches = False
-    """Neighbours change no bit."""
+    """Other rows of a batch do not affect the bits of a row."""
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         super().__init__(run, arm, contract, device, capture)
         if self.capture.dense:
             raise CannotReplay(
-                f"capture: engine exact keeps no distributions; replay its arms without, or use {option('engine', 'hf')}"
+                f"capture: engine exact cannot capture distributions; leave it out, or use {option('engine', 'hf')}"
             )
         if run.model_factory is not None:
             raise CannotReplay(
-                f"engine exact: has layers of its own, and takes no model factory; use {option('engine', 'hf')}"
+                f"engine exact: uses its own layers and does not take a model factory; use {option('engine', 'hf')}"
             )
         check(run.model)
         autocast = self.numerics.autocast
@@ -45,16 +45,16 @@ class ExactArmScorer(HfScorer):
 
     @property
     def key(self) -> LoadKey:
-        """What decides which model is built."""
+        """Arms with equal keys share a model."""
         return ("exact", self.arm.dtype, self.numerics.dtype, self.arm.quantize, self.adapter)
 
     @property
     def adapter(self) -> str | None:
-        """What becomes of the model's adapters: the exact layers have none of their own."""
+        """`off` or `merged`, since the exact layers have no adapters; None for a model without adapters."""
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:
-        """The exact layers, over a transformers model without weights. Raises CannotReplay."""
+        """Build the exact layers over a transformers model without weights. Raises CannotReplay."""
         return ExactModel(
             models.build(
                 models.without_adapters(self.run.model),
@@ -65,7 +65,7 @@ class ExactArmScorer(HfScorer):
         )
 
     def put(self, model: ExactModel, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
+        """Load a version's weights, rounded to the arm's dtype if it has one. Raises CannotReplay."""
         super().put(model.held, tensors)
         model.forget()
 
@@ -81,7 +81,7 @@ class ExactArmScorer(HfScorer):
         )
 
     def made_by(self) -> Contract:
-        """The contract of what this arm gives: the recorded one, with what was really used."""
+        """Return the contract of this arm's scores: the recorded one, updated with the settings in use."""
         made = super().made_by()
         return made | {
             "engine": "exact",

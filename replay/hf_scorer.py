@@ -1,4 +1,4 @@
-"""An arm that the rebuilt transformers model scores: by the trainer's own code, or by ours."""
+"""Scoring an arm with the rebuilt transformers model, by the trainer's own code or ours."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ from .settings import cublas_workspace, settings, used_settings
 
 _Found = TypeVar("_Found")
 LoadKey = tuple[Any, ...]
-"""What decides how a model is built and wrapped; arms that share it share a model."""
+"""Everything that determines how a model is built and wrapped; arms with equal keys share a model."""
 
 
 class HfScorer:
-    """Scores steps under one arm, on a model that arms of the same load key share."""
+    """Scores steps under one arm, on a model shared by arms with the same load key."""
 
     numerics_of: type[Numerics] = Numerics
     starts_with_weights = False
     keeps_recorded_rows = True
-    """Whether the arm without changes fails rather than run fewer rows per forward than recorded."""
-    pass_of_rows = "a forward"
+    """True if the identity arm fails rather than run fewer rows per forward than recorded."""
+    pass_of_rows = "per forward"
     num_devices = 1
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         if run.model_factory is not None:
-            contract = contract | {"packing": None}  # the model of a user's code knows no packing
+            contract = contract | {"packing": None}  # a model from a factory does not support packing
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.substitution: str | None = None
-        """Code of why something else runs in the place of what was recorded; None where that runs."""
+        """Code of why the recorded attention or experts were replaced; None if they were not."""
         self.numerics = self.numerics_of(arm, contract)
         self.capture = capture or Capture()
         if self.capture.level == HIDDEN and (arm.top_k is not None or arm.top_p is not None):
-            raise CannotReplay("capture hidden: does not say which tokens top-k and top-p cut; use logits or topk:K")
+            raise CannotReplay("capture hidden: does not show which tokens top-k and top-p cut; use logits or topk:K")
         kernels.check(arm.attention, device)
         if arm.dtype == "tf32" and device == "cpu":
             raise CannotReplay(
-                "dtype tf32: needs an NVIDIA GPU, and this replay runs on the CPU; here work fp64, fp32, bf16 and fp16"
+                "dtype tf32: needs an NVIDIA GPU, and this replay runs on the CPU; use fp64, fp32, bf16 or fp16"
             )
         if arm.routing:
             run.check_routing()
@@ -75,17 +75,17 @@ class HfScorer:
         self._scorer: Any = None
         self._model: Any = None
         self._routers: list[Router] = []
-        """Listened to where the recorded pass has routing."""
+        """Routers to observe; empty if the recorded pass has no routing."""
         self.kernels: set[str] = set()
         self._rows: int | None = None
-        """Rows of a forward, once memory has run out; None before."""
+        """Maximum rows per forward after memory ran out; None before."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext()
-        """Gives a context that is entered around each forward."""
+        """Return a context that is entered around each forward."""
         self.calls_whole_model = False
-        """Whether logits are what the model's own forward gives, head and all."""
+        """True if the logits come from the model's own forward, head included."""
 
     def _substitute(self) -> None:
-        """Take another attention or experts where the recorded ones do not run here, and say so."""
+        """Replace recorded attention or experts that do not run here, with a warning."""
         recorded, made = self.contract["model"], self.numerics
         used: dict[str, str] = {}
         if made.attention == str(recorded.get("attention")):
@@ -102,7 +102,7 @@ class HfScorer:
         if self.substitution is not None:
             what = "experts" if "experts" in used else "attention"
             why = trusted.WHY[self.substitution].format(name=ascii(recorded.get(what)))
-            warnings.warn(f"arm {self.arm.name}: {why}; {used[what]} runs in its place", TimTraceWarning, stacklevel=4)
+            warnings.warn(f"arm {self.arm.name}: {why}; {used[what]} is used instead", TimTraceWarning, stacklevel=4)
         self.numerics = self.numerics_of(self.arm, self.contract | {"model": recorded | used})
 
     @cached_property
@@ -111,14 +111,14 @@ class HfScorer:
 
     @property
     def adapter(self) -> str | None:
-        """What becomes of the model's adapters: `off`, `merged`, or None where they stay their own; None without any."""
+        """`off` or `merged`; None if the model has no adapters or keeps them separate."""
         if not self.run.model.get("adapters"):
             return None
         return self.arm.adapter or ("merged" if self.arm.quantize else None)
 
     def build(self) -> Any:
-        """The model that this arm needs, without weights. Raises CannotReplay."""
-        with cublas_workspace(self.contract["torch"], self.arm):  # CUDA starts where the model moves to it
+        """Build the model of this arm, without weights. Raises CannotReplay."""
+        with cublas_workspace(self.contract["torch"], self.arm):  # CUDA is initialised when the model moves to it
             model = models.build(
                 models.without_adapters(self.run.model) if self.adapter else self.run.model,
                 dtype=self.numerics.dtype,
@@ -137,38 +137,38 @@ class HfScorer:
 
     @property
     def _experts(self) -> str | None:
-        """The implementation of a mixture's experts; where none was recorded, the one that computes in float64 for that."""
+        """Implementation of a mixture's experts; if none was recorded, fp64 gets the one that computes in float64."""
         if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
             return "eager"
         return self.numerics.experts
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
+        """Load a version's weights, rounded to the arm's dtype if it has one. Raises CannotReplay."""
         models.load(model, self._weights(tensors), self.numerics.weights_dtype)
         if self.arm.quantize:
             quantize(model, self.arm.quantize)
 
     @property
     def key(self) -> LoadKey:
-        """What decides which model is built."""
+        """Arms with equal keys share a model."""
         made, arm = self.numerics, self.arm
         built = (made.dtype, made.buffers_dtype, made.attention)
         return (arm.dtype, *built, made.uses_trl, arm.lm_head, arm.quantize, self.adapter)
 
     @property
     def hears_routers(self) -> bool:
-        """Whether its routers can be listened to: hooks inside of a compiled backbone stay those of its first forward."""
+        """True if routers can be observed: a compiled backbone keeps the hooks of its first forward."""
         return not self.arm.compile
 
     @property
     def scoring_function(self) -> str:
-        """What turns a batch into logprobs, by its full name."""
+        """Full name of the function or class that turns a batch into logprobs."""
         if self._scorer is not None:
             return str(self._scorer.name)
         return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Score with this model, or with what another arm of the same key made of it; returns what scores."""
+        """Attach this model, or reuse the scorer that another arm of the same key made for it; return the scorer."""
         self._model = model
         if self.run.has_routing and self.hears_routers:
             self._routers = routing.checked(model, self.arm.routing)
@@ -177,7 +177,7 @@ class HfScorer:
         return self._scorer
 
     def detach(self) -> None:
-        """Let go of the model, so that the next fits into memory."""
+        """Release the model, so that the next fits into memory."""
         self._scorer, self._model, self._routers = None, None, []
 
     def _make(self, model: Any) -> Any:
@@ -200,7 +200,9 @@ class HfScorer:
             return ModuleScorer(model, head, replace(arm, attention=None))
         if not gives_hidden(model):
             if self.capture.level == HIDDEN:
-                raise CannotReplay("capture hidden: the model factory's model gives logits alone; use logits or topk:K")
+                raise CannotReplay(
+                    "capture hidden: the model factory's model returns only logits; use logits or topk:K"
+                )
             return ModuleScorer(model, head, arm)
         return TransformersScorer(
             model,
@@ -218,7 +220,7 @@ class HfScorer:
         return tap.distributions(projection, self.capture, self.numerics.temperature)
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """What goes through the model for some rows `of` a step: with the recorded batches, all rows of theirs."""
+        """Return the rows that must run to score `rows` of a step: with recorded batches, all rows of their forwards."""
         if not self.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
@@ -226,22 +228,22 @@ class HfScorer:
 
     @property
     def keeps_batches(self) -> bool:
-        """Whether rows go through the model with the neighbours that they were recorded with."""
+        """True if rows run in the batches in which they were recorded."""
         return not self.arm.has_batch_shape
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """The rows that a pace is measured on: the first forward's."""
+        """Return the rows on which the pace is measured: those of the first forward."""
         return list(self.batches(rows)[0].rows)
 
     def work(self, rows: list[RecordedRow]) -> int:
-        """The work of scoring rows."""
+        """Return the work of scoring rows, in units of `meter.work`."""
         return work([batch.rows for batch in self.batches(rows)], self.arm.cached_tokens)
 
     def score(self, rows: list[RecordedRow], told: Told = untold) -> Scored:
-        """Score rows with the weights that are loaded; `told` gets the shares that are done.
+        """Score rows with the loaded weights; `told` is called with each completed share of the work.
 
-        Where memory runs out there are half as many rows a forward from then on, unless the batch shape is what the arm
-        is about. Raises CannotReplay.
+        If memory runs out, the rows per forward are halved from then on, unless the arm sets the batch shape. Raises
+        CannotReplay.
         """
         return self._within_memory(rows, partial(self._score, rows, told))
 
@@ -250,7 +252,7 @@ class HfScorer:
             try:
                 return work()
             except (RuntimeError, MemoryError) as error:
-                if "deterministic" in str(error):  # torch names the operation and the way out
+                if "deterministic" in str(error):  # torch names the operation and a workaround
                     raise CannotReplay(f"arm {self.arm.name}: {first_line(error)}") from error
                 if not is_out_of_memory(error):
                     raise
@@ -264,8 +266,8 @@ class HfScorer:
             fewer = option("batch_size", largest // 2)
             if self.arm.batch_tokens:
                 fewer = option("batch_tokens", max(self.arm.batch_tokens // 2, 1))
-            raise CannotReplay(f"{what}; use {'a machine with more' if largest == 1 else fewer}") from error
-        warnings.warn(f"{what}; going on with {largest // 2}", TimTraceWarning, stacklevel=4)
+            raise CannotReplay(f"{what}; use {'a machine with more memory' if largest == 1 else fewer}") from error
+        warnings.warn(f"{what}; continuing with {largest // 2}", TimTraceWarning, stacklevel=4)
         return largest // 2
 
     def _score(self, rows: list[RecordedRow], told: Told) -> Scored:
@@ -308,23 +310,23 @@ class HfScorer:
             padding=self._padding,
             device=self.device,
         )
-        for batch in made if self._attended else ():  # padded, then
+        for batch in made if self._attended else ():  # only padded batches
             batch.mask_BW[:, : self._attended], batch.mask_BW[:, self._attended :] = 1, 0  # type: ignore[union-attr]
         return made
 
     @property
     def _attended(self) -> int | None:
-        """How many places of a row attention sees, of rows padded as recorded; None for all."""
+        """Columns that attention sees, for rows padded as recorded; None for all."""
         return self.contract.get("attended_tokens") if self._padding == RIGHT and self.arm.engine == "hf" else None
 
     @property
     def _padding(self) -> str:
-        """The arm's, or the recorded one; where no cache wants prompts that end together the narrower one under a bound of tokens."""
+        """The arm's padding, or the recorded one; right, the narrower one, if tokens are bounded and there is no KV cache."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 
     def _given(self, score: Callable[[ForwardBatch], Any], batch: ForwardBatch) -> Any:
-        """[N] logprobs of a forward as the model gave them out; the kernels that the first forward uses are noted."""
+        """Return the logprobs [N] of a forward as the model returned them; record the kernels of the first forward."""
         with nullcontext() if self.kernels else kernels.observed(self.kernels):
             logprobs_N = score(batch)
         self.kernels = self.kernels or {self.numerics.attention}
@@ -332,7 +334,7 @@ class HfScorer:
         return logprobs_N if rounded is None else logprobs_N.to(rounded).float()
 
     def made_by(self) -> Contract:
-        """The contract of what this arm gives: the recorded one, with what was really used."""
+        """Return the contract of this arm's scores: the recorded one, updated with the settings in use."""
         arm = self.arm
         changed: Contract = {"attention": self.numerics.attention, "built_in": self.numerics.dtype}
         if self._experts is not None:
@@ -379,14 +381,14 @@ class HfScorer:
         return self.arm.batch_size or self._rows or self.contract.get("rows_a_forward")
 
     def _head_contract(self) -> Contract:
-        """What makes logits of captured hidden states."""
+        """Return the contract entry from which logits follow from captured hidden states; empty if none are captured."""
         if self.capture.level != HIDDEN or not self.capture.dense or self._model is None:
             return {}
         return {"head": head_contract(self._model, self.numerics.projection_dtype, self.numerics.logits_dtype)}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's or the machine's memory ran out; torch has no class of its own for the latter."""
+    """Return True if GPU or host memory ran out; torch has no exception class for the latter."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):

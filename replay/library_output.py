@@ -1,4 +1,4 @@
-"""What libraries print while they build and run models: it does not reach the terminal, unless something fails."""
+"""Hiding what libraries print while they build and run models, unless something fails."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..schemas.errors import TimTraceError
 
 _STDOUT, _STDERR = 1, 2
 _MOST_LINES = 40
-"""Last lines that are shown with an error."""
+"""Number of last lines shown with an error."""
 
 
 @contextmanager
 def library_output_held_back() -> Iterator[TextIO]:
-    """Keep what is written to stdout and stderr, by C code too; gives a stream that still is the real stderr.
+    """Hold back stdout and stderr, including output of C code; yield a stream to the real stderr.
 
-    What was kept is written to stderr when an error comes out of a library: its reason is often there.
+    If a library raises, the output is written to stderr, as it often contains the reason.
     """
     with tempfile.TemporaryFile() as kept:
         stream, saved = _replaced(kept)
@@ -36,7 +36,7 @@ def library_output_held_back() -> Iterator[TextIO]:
 
 
 def _replaced(kept: BinaryIO) -> tuple[TextIO, dict[int, int]]:
-    """Send stdout and stderr to the file; gives the real stderr, and descriptor -> its copy."""
+    """Redirect stdout and stderr to the file; return the real stderr, and file descriptor -> its copy."""
     _flush()
     saved = {number: os.dup(number) for number in (_STDOUT, _STDERR)}
     stream = sys.stderr
@@ -48,7 +48,7 @@ def _replaced(kept: BinaryIO) -> tuple[TextIO, dict[int, int]]:
 
 
 def _restored(saved: dict[int, int], stream: TextIO) -> None:
-    """Give stdout and stderr back, once."""
+    """Restore stdout and stderr; later calls do nothing."""
     if saved:
         _flush()
         while saved:

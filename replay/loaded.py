@@ -1,4 +1,4 @@
-"""The one model in memory, with the weights of one version in it, and what scores with it."""
+"""The model in memory, with the weights of one version, and the scorers attached to it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from .scored import Scored
 from .vllm_scorer import VllmScorer
 
 Scorer = HfScorer | VllmScorer
-"""Built, given weights and attached to a model, it scores the rows of steps."""
+"""Scorer of an arm: builds a model, loads weights, is attached to the model, and scores rows."""
 _OF_ENGINE: dict[str, type[HfScorer] | type[VllmScorer]] = {
     "hf": HfScorer, "vllm": VllmScorer, "exact": ExactArmScorer,
 }  # fmt: skip
 Rows = dict[int, list[RecordedRow]]
 """Step -> its rows."""
 FORWARDS = 16
-"""Forwards of the largest bound after which no further step joins: what is held in memory, and lost when a replay is killed."""
+"""Maximum forwards of steps that are scored together; bounds memory, and what a killed replay loses."""
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture) -> Scorer:
-    """Return what scores an arm. Raises CannotReplay for what this machine lacks."""
+    """Return the scorer of an arm. Raises CannotReplay if this machine cannot run it."""
     return _OF_ENGINE[arm.engine](run, arm, contract, device, capture)
 
 
 class LoadedModel:
-    """A model that arms of the same load key share; built when a scorer needs another one than the last."""
+    """A model shared by arms with the same load key; rebuilt when a scorer needs a different one."""
 
     def __init__(self, weights: WeightReader | CheckpointReader, *, keeps_tensors: bool = False):
-        """With `keeps_tensors` a version is read once, as suits several models with the same weights in turn."""
+        """`keeps_tensors` keeps a version's tensors in memory, for several models with the same weights in turn."""
         self._weights, self._keeps_tensors = weights, keeps_tensors
         self._tensors: tuple[Any, dict[str, Tensor]] | None = None
         self._model: Any = None
@@ -48,12 +48,12 @@ class LoadedModel:
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
         self.load_s = 0.0
-        """Seconds that the last version's weights took; 0 where an engine started with them."""
+        """Seconds to load the last version's weights; 0 if an engine started with them."""
 
     def score(self, scorer: Scorer, rows: list[RecordedRow], told: Told) -> Scored:
-        """Score each row with its own version's weights, or all with the arm's.
+        """Score each row with the weights of its version, or all with the arm's version.
 
-        `told` gets the shares that are done, and 0 where weights are loaded and scoring starts.
+        `told` is called with each completed share of the work, and with 0 when weights are loaded and scoring starts.
         """
         whole = Scored()
         for version in sorted({row.policy_version for row in rows}):
@@ -65,7 +65,7 @@ class LoadedModel:
         return whole
 
     def ready(self, scorer: Scorer, version: int, attempt: int | None) -> None:
-        """Put a version's weights under a scorer."""
+        """Load the model and weights that a scorer needs, unless they are loaded."""
         if self._model is None or self._key != scorer.key:
             self.close()
             self._model, self._key = scorer.build(), scorer.key
@@ -79,7 +79,7 @@ class LoadedModel:
             self.load_s = 0.0 if is_start else perf_counter() - start
 
     def close(self) -> None:
-        """Let go of the model, so that the next fits into memory."""
+        """Release the model, so that the next fits into memory."""
         for scorer in self._attached:
             scorer.detach()
         if hasattr(self._model, "close"):
@@ -103,9 +103,9 @@ def _share_of(told: Told, part: float, share: float) -> None:
 def joined_steps(
     steps: Iterable[tuple[int, list[RecordedRow]]], most: int, num_tokens: Callable[[int, list[RecordedRow]], int]
 ) -> Iterator[Rows]:
-    """Runs of steps that one arm or several score together, up to `most` tokens; with 0 each step is alone.
+    """Yield groups of steps that are scored together, up to `most` tokens; with 0, one step per group.
 
-    Joined are steps whose rows are of one policy version and attempt, and whose sequences have names of their own.
+    Steps are joined if all rows have the same policy version and attempt, and no two steps share a sequence name.
     """
     joined: Rows = {}
     tokens, names, key = 0, set[str](), None
@@ -121,7 +121,7 @@ def joined_steps(
 
 
 class JoinedScoring:
-    """Scores the steps of one run of them, each when it is asked for, or all of them with the first."""
+    """Scores a group of steps: each on request, or all of them with the first."""
 
     def __init__(self, loaded: LoadedModel, steps: Sequence[int]):
         self._loaded, self._steps = loaded, steps
@@ -135,9 +135,9 @@ class JoinedScoring:
         of_step: Callable[[int], list[RecordedRow]],
         told: Callable[[int], Told],
     ) -> Scored:
-        """What an arm gives rows of a step.
+        """Return an arm's scores of rows of a step.
 
-        `of_step` gives the rows that it will ask for of a later one; `told`, of a number of tokens, gets the shares of these.
+        `of_step` returns the rows of a later step that will be requested; `told(num_tokens)` returns the progress callback.
         """
         name = scorer.arm.name
         if (name, step) in self._scored:

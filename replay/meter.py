@@ -1,4 +1,4 @@
-"""How far a replay has come, in units of work: tokens that go through the model."""
+"""Progress of a replay in units of work: tokens that go through the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..tracer.progress import Advance
 from .recorded import RecordedRow
 
 Told = Callable[[float], None]
-"""Called with each share of the work as it is done."""
+"""Progress callback, called with each completed share of the work (0 to 1)."""
 FORWARD_TOKENS = 256
 """Below this many tokens a forward's time is constant: loading the weights dominates."""
 
@@ -25,7 +25,7 @@ class Meter:
         self._done, self._told = 0.0, 0
 
     def add(self, share: float) -> None:
-        """Add a share of the work that is done."""
+        """Add a completed share of the work."""
         self._done = min(self._done + share, 1.0)
         units = int(self._done * self._work) - self._told
         if units:
@@ -38,7 +38,7 @@ class Meter:
 
 
 def work(batches: Sequence[Sequence[RecordedRow]], cached_tokens: int | None) -> int:
-    """Return the work of forwards of these rows, with `cached_tokens` at a time through the KV cache; None for one forward."""
+    """Return the work, in tokens, of forwards of these rows; `cached_tokens` per forward through the KV cache, None for one forward."""
     total = 0
     for rows in batches:
         prompts, responses = (

@@ -16,7 +16,7 @@ from .settings import autocast_dtype
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The settings of a replay; torch's dtypes need torch."""
+    """The settings of an arm; properties that return torch dtypes import torch."""
 
     arm: Arm
     recorded: Contract
@@ -24,19 +24,19 @@ class Numerics:
 
     @property
     def dtype(self) -> str:
-        """torch's name of the dtype that the model is built in: the arm's, or that in which its forward had the parameters."""
+        """torch's name of the dtype of the built model: the arm's, or that of the parameters in the recorded forward."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
         return self._parameters_dtype or _largest(self.recorded["model"]["dtypes"])
 
     @property
     def weights_dtype(self) -> str | None:
-        """torch's name of the dtype that every weight is rounded to; None where each keeps its own."""
+        """torch's name of the dtype that every weight is rounded to; None if each keeps its own."""
         return self.dtype if self.arm.dtype or self._parameters_dtype else None
 
     @property
     def _parameters_dtype(self) -> str | None:
-        """What FSDP cast the parameters to for the recorded forward."""
+        """Name of the dtype to which FSDP cast the parameters for the recorded forward."""
         return self.recorded["model"].get("parameters_dtype") or self.recorded.get("parameters_dtype")
 
     @property
@@ -60,7 +60,7 @@ class Numerics:
 
     @property
     def is_tree(self) -> bool:
-        """Whether rows run as the recorded tree: always unless the arm changes their shape."""
+        """True if rows run as the recorded prefix tree: always, unless the arm changes their layout."""
         return (
             self.recorded.get("packing") == PREFIX_TREE
             and not self._is_shaped
@@ -69,7 +69,7 @@ class Numerics:
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows run end to end as recorded: always unless the arm changes their shape."""
+        """True if rows run end to end as recorded: always, unless the arm changes their layout."""
         return self.recorded.get("packing") == PACKED_ROWS and not self._is_shaped
 
     @property
@@ -82,7 +82,7 @@ class Numerics:
         """The model's attention implementation, as transformers names it."""
         if self.arm.padding in END_TO_END or self.is_tree:
             return packing.NAME
-        # What is recorded for trees takes nothing else.
+        # Other attentions cannot run the recorded tree.
         recorded = "sdpa" if self.recorded.get("packing") == PREFIX_TREE else str(self.recorded["model"]["attention"])
         return recorded if self.arm.attention is None else KERNELS[self.arm.attention].implementation
 
@@ -94,7 +94,7 @@ class Numerics:
 
     @property
     def uses_trl(self) -> bool:
-        """Whether TRL's own code scores: always if it can do what the arm asks."""
+        """True if TRL's own code scores: always, if it supports the arm."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding in END_TO_END or arm.compile or arm.dtype == "fp64"
@@ -104,17 +104,17 @@ class Numerics:
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by."""
+        """Divisor of the logits."""
         return float(self.arm.temperature or self.recorded.get("temperature") or 1.0)
 
     @property
     def head_in_fp32(self) -> bool:
-        """Whether the head projects in float32, whatever the rest is."""
+        """True if the head projects in float32, whatever the other dtypes."""
         return self.arm.lm_head == "fp32" or bool(self.recorded.get("cast_lm_head_to_fp32"))
 
     @property
     def logits_dtype(self) -> Any:
-        """torch's dtype of the logits and of what follows: the arm's, or the recorded one; None for the usual."""
+        """torch's dtype of the logits and everything after: the arm's, or the recorded one; None for the default."""
         import torch
 
         if self.arm.logits_dtype:
@@ -124,48 +124,48 @@ class Numerics:
 
     @property
     def autocast(self) -> Any:
-        """torch's dtype of the recorded autocast; None without, and where the arm has a dtype of its own."""
+        """torch's dtype of the recorded autocast; None without autocast, or if the arm sets a dtype."""
         return None if self.arm.dtype else autocast_dtype(self.recorded)
 
     @property
     def projection_dtype(self) -> Any:
-        """torch's dtype that the head computes in; None for that of the hidden states."""
+        """torch's dtype of the head's projection; None for that of the hidden states."""
         import torch
 
         return torch.float32 if self.head_in_fp32 else self.autocast
 
 
 class ExactNumerics(Numerics):
-    """Those of the exact engine."""
+    """The settings of the exact engine."""
 
     __slots__ = ()
 
     @property
     def is_tree(self) -> bool:
-        """Never: each row is computed alone."""
+        """False: each row is computed alone."""
         return False
 
     @property
     def is_packed(self) -> bool:
-        """Never."""
+        """False: each row is computed alone."""
         return False
 
     @property
     def outputs_dtype(self) -> Any:
-        """None: it gives what it computed."""
+        """None: logprobs are not rounded further."""
         return None
 
     @property
     def attention(self) -> str:
-        """The engine's own."""
+        """Name of the engine's own attention."""
         return "exact"
 
     @property
     def uses_trl(self) -> bool:
-        """Never."""
+        """False: the engine has its own scoring."""
         return False
 
 
 def _largest(dtypes: Mapping[str, int]) -> str:
-    """The dtype that most parameters have."""
+    """Return the dtype of most parameters."""
     return max(dtypes, key=lambda name: dtypes[name])

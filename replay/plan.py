@@ -17,7 +17,7 @@ from .recorded import RecordedRun
 from .sample import STEPS_AT_ONCE, Sample, batched
 
 PROBE_S = 1.0
-"""Seconds of scoring after which a pace is known; a step that takes less is measured whole."""
+"""Seconds of scoring after which the pace is reported; a shorter step is measured whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class ArmPlan:
     num_tokens: int = 0
     """Prompt and response tokens that go through the model, recorded neighbours of missing sequences included."""
     num_versions: int = 0
-    """How often weights are loaded: once per change of version."""
+    """Number of weight loads: one per change of version."""
     tokens_per_s: float | None = None
     """Measured on the first rows; None before."""
     load_s: float | None = None
@@ -112,7 +112,7 @@ class Extent:
     """Prompt and response tokens."""
     version: int | None
     forward: tuple[str, int | None]
-    """Writer, and its index of the forward."""
+    """Writer, and the index of the forward at that writer; None if not recorded."""
 
 
 def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:

@@ -1,4 +1,4 @@
-"""Rows of a forward as a tree of what they begin with alike, each token of which goes through the model once: TRL's packing.
+"""Rows of a forward as a prefix tree, in which shared tokens run through the model once: TRL's packing.
 
 Shapes: B rows of a forward, W its width, N scored tokens.
 """
@@ -15,45 +15,45 @@ from .batching import PackedBatch
 from .recorded import RecordedRow
 
 _Pair = tuple[int, int | None]
-"""A token and the one behind it; None for a row's last."""
+"""A token and the next one; None after a row's last."""
 UNLABELLED = -100
-"""Label of a place whose next token has no score."""
+"""Label of a position whose next token has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBatch(PackedBatch):
-    """One forward of rows whose common beginnings lie in it once; attention keeps to each row's own path."""
+    """One forward of rows whose common prefixes occur once; attention follows each row's path in the tree."""
 
     places_B: tuple[np.ndarray, ...]
-    """[B] of each row, the place of each of its tokens."""
+    """[B] arrays: for each row, the index of each of its tokens in the forward."""
     segments: tuple[Span, ...]
-    """Stretches of the tree without a branch."""
+    """Unbranched segments of the tree."""
 
     @property
     def spans(self) -> list[Span]:
-        """What attention keeps to itself: each stretch, with its path before it."""
+        """Attention spans: one per segment, with the path to it as prefix."""
         return list(self.segments)
 
     @property
     def before_N(self) -> np.ndarray:
-        """Places of the hidden states that response tokens are predicted from."""
+        """Indices of the hidden states that predict the response tokens."""
         pairs = zip(self.rows, self.places_B, strict=True)
         return np.concatenate([places[len(row.prompt_ids) - 1 : -1] for row, places in pairs])
 
     @property
     def scored_N(self) -> np.ndarray:
-        """Places of the response tokens, row by row."""
+        """Indices of the response tokens, row by row."""
         pairs = zip(self.rows, self.places_B, strict=True)
         return np.concatenate([places[len(row.prompt_ids) :] for row, places in pairs])
 
     @property
     def places_N(self) -> np.ndarray:
-        """Places of prompts and responses, row by row; one may be those of several rows."""
+        """Indices of prompt and response tokens, row by row; rows share the indices of common prefixes."""
         return np.concatenate(self.places_B)
 
     @property
     def labels_W(self) -> np.ndarray:
-        """int64: the next token of each place where that has a score, UNLABELLED elsewhere."""
+        """int64: the next token of each position if it has a score, else UNLABELLED."""
         labels_W = np.full(self.width, UNLABELLED, np.int64)
         scored_N = np.concatenate([row.scored for row in self.rows])
         labels_W[self.before_N[scored_N]] = np.concatenate([row.response_ids for row in self.rows])[scored_N]
@@ -63,7 +63,7 @@ class TreeBatch(PackedBatch):
 def tree_batch(rows: Sequence[RecordedRow]) -> TreeBatch:
     """Pack rows as trl.experimental.async_grpo.packing.TreeRow (TRL 1.16) does, in this order.
 
-    Rows share a token where they agree on all before it, on it, and on the one behind it; the tree is laid out depth first.
+    Rows share a token if they agree on it, on all tokens before it and on the next one; the tree is laid out depth first.
     """
     tokens: list[int] = []
     roots: dict[_Pair, int] = {}

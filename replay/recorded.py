@@ -1,4 +1,4 @@
-"""A trace as replaying needs it: the tokens of a step, how they went through the model, and what the trainer gave them."""
+"""Reading a trace for replay: the tokens of a step, their forwards, and their recorded logprobs."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from .backends.trusted import KERNELS_VARIABLE, check_contract
 
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
 _UNNEEDED = ("routing", "routing_start", "attempt")
-"""Columns of scores without which a forward can be rebuilt."""
+"""Columns of scores that are not needed to rebuild a forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow:
-    """One sequence of a step, and its row of the pass that is replayed."""
+    """One sequence of a step, with its row of the replayed pass."""
 
     seq_id: str
     prompt_ids: np.ndarray
-    """[P] int32"""
+    """[P] int32: token ids of the prompt."""
     response_ids: np.ndarray
-    """[T] int32"""
+    """[T] int32: token ids of the response."""
     logprobs: np.ndarray
-    """[T] float32, nats; where the pass gave none the value is meaningless and `scored` is false."""
+    """[T] float32, nats; meaningless where `scored` is false."""
     scored: np.ndarray
-    """[T] bool"""
+    """[T] bool: true if the pass has a logprob of this token."""
     policy_version: int
     contract: str
     writer: str
@@ -59,26 +59,26 @@ class RecordedRow:
     pad_left: int
     pad_right: int
     iteration: int = 0
-    """How often the pass had scored this sequence of this step before."""
+    """Number of earlier scores of this sequence in this step and pass."""
     version_assumed: str = ""
-    """Which version this is, where the version that scored was not recorded; empty where it was."""
+    """Origin of `policy_version` if it was not recorded with the scores; empty if it was."""
     composition_known: bool = True
-    """Whether it was recorded which rows went through the model together; if not, each goes alone."""
+    """True if the rows that shared a forward were recorded; otherwise each runs alone."""
     captured: bool = False
-    """Whether the replay keeps this row's distributions."""
+    """True if the replay keeps this row's distributions."""
     routing: str | None = None
     routing_start: int | None = None
     attempt: int | None = None
-    """Attempt at training that made it; None outside of training."""
+    """Training attempt that recorded it; None outside of training."""
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and response."""
+        """Prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
 class RecordedRun:
-    """A trace on this machine that can be replayed."""
+    """A local trace, opened for replay."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class RecordedRun:
     ):
         """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
 
-        `model_factory` is `module:function` of what builds the model, where transformers does not know its class;
-        `weights_from` a folder of checkpoints to read the weights from, where the trace does not have them; `allow_kernel` are
-        the recorded attention kernels that may be fetched from the hub and run, beside those of TIM_TRACE_ALLOW_KERNEL.
+        `model_factory`, as `module:function`, builds a model whose class transformers does not have; `weights_from` is a folder
+        of checkpoints, for a trace without weights; `allow_kernel` lists recorded attention kernels that may be fetched from
+        the hub and run, in addition to those in TIM_TRACE_ALLOW_KERNEL.
         """
         self.model_factory, self.weights_from = model_factory, weights_from
         self.allow_kernel = (*allow_kernel, *filter(None, os.environ.get(KERNELS_VARIABLE, "").split(",")))
@@ -106,7 +106,7 @@ class RecordedRun:
         self.model, self.tokenizer = self._identities()
 
     def look(self) -> None:
-        """See what lies there now: a snapshot knows nothing of what was added since."""
+        """Take a new snapshot, to see what was added since the last one."""
         self.snapshot = take_snapshot(self.store)
         self.newest = newest_attempts(self.snapshot)
         self._files = TraceFiles()
@@ -118,12 +118,12 @@ class RecordedRun:
 
     @cached_property
     def replayed_pass(self) -> str:
-        """The pass whose rows are scored again: the trainer's, or the engine's where it is there alone, as in dumps of responses."""
+        """The pass that is scored again: the trainer's, or the engine's if there is no other, as in dumps of responses."""
         return ROLLOUT if not self.steps(TRAIN) and self.steps(ROLLOUT) else TRAIN
 
     @property
     def opening(self) -> dict[str, Any]:
-        """What another process opens the same trace with."""
+        """Keyword arguments with which another process opens the same trace."""
         weights_from = None if self.weights_from is None else os.path.abspath(self.weights_from)
         return {
             "trace": self.folder.resolve(), "model_factory": self.model_factory, "weights_from": weights_from,
@@ -132,44 +132,46 @@ class RecordedRun:
 
     @cached_property
     def weights(self) -> WeightReader | CheckpointReader:
-        """The weights of its versions."""
+        """Reader of the weights of each policy version."""
         return open_weights(self.store, self.weights_from)
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
-        for state in sorted(states, key=lambda state: "class" not in state.model):  # an engine knows no class
+        for state in sorted(states, key=lambda state: "class" not in state.model):  # engines do not record the class
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
-                    raise CannotReplay(f"{self.store.url}: the model's config is no JSON object; is the trace damaged?")
+                    raise CannotReplay(
+                        f"{self.store.url}: the model's config is not a JSON object; is the trace damaged?"
+                    )
                 return state.model, state.tokenizer
         if self.manifest.is_import:
             raise CannotReplay(
-                f"{self.store.url}: is of a dump, which holds no model; attach it: tim-trace weights "
+                f"{self.store.url}: was imported from a dump and has no model; attach it: tim-trace weights "
                 f"{shlex.quote(self.store.url)} --attach VERSION DIR, with the folder of the weights that scored"
             )
         raise CannotReplay(
-            f"{self.store.url}: does not say which model was trained, so that none can be rebuilt; record with "
+            f"{self.store.url}: the model was not recorded, so it cannot be rebuilt; record with "
             "`tim-trace record`, or describe the model with Recorder.describe(model={'class': ..., 'config': ...})"
         )
 
     def steps(self, pass_name: str) -> list[int]:
-        """The steps that a pass has scores of."""
+        """Return the steps with scores of a pass."""
         table = self.table(SCORES, ds.field("pass") == pass_name, ["step"])
         return sorted(set(table["step"].to_pylist()))
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of its longest sequence, prompt and response."""
+        """Length of the longest sequence in tokens, prompt and response."""
         lengths = self.table(SEQUENCES, ds.scalar(True), ["num_prompt_tokens", "num_response_tokens"])
         total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
         return int(pc.max(total).as_py() or 0)
 
     def unsealed_steps(self, pass_name: str) -> set[int]:
-        """The steps that a pass has scores of in the journals of processes that write just now."""
+        """Return the steps with scores of a pass in open journals."""
         return {step for step, _ in self._unsealed(pass_name)}
 
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
-        """Step -> the sequences that a pass has scores of, sealed or not."""
+        """Return step -> sequences with scores of a pass, sealed or not."""
         wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
         sealed = self.table(SCORES, wanted, ["step", "seq_id"])
         found: dict[int, set[str]] = {step: set() for step in steps}
@@ -188,17 +190,17 @@ class RecordedRun:
         return list(zip(rows["step"].to_pylist(), rows["seq_id"].to_pylist(), strict=True))
 
     def contract(self, pass_name: str, digest: str) -> Contract:
-        """A contract by its hash."""
+        """Return a pass's contract by its hash. Raises CannotReplay."""
         try:
             return read_contract(self.store, pass_name, digest)
         except DamagedTrace as error:
-            raise CannotReplay(f"{error}; without it nothing says how the pass was made") from error
+            raise CannotReplay(f"{error}; without this contract the pass cannot be replayed") from error
 
     def train_contract(self, digest: str, pass_name: str | None = None) -> Contract:
-        """The contract of the pass that is replayed, or another of the trainer's, by its hash.
+        """Return the contract of the replayed pass, or of another trainer pass, by its hash. Raises CannotReplay.
 
-        A loop of the user's own says of its model what it likes; what it does not say is taken from the model's config. Of an
-        engine's pass nothing is taken: it is no code that scores here.
+        Model settings missing from the contract, as in a custom training loop, are taken from the model's config. The contract
+        of an engine's pass is ignored, since a replay does not run the engine's code.
         """
         pass_name = pass_name or self.replayed_pass
         contract = self.contract(pass_name, digest) if pass_name != ROLLOUT else {}
@@ -211,34 +213,34 @@ class RecordedRun:
         return whole
 
     def arms(self, pass_name: str) -> list[Contract]:
-        """Every contract that a pass has."""
+        """Return all contracts of a pass."""
         folder = f"{PASSES}/{pass_name}"
         return [self.contract(pass_name, name.removesuffix(".json")) for name in self.store.files(folder)]
 
     @cached_property
     def has_routing(self) -> bool:
-        """Whether router choices were recorded of the pass that is replayed."""
+        """True if router choices of the replayed pass were recorded."""
         routed = (ds.field("pass") == self.replayed_pass) & ds.field("routing").is_valid()
         return bool(self.table(SCORES, routed, ["step"]).num_rows)
 
     def check_routing(self) -> None:
-        """Raise CannotReplay when no router choices were recorded."""
+        """Raise CannotReplay if no router choices were recorded."""
         if self.has_routing:
             return
         if not has_experts(self.model["config"]):
-            raise CannotReplay(f"routing recorded: {self.store.url} is of a model that is no mixture of experts")
+            raise CannotReplay(f"routing recorded: {self.store.url} has a model that is not a mixture of experts")
         raise CannotReplay(
-            f"routing recorded: {self.store.url} holds no router choices of pass {self.replayed_pass!r}; record them with "
+            f"routing recorded: {self.store.url} has no router choices of pass {self.replayed_pass!r}; record them with "
             "tim-trace record --routing, or Recorder.add_scores(routing=...)"
         )
 
     def check_adapter(self, adapter: str | None) -> None:
-        """Raise CannotReplay when an arm asks for adapters off or merged, and the model has none."""
+        """Raise CannotReplay if an arm asks for adapters off or merged and the model has none."""
         if adapter is not None and not self.model.get("adapters"):
-            raise CannotReplay(f"adapter {adapter}: {self.store.url} is of a model without adapters")
+            raise CannotReplay(f"adapter {adapter}: {self.store.url} has a model without adapters")
 
     def routing(self, rows: Sequence[RecordedRow]) -> list[Routing]:
-        """What was chosen for each row's tokens. Raises CannotReplay where that was not recorded, and DamagedTrace."""
+        """Return the experts chosen for each row's tokens. Raises CannotReplay if they were not recorded, and DamagedTrace."""
         places = []
         for row in rows:
             if row.routing is None or row.routing_start is None:
@@ -247,17 +249,17 @@ class RecordedRun:
         return read_routing(self.store, places)
 
     def writers_of(self, pass_name: str) -> set[str]:
-        """The writers that recorded a pass."""
+        """Return the names of the writers that recorded a pass."""
         return set(self.table(SCORES, ds.field("pass") == pass_name, ["writer"])["writer"].to_pylist())
 
     def step(self, step: int, pass_name: str | None = None) -> list[RecordedRow]:
-        """The rows of a step in the order in which they went through the model, of the pass that is replayed or another one.
+        """Return the rows of a step, in the order of their forwards, for the replayed pass or another one.
 
         Raises CannotReplay.
         """
         pass_name = pass_name or self.replayed_pass
         if not 0 <= step < 1 << 40:
-            raise CannotReplay(f"{self.store.url}: step {step:,} is none that a run has; is the trace damaged?")
+            raise CannotReplay(f"{self.store.url}: step {step:,} is out of range; is the trace damaged?")
         named = ["seq_id", "prompt_ids", "response_ids", "policy_version"]
         sequences = self.table(SEQUENCES, ds.field("step") == step, named)
         columns = [
@@ -294,9 +296,9 @@ class RecordedRun:
         assumed = ""
         if given["policy_version"] is None and given["seq_id"] in tokens:
             given["policy_version"] = tokens[given["seq_id"]][2]
-            assumed = "" if pass_name == ROLLOUT else "that of the weights that sampled"
+            assumed = "" if pass_name == ROLLOUT else "the version that sampled"
         if given["policy_version"] is None and len(versions := self.weights.versions) == 1:
-            given["policy_version"], assumed = versions[0], "the only one whose weights there are"
+            given["policy_version"], assumed = versions[0], "the only version with weights"
         known = all(given[name] is not None for name in _COMPOSITION)
         if not known:
             given |= {"forward_id": index, "forward_row": 0, "pad_left": 0, "pad_right": 0}
@@ -307,8 +309,8 @@ class RecordedRun:
             is_bare = "policy_version" in lacking and not self.weights.versions
             raise CannotReplay(
                 f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: {', '.join(lacking)} "
-                "not recorded, so that its forward cannot be rebuilt"
-                + ("; attach the weights that scored: tim-trace weights RUN --attach 0 DIR" if is_bare else "")
+                "not recorded, so its forward cannot be rebuilt"
+                + ("; attach the weights: tim-trace weights RUN --attach 0 DIR" if is_bare else "")
             )
         prompt_ids, response_ids, _ = tokens[given["seq_id"]]
         logprobs, scored = np.zeros(len(response_ids), np.float32), np.zeros(len(response_ids), bool)
@@ -322,7 +324,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Columns of the rows of a table that meet a condition, of the newest attempt at each step."""
+        """Return columns of a table's rows that meet a condition, from the newest attempt at each step."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:
@@ -343,6 +345,6 @@ class RecordedRun:
 
 
 def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:
-    """Name the policy versions that were assumed of rows whose pass did not say which weights scored."""
+    """Describe each policy version that was assumed because it was not recorded with the scores."""
     found = {row.version_assumed: row.policy_version for row in rows if row.version_assumed}
     return [f"policy version: not recorded, now {version}, {assumed}" for assumed, version in found.items()]

@@ -1,4 +1,4 @@
-"""What a replay found."""
+"""Results of a replay."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from .sample import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """One step under one arm, next to the pass that is replayed, `train` where it was recorded: d = replay - train, nats.
+    """One step under one arm, compared with the replayed pass (`train` if recorded): d = replay - train, nats.
 
-    Where the identity arm was refused it has no tokens, and d is NaN.
+    If the identity arm was refused, it has no tokens and d is NaN.
     """
 
     arm: str
     step: int
     num_tokens: int
     num_equal: int
-    """Tokens with the same bits."""
+    """Tokens with the recorded bits."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: bool
-    """Whether replaying this step as recorded gave every bit back: only then is the arm's d the arm's own."""
+    """True if replaying this step as recorded reproduced every bit: only then is d due to the arm alone."""
     not_held: str | None = None
-    """Why it did not: `refused` (the recording does not run here), a code of `trusted.WHY` (something else ran in the place of
-    what was recorded), `conditions` (other settings, versions or hardware) or `unexplained`; None where it held."""
+    """Why it did not: `refused` (the recording does not run here), a code of `trusted.WHY` (recorded code was replaced),
+    `conditions` (other settings, versions or hardware) or `unexplained`; None if it did."""
     differs: tuple[str, ...] = ()
-    """For the identity arm where it did not hold: contract fields that differ, `field: recorded, now`; or why it was refused."""
+    """For the identity arm, if bits differ: contract fields that differ, `field: recorded, now`, or why it was refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedArm:
-    """An arm over all steps that were replayed; d = replay - train, nats."""
+    """One arm over all replayed steps; d = replay - train, nats."""
 
     arm: str
     num_steps: int
@@ -48,23 +48,23 @@ class ReplayedArm:
     mean_abs_d: float
     max_abs_d: float
     identity_held: int
-    """Steps in which replaying as recorded gave every bit back."""
+    """Steps in which replaying as recorded reproduced every bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSums:
-    """What one group of a sampled step adds to an arm's numbers; d = replay - train, nats."""
+    """Sums over one group of a sampled step under one arm; d = replay - train, nats."""
 
     arm: str
     step: int
     weight: float
-    """Groups of the step that it stands for."""
+    """Number of the step's groups that this one represents."""
     num_sequences: int
     num_tokens: int
     num_equal: int
     sum_abs_d: float
     sum_k3: float
-    """Of exp(d) - 1 - d."""
+    """Sum of exp(d) - 1 - d."""
 
     def __add__(self, other: GroupSums) -> GroupSums:
         added = ("num_sequences", "num_tokens", "num_equal", "sum_abs_d", "sum_k3")
@@ -72,18 +72,18 @@ class GroupSums:
 
 
 class ReplayedSteps(list[ReplayedStep], Table):
-    """Every step under every arm."""
+    """The results of all steps under all arms."""
 
     def __init__(
         self, steps: Iterable[ReplayedStep] = (), *, sample: Sample | None = None, plan: ReplayPlan | None = None
     ):
         super().__init__(steps)
         self.plan = ReplayPlan() if plan is None else plan
-        """What was to be done; with its time after a dry run."""
+        """The planned work, with time estimates after a dry run."""
         self.sample = sample
-        """What was drawn, where a sample alone was scored: steps then hold the sample's numbers."""
+        """The sample, if only a sample was scored: steps then describe the sample."""
         self.groups: list[GroupSums] = []
-        """Of each group of the sample under each arm."""
+        """Sums of each sampled group under each arm."""
 
     _text = "tim_trace.analysis.replay_text:replay_text"
 
@@ -93,7 +93,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
 
 
 def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
-    """Take each arm's steps together."""
+    """Summarize each arm over its steps."""
     summaries = []
     for name in dict.fromkeys(result.arm for result in results):
         steps = [result for result in results if result.arm == name]

@@ -1,4 +1,4 @@
-"""A random share of a trace's sequences, drawn by groups of a prompt and spread over the steps.
+"""A random share of a trace's sequences, drawn by prompt group and spread over the steps.
 
 Shapes: G groups of a step.
 """
@@ -19,59 +19,59 @@ from ..schemas.layout import SCORES, SEQUENCES
 from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
-"""Of every sample: the same trace gives the same groups, and a larger share has those of a smaller one."""
+"""Seed of every sample: a trace always gives the same groups, and a larger share includes a smaller one."""
 STEPS_AT_ONCE = 64
 """Steps whose sequences are in memory while a sample is drawn or a replay planned."""
 _GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, lie evenly in [0, 1) whichever steps are taken."""
+"""Its multiples modulo 1 are evenly spread over [0, 1), whichever steps are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
-    """What a sample has of a step."""
+    """The sampled groups of one step."""
 
     unit_of: dict[str, str]
-    """Sequence -> its group, of those that were drawn; a sequence without a group_id is a group of its own."""
+    """Drawn sequence -> its group; a sequence without a group_id is its own group."""
     num_groups: int
-    """Of the whole step."""
+    """Groups of the whole step."""
     num_sequences: int
-    """Of the whole step."""
+    """Sequences of the whole step."""
     weight: float
-    """Groups of the whole step that a drawn one stands for."""
+    """Number of the step's groups that a drawn one represents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Groups of the steps that are replayed, each drawn with the probability `share`."""
+    """Groups of the replayed steps, each drawn with probability `share`."""
 
     share: float
     seed: int
     steps: dict[int, SampledStep]
-    """The steps that have a drawn group."""
+    """Steps with a drawn group."""
     num_groups: int
-    """Of all steps that were asked for."""
+    """Groups of all requested steps."""
     num_sequences: int
-    """Of all steps that were asked for."""
+    """Sequences of all requested steps."""
     num_steps: int
-    """That were asked for."""
+    """Requested steps."""
 
     @property
     def num_drawn(self) -> int:
-        """Groups that were drawn."""
+        """Number of drawn groups."""
         return sum(len(set(step.unit_of.values())) for step in self.steps.values())
 
     @property
     def contract(self) -> dict[str, Any]:
-        """What the contract of a sampled pass says of it: the same for every share, so that a sample can be extended."""
+        """Entry in the contract of a sampled pass; independent of the share, so that a sample can be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[RecordedRow]) -> list[RecordedRow]:
-        """Those of a step's rows that are in the sample."""
+        """Return the rows of a step that are in the sample."""
         return [row for row in rows if row.seq_id in self.steps[step].unit_of]
 
 
 def parse_sample(text: str | float) -> float:
-    """A share of the sequences below 1, or a number of them from 1 on. Raises InvalidOption.
+    """Parse a fraction of the sequences (below 1) or a number of them (1 or more). Raises InvalidOption.
 
     >>> parse_sample("0.01"), parse_sample("500")
     (0.01, 500.0)
@@ -82,16 +82,16 @@ def parse_sample(text: str | float) -> float:
         wanted = float("nan")
     if not isfinite(wanted) or wanted <= 0 or (wanted >= 1 and wanted != int(wanted)):
         raise InvalidOption(
-            f"got {str(text)!r}; write a share of the sequences below 1, as 0.01, or a number of them, as 500",
+            f"got {str(text)!r}; use a fraction below 1, such as 0.01, or a number of sequences, such as 500",
             option="sample",
         )
     return wanted
 
 
 def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int], *, seed: int = SEED) -> Sample:
-    """Draw from the sequences that pass `train` has at these steps; `wanted` is what parse_sample gives.
+    """Draw from the sequences of the replayed pass at these steps; `wanted` is the result of parse_sample.
 
-    Raises InvalidOption where it names no sequence.
+    Raises InvalidOption if no sequence is drawn.
     """
     share = wanted if wanted < 1 else min(wanted / max(_num_sequences(run, steps), 1), 1.0)
     found: dict[int, SampledStep] = {}
@@ -103,22 +103,22 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int], *, seed: 
                 found[step] = sampled
     if not found:
         raise InvalidOption(
-            f"draws no group: these steps have {number:,} groups of {total:,} sequences; use a larger share",
+            f"no group was drawn: these steps have {number:,} groups of {total:,} sequences; use a larger share",
             option="sample",
         )
     return Sample(share=share, seed=seed, steps=found, num_groups=number, num_sequences=total, num_steps=len(steps))
 
 
 def batched(steps: Sequence[int], number: int) -> Iterator[Sequence[int]]:
-    """The steps, so many at a time."""
+    """Yield the steps, `number` at a time."""
     for start in range(0, len(steps), number):
         yield steps[start : start + number]
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Group -> its place in [0, 1), evenly spread in a random order: those below a share are the sample of this share.
+    """Return group -> place in [0, 1), evenly spaced in random order; a sample is the groups whose place is below its share.
 
-    Each place is uniformly distributed over seeds. Of G groups G * share are drawn, rounded up or down at random.
+    Over seeds each place is uniformly distributed. G * share of G groups are drawn, rounded up or down at random.
     """
     order = sorted(groups, key=lambda group: (_hash(f"{seed}/{step}/{group}"), group))
     offset = (_hash(str(seed)) / 2**64 + step * _GOLDEN) % 1.0
@@ -130,13 +130,13 @@ def _hash(text: str) -> int:
 
 
 def _num_sequences(run: RecordedRun, steps: Sequence[int]) -> int:
-    """That the replayed pass has of these steps."""
+    """Return the number of sequences of the replayed pass at these steps."""
     chosen = ds.field("step").isin(list(steps)) & (ds.field("pass") == run.replayed_pass) & (ds.field("iteration") == 0)
     return int(run.table(SCORES, chosen, ["step"]).num_rows)
 
 
 def _groups(run: RecordedRun, steps: Sequence[int]) -> dict[int, dict[str, list[str]]]:
-    """Step -> group -> sequences."""
+    """Return step -> group -> sequences."""
     chosen = ds.field("step").isin(list(steps))
     known = run.table(SEQUENCES, chosen, ["step", "seq_id", "group_id"])
     group_of = {
@@ -159,6 +159,6 @@ def _sampled_step(step: int, groups: dict[str, list[str]], share: float, seed: i
         unit_of={seq_id: group for group in drawn for seq_id in groups[group]},
         num_groups=len(groups),
         num_sequences=sum(len(sequences) for sequences in groups.values()),
-        # Below one group a step, those that were drawn stand for other steps, too.
+        # With less than one group per step, a drawn group also represents other steps.
         weight=len(groups) / len(drawn) if expected >= 1 else 1 / share,
     )

@@ -1,4 +1,4 @@
-"""What an arm gave the rows of a step."""
+"""Scores of rows of a step under one arm."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .recorded import RecordedRow
 
 @dataclass(slots=True, kw_only=True)
 class Scored:
-    """What an arm gave the rows of a step."""
+    """Scores of rows of a step under one arm."""
 
     rows: list[RecordedRow] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
-    """[T] of each row, nats."""
+    """For each row its response logprobs [T], nats."""
     batches: list[ForwardBatch] = field(default_factory=list)
-    """The forwards that the rows went through, in their order; empty where an engine batches by itself."""
+    """Forwards of the rows, in order; empty if the engine batches by itself."""
     distributions: dict[str, Distribution] = field(default_factory=dict)
-    """Each captured row's, by the sequence's name."""
+    """Sequence name -> distributions, for captured rows."""
     routing: list[Routing] = field(default_factory=list)
-    """What each row's tokens were routed to; empty where the recorded pass has no routing, or nobody listened."""
+    """Experts of each row's tokens; empty if the recorded pass has no routing, or routers were not observed."""
     kept: np.ndarray | None = None
-    """Places of `rows` among those of `batches`; None where they are the same."""
+    """Indices of `rows` among the rows of `batches`; None if they are the same."""
 
     def only(self, names: Container[str]) -> Scored:
-        """The same of the sequences of these names."""
+        """Return the scores of these sequences only."""
         kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
         return Scored(
             rows=[self.rows[place] for place in kept],
@@ -42,7 +42,7 @@ class Scored:
         )
 
     def extend(self, part: Scored) -> None:
-        """Take in what other rows of the step were given."""
+        """Append the scores of other rows of the step."""
         self.rows.extend(part.rows)
         self.logprobs.extend(part.logprobs)
         self.batches.extend(part.batches)

@@ -1,4 +1,4 @@
-"""Torch's switches as a pass had them, for as long as it is replayed."""
+"""Torch's settings of a recorded pass, restored while it is replayed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .arms import Arm
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
-"""What torch asks of cuBLAS before it runs deterministic algorithms; it has nothing to say on a CPU."""
+"""The value that torch requires for deterministic algorithms with cuBLAS; no effect on a CPU."""
 INFORMATIVE = frozenset({
     "default_dtype", "num_interop_threads", "cpu_capability", "cuda", "cudnn", "cuda_matmul_allow_tf32",
 })  # fmt: skip
-"""Recorded settings that are not set again: what the machine has, what models are built with, and another name of a precision."""
+"""Recorded settings that are not restored: facts of the machine, settings for building models, and an alias of a precision."""
 _cuda_began: list[str | None] = []
-"""What CUBLAS_WORKSPACE_CONFIG was when CUDA started in this process comes first; empty before."""
+"""First element: CUBLAS_WORKSPACE_CONFIG at the time CUDA started in this process; empty before that."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Recorded setting -> what sets it, in the order in which they are set. Needs torch."""
+    """Return recorded setting -> its setter, in the order in which they must be set. Needs torch."""
     import torch
 
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
@@ -55,7 +55,7 @@ def switches() -> dict[str, Callable[[Any], object]]:
 
 
 def autocast_dtype(contract: Contract) -> Any:
-    """The dtype that a recorded pass's autocast computed in, or None: in float32 it does nothing. Needs torch."""
+    """Return the dtype of a recorded pass's autocast; None without one, or for float32, where it has no effect. Needs torch."""
     import torch
 
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
@@ -63,7 +63,7 @@ def autocast_dtype(contract: Contract) -> Any:
 
 
 def autocast(device: Any, dtype: Any) -> Any:
-    """A context of autocast to a dtype, torch's; one of nothing without."""
+    """Return a context manager of autocast to torch's `dtype`; a null context if it is None."""
     import torch
 
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
@@ -71,9 +71,9 @@ def autocast(device: Any, dtype: Any) -> Any:
 
 @contextmanager
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Set CUBLAS_WORKSPACE_CONFIG as the recorded pass had it, for CUDA to find when it starts, and put it back.
+    """Set CUBLAS_WORKSPACE_CONFIG to its recorded value, which CUDA reads when it starts, and restore it afterwards.
 
-    Deterministic algorithms get what torch asks for where nothing else is set.
+    If it is unset, deterministic algorithms get the value that torch requires.
     """
     import torch
 
@@ -86,8 +86,8 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
         if wanted != _cuda_began[0]:
             began = "without it" if _cuda_began[0] is None else f"with {_cuda_began[0]}"
             warnings.warn(
-                f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} here, and CUDA started {began} in this process; replay this arm "
-                "in a process of its own where its last bits matter",
+                f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} here, but CUDA started {began} in this process; replay this arm "
+                "in its own process if its last bits matter",
                 TimTraceWarning,
                 stacklevel=3,
             )
@@ -107,7 +107,7 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Set what the recorded pass had, changed by the arm, and put everything back."""
+    """Apply the recorded settings with the arm's changes, and restore everything afterwards."""
     import torch
 
     before = torch_settings()
@@ -127,7 +127,7 @@ def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
 
 
 def used_settings(recorded: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
-    """Torch's settings as the arm has them."""
+    """Return torch's settings in effect under the arm."""
     with settings(recorded, arm):
         found = torch_settings()
     return found | ({"cublas_workspace_config": _cuda_began[0]} if _cuda_began else {})
@@ -138,6 +138,6 @@ def _apply(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        # A build without CUDA has fewer libraries to choose from: the arm's contract then names the one that it has.
+        # A build without CUDA has fewer libraries; the arm's contract then records the one in use.
         with suppress(RuntimeError):
             change(value)

@@ -1,4 +1,4 @@
-"""An arm that vLLM scores."""
+"""Scoring an arm with vLLM."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
 
 _PROBE_ROWS = 32
-"""Rows that a pace is measured on."""
+"""Rows on which the pace is measured."""
 
 
 class VllmScorer:
-    """Scores steps with a vLLM engine of the recorded arguments, changed by the arm."""
+    """Scores steps with a vLLM engine that has the recorded arguments and the arm's changes."""
 
     keeps_batches = False
     starts_with_weights = True
@@ -53,13 +53,13 @@ class VllmScorer:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What decides which engine is started."""
+        """Arms with equal keys share an engine."""
         arguments = sorted((name, str(value)) for name, value in self._arguments().items())
         return ("vllm", *arguments, self._decodes, self.arm.adapter)
 
     @property
     def num_devices(self) -> int:
-        """Devices that it computes on at once."""
+        """Number of devices in use."""
         return int(self._arguments().get("tensor_parallel_size") or 1)
 
     @property
@@ -75,7 +75,7 @@ class VllmScorer:
 
     def _arguments(self) -> dict[str, Any]:
         arguments = trusted.safe_engine_arguments(self.rollout.get("engine_arguments"))
-        # What the engine made of a default counts, too: compiled kernels give other bits.
+        # The value the engine derived for a default matters too: compiled kernels give other bits.
         model_config = (self.rollout.get("config") or {}).get("model_config") or {}
         if isinstance(is_eager := model_config.get("enforce_eager"), bool):
             arguments["enforce_eager"] = is_eager
@@ -93,7 +93,7 @@ class VllmScorer:
         if self.arm.batch_size is not None:
             arguments["max_num_seqs"] = self.arm.batch_size
         if self.arm.batch_tokens is not None:
-            # No more sequences at a time than tokens: vLLM refuses that.
+            # vLLM refuses more sequences at a time than tokens.
             most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
             arguments |= {
                 "max_num_batched_tokens": self.arm.batch_tokens,
@@ -114,12 +114,12 @@ class VllmScorer:
         return arguments
 
     def build(self) -> VllmEngine:
-        """The engine, to be started with its first weights."""
+        """Return an engine that starts with its first weights."""
         config = trusted.safe_config(config_of(self.run.model))
         return VllmEngine(config, self._arguments(), decodes=self._decodes, device=self.device)
 
     def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:
-        """Use a version's weights, adapters merged in; vLLM rounds them to its dtype. Raises CannotReplay."""
+        """Load a version's weights with adapters merged; vLLM rounds them to its dtype. Raises CannotReplay."""
         engine.put(self._weights(tensors))
 
     def attach(self, engine: VllmEngine, shared: Any = None) -> Any:
@@ -128,23 +128,23 @@ class VllmScorer:
         return shared
 
     def detach(self) -> None:
-        """Let go of the engine."""
+        """Release the engine."""
         self._engine = None
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """What goes through the engine for some rows `of` a step: these alone."""
+        """Return the rows that must run to score `rows` of a step: the same rows."""
         return rows
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """The rows that a pace is measured on."""
+        """Return the rows on which the pace is measured."""
         return rows[:_PROBE_ROWS]
 
     def work(self, rows: list[RecordedRow]) -> int:
-        """The work of scoring rows, which the engine batches as it likes."""
+        """Return the work of scoring rows, in units of `meter.work`."""
         return work([rows], self.arm.cached_tokens)
 
     def score(self, rows: list[RecordedRow], told: Told = untold) -> Scored:
-        """Score rows with the weights that are loaded, at the recorded passes' temperature: vLLM's logprobs are of before."""
+        """Score rows with the loaded weights; the temperature is applied here, since vLLM returns raw logprobs."""
         assert self._engine is not None
         values, distributions = self._engine.score(
             rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p, self.capture
@@ -153,7 +153,7 @@ class VllmScorer:
         return Scored(rows=rows, logprobs=values, distributions=distributions)
 
     def made_by(self) -> Contract:
-        """The contract of what this arm gives."""
+        """Return the contract of this arm's scores."""
         from ..tracer.hooks.vllm_contract import Conditions, engine_contract
 
         assert self._engine is not None

@@ -1,1 +1,1 @@
-"""What scores tokens: the trainer's own code, or ours over a transformers model."""
+"""Scoring code: the trainer's own, ours over a transformers model, vLLM, and the exact engine."""

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a rebuilt model: LoRA and what belongs to it, as the trainer had them."""
+"""PEFT adapters on a rebuilt model: LoRA and its variants, as in training."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ...tracer.weights.chunks import bits_type
 from ...tracer.weights.reader import Tensor
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model that it wraps."""
+"""Prefix that PEFT adds to the parameter names of the wrapped model."""
 
 _Names = Annotated[list[str], msgspec.Meta(max_length=100_000)] | Annotated[str, msgspec.Meta(max_length=10_000)] | None
 
 
 class _Lora(msgspec.Struct, forbid_unknown_fields=False):
-    """The fields of peft.LoraConfig that decide a forward."""
+    """The fields of peft.LoraConfig that affect a forward."""
 
     peft_type: Literal["LORA"]
     r: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 8
@@ -46,14 +46,14 @@ _NO_MATTER = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "use_bdlora",
 })  # fmt: skip
-"""Fields that decide how an adapter begins or where it is kept, and no forward with weights that are loaded."""
+"""Fields about initialisation and storage, which do not affect a forward with loaded weights."""
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
-    """Put the adapters of a trace's model on the rebuilt one; their weights are still to be loaded. Returns peft's model.
+    """Add the recorded adapters to the rebuilt model, without loading their weights, and return peft's model.
 
-    `identity` is what the trace says of the model: `adapters` (name -> its PEFT config) and `active_adapter`. Only LoRA's own
-    fields are taken, so that nothing is imported because a trace names it. Raises CannotReplay.
+    `identity` is the recorded description of the model: `adapters` (name -> PEFT config) and `active_adapter`. Only LoRA's
+    own fields are used, so that nothing is imported because a trace names it. Raises CannotReplay.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -63,7 +63,7 @@ def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
     for name, recorded in identity["adapters"].items():
         config = LoraConfig(**_fields(str(name), recorded, LoraConfig))
         try:
-            with warnings.catch_warnings(action="ignore"):  # what PEFT told the trainer already
+            with warnings.catch_warnings(action="ignore"):  # PEFT warned about these during training
                 if wrapped is None:
                     wrapped = get_peft_model(model, config, adapter_name=str(name), autocast_adapter_dtype=False)
                 else:
@@ -71,20 +71,18 @@ def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             line = str(error).strip().partition("\n")[0]
             raise CannotReplay(
-                f"the adapter {ascii(name)[:80]} cannot be put on the model ({line}); install the peft that the trace names (tim-trace info)"
+                f"the adapter {ascii(name)[:80]} cannot be added to the model ({line}); install the peft version recorded in the trace (tim-trace info)"
             ) from error
     wrapped.set_adapter(identity.get("active_adapter") or next(iter(identity["adapters"])))
     return wrapped
 
 
 def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
-    """What LoraConfig is given. Raises CannotReplay where the trace asks for more than is known here."""
+    """Return the arguments of LoraConfig. Raises CannotReplay if the recorded config has unsupported fields."""
     try:
         known = msgspec.to_builtins(msgspec.convert(recorded, _Lora))
     except msgspec.ValidationError as error:
-        raise CannotReplay(
-            f"the adapter {ascii(name)[:80]} is none that can be replayed ({error}); LoRA and DoRA can"
-        ) from error
+        raise CannotReplay(f"the adapter {ascii(name)[:80]} cannot be replayed ({error}); LoRA and DoRA can") from error
     usual = kind().to_dict()
     others = [
         field for field, value in recorded.items()
@@ -99,16 +97,18 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
 
 
 def exported_config(name: str, recorded: Any) -> dict[str, Any]:
-    """An adapter's config as peft's folders have it, of the fields that are known here. Raises CannotReplay."""
+    """Return an adapter's config for a peft folder, with the supported fields. Raises CannotReplay."""
     from peft import LoraConfig
 
     if not re.fullmatch(r"[\w-]{1,80}", name):
-        raise CannotReplay(f"the adapter {ascii(name)[:80]} has a name that no folder can have; is the trace damaged?")
+        raise CannotReplay(
+            f"the adapter {ascii(name)[:80]} has a name that is not valid for a folder; is the trace damaged?"
+        )
     return _fields(name, recorded, LoraConfig) | {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
 
 
 def of_adapter(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """The weights of one adapter, under the names that peft's folders have."""
+    """Return the weights of one adapter, under their names in a peft folder."""
     found = {}
     for name, tensor in tensors.items():
         own = re.sub(rf"((?:^|\.)lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
@@ -119,12 +119,12 @@ def of_adapter(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]
 
 
 def without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Recorded tensors under the names that they have in the wrapped model itself."""
+    """Return recorded tensors under their names in the wrapped model, without PEFT's prefix."""
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the model below its adapters, under its own names: what scores where they are off."""
+    """Return the weights of the model without adapters, under its own names, as used with adapters off."""
     found = {}
     for name, tensor in without_prefix(tensors).items():
         if ".modules_to_save." in name or re.search(r"(^|\.)lora_", name):
@@ -134,16 +134,16 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class MergedWeights:
-    """The weights of versions with their adapter merged in, as an engine without adapters is given them."""
+    """Merges a version's adapter into its weights, as for an engine without adapters."""
 
     def __init__(self, wrapped: Any):
-        """`wrapped` is peft's model of the trace, on the CPU, in the recorded dtypes."""
+        """`wrapped` is the trace's peft model, on the CPU, in the recorded dtypes."""
         self._wrapped = wrapped
 
     def __call__(self, load: Callable[[Any], None]) -> dict[str, Tensor]:
-        """The tensors under the names of the model without adapters; `load` puts a version's weights into a model.
+        """Return merged tensors under the names of the model without adapters; `load` loads a version's weights into a model.
 
-        They are merged by PEFT's own code, as trl.generation.vllm_generation has it done before an engine gets them.
+        PEFT's own code merges them, as in trl.generation.vllm_generation before weights are sent to an engine.
         """
         model = self._wrapped.get_base_model()
         load(model)
@@ -159,7 +159,7 @@ class MergedWeights:
 
 
 def _tensor(tensor: Any) -> Tensor:
-    """The bits of a tensor, copied."""
+    """Return a copy of a torch tensor's bits."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""True double precision: transformers' models round to float32 in the middle, in norms and softmax."""
+"""True double precision: transformers' models otherwise round to float32 in norms and softmax."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def keep_double() -> Any:
-    """A context in which a float64 tensor that is asked to become float32 stays as it is.
+    """Return a context in which casts from float64 to float32 have no effect.
 
-    Everything else is left alone: rotary frequencies, which the model defines in float32, stay float32.
+    Other tensors are unaffected: rotary frequencies, which the model defines in float32, stay float32.
     """
     import torch
     from torch.overrides import TorchFunctionMode

@@ -11,27 +11,27 @@ from typing import Any
 from ...tracer.projection import Projection
 
 CHUNK_BYTES = 128 << 20
-"""Logits that exist at a time."""
+"""Maximum size of the logits in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """How logits become a log-probability.
+    """The computation of log-probabilities from hidden states.
 
-    They are divided by the temperature, then cut to the top k, then to the smallest set of mass top p, then normalised,
-    in vLLM's order (its sampler: temperature, top-k, top-p); a token that was cut has -inf.
+    Logits are divided by the temperature, cut to the top k, then to the smallest set of mass top p, then normalised:
+    the order of vLLM's sampler (temperature, top-k, top-p). A cut token has -inf.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     projection_dtype: Any = None
-    """Of the projection; None for that of the hidden states."""
+    """torch's dtype of the projection; None for that of the hidden states."""
     logits_dtype: Any = None
-    """Of the logits and all that follows; None for float32, or float64 after a float64 projection."""
+    """torch's dtype of the logits and everything after; None for float32, or float64 after a float64 projection."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
-        """[N] log-probabilities, nats, of tokens `ids_N` given the hidden states before them."""
+        """Return the log-probabilities [N], nats, of tokens `ids_N` given the hidden states before them."""
         import torch
 
         projection = Projection(model=model, dtype=self.projection_dtype)
@@ -43,9 +43,9 @@ class Head:
         return torch.cat([self.taken(logits_CV.to(result), ids_C) for logits_CV, ids_C in parts])
 
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
-        """[C] log-probabilities, nats, of tokens `ids_C` under logits, in whose dtype all is computed.
+        """Return the log-probabilities [C], nats, of tokens `ids_C`, computed in the dtype of the logits.
 
-        Logits that no backward needs are overwritten.
+        Logits are overwritten unless a backward needs them.
         """
         import torch
 
@@ -53,13 +53,13 @@ class Head:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
         if logits_CV.dtype in (torch.bfloat16, torch.float16):
-            # As TRL and verl do it there: rounded once, where a rounded sum would be rounded again.
+            # As TRL and verl do for 16-bit logits: round once, rather than round a rounded sum again.
             return logits_CV.log_softmax(dim=-1).gather(-1, ids_C[:, None]).squeeze(-1)
         return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 
 
 def cut(logits_CV: Any, top_k: int | None, top_p: float | None) -> Any:
-    """Put -inf on all but the k most probable tokens, then on all but the smallest set of mass p."""
+    """Return logits with -inf for all but the k most probable tokens, then for all but the smallest set of mass p."""
     import torch
 
     if top_k is not None and top_k < logits_CV.shape[-1]:

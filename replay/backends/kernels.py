@@ -1,4 +1,4 @@
-"""Which attention kernel runs, forced or observed."""
+"""Forcing and observing attention kernels."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ...schemas.errors import CannotReplay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """An attention that an arm can ask for."""
+    """An attention that an arm can select."""
 
     implementation: str = "sdpa"
-    """Its name in transformers; `sdpa` runs a kernel of torch's scaled_dot_product_attention."""
+    """Name in transformers; `sdpa` is torch's scaled_dot_product_attention."""
     backend: str | None = None
-    """Which kernel of scaled_dot_product_attention: a member of torch's SDPBackend."""
+    """Kernel of scaled_dot_product_attention: a member of torch's SDPBackend; None for any."""
     needs_cuda: bool = False
     shares_heads: bool = True
-    """Whether query heads can share the keys and values of one head."""
+    """True if several query heads can share the keys and values of one head."""
     rounds_scores: bool = True
-    """Whether scores and softmax are rounded to the dtype of the activations, or may be."""
+    """True if scores and softmax may be rounded to the dtype of the activations."""
 
 
 KERNELS = {
@@ -36,7 +36,7 @@ KERNELS = {
 
 
 def check(attention: str | None, device: str) -> None:
-    """Raise CannotReplay for a kernel that the device lacks."""
+    """Raise CannotReplay if the device does not have the kernel."""
     if attention is not None and KERNELS[attention].needs_cuda and not device.startswith("cuda"):
         here = ", ".join(name for name, kernel in KERNELS.items() if not kernel.needs_cuda)
         raise CannotReplay(
@@ -46,7 +46,7 @@ def check(attention: str | None, device: str) -> None:
 
 @contextmanager
 def forced(attention: str | None) -> Iterator[None]:
-    """Let scaled_dot_product_attention use one kernel alone; it raises where that one cannot serve."""
+    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay if it does not support a call."""
     kernel = Kernel() if attention is None else KERNELS[attention]
     if kernel.backend is None:
         yield
@@ -68,12 +68,12 @@ def forced(attention: str | None) -> Iterator[None]:
 
 @contextmanager
 def _heads_repeated() -> Iterator[None]:
-    """Let transformers give each query head its own copy of its keys and values, for a kernel that cannot share them."""
+    """Make transformers copy keys and values for each query head, for kernels that cannot share them."""
     from transformers.integrations import sdpa_attention
 
     name = "use_gqa_in_sdpa"
     shares = getattr(sdpa_attention, name, None)
-    if shares is None:  # a release that always repeats them
+    if shares is None:  # this release always copies them
         yield
         return
     setattr(sdpa_attention, name, lambda *_: False)
@@ -85,7 +85,7 @@ def _heads_repeated() -> Iterator[None]:
 
 @contextmanager
 def observed(found: set[str]) -> Iterator[None]:
-    """Note the kernel that scaled_dot_product_attention chooses, by torch's own choice for the same arguments."""
+    """Add to `found` the kernels that scaled_dot_product_attention uses, by torch's own choice for its arguments."""
     import torch
 
     functional: Any = torch.nn.functional

@@ -19,11 +19,11 @@ from ...tracer.weights.reader import Tensor
 from . import adapters, packing, trusted
 
 Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""From a version's tensors to those that a model is given."""
+"""Function from a version's recorded tensors to the tensors that the model loads."""
 _ROOM = 0.8
-"""Share of a GPU's free memory that weights may take; the rest is for what goes through them."""
+"""Share of a GPU's free memory for weights; the rest is for activations."""
 MAX_MODULES = 200_000
-"""Modules and tensors of a model."""
+"""Maximum number of modules and tensors of a model."""
 
 
 def build(
@@ -36,13 +36,12 @@ def build(
     factory: str | None = None,
     allow_kernel: Sequence[str] = (),
 ) -> Any:
-    """Build the model with weights still to be loaded: with its adapters, where the trace names some.
+    """Build the model without loading weights; adapters in the trace are added.
 
-    `identity` is what the trace says of the model (`class`, `config`, `adapters`); `dtype` is torch's name; `experts` is the
-    implementation of a mixture's experts, as transformers names it. `factory` is
-    `module:function` of what builds it instead, called with `config` (a dict), `dtype` (torch's) and `attention`. `allow_kernel`
-    are attentions that may come from the hub.
-    Without it the class is one of transformers' own, and its config asks for no code of others: see trusted.
+    `identity` is the recorded description of the model (`class`, `config`, `adapters`); `dtype` is torch's name; `experts` is
+    transformers' name of a mixture's experts implementation. `factory`, as `module:function`, builds the model instead; it is
+    called with `config` (a dict), `dtype` (torch's) and `attention`. Without a factory the class must be one of transformers'
+    own, and no third-party code runs (see trusted), except the attentions in `allow_kernel`, which may come from the hub.
     Raises CannotReplay.
     """
     import torch
@@ -52,7 +51,7 @@ def build(
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
-        # Buffers stay as they were built: tables of rotary frequencies are float32 in models of any dtype.
+        # Buffers keep their dtype: rotary frequencies are float32 in models of any dtype.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         return _placed(model, device)
@@ -67,16 +66,16 @@ def build(
             model = adapters.put_on(model, identity).get_base_model()
     except CannotReplay:
         raise
-    except Exception as error:  # whatever transformers raises for a config that is none of the class's
+    except Exception as error:  # transformers raises any exception for a config that does not fit the class
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
-            f"that the trace names (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
+            f"recorded in the trace (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
         ) from error
     return _placed(model, device)
 
 
 def _placed(model: Any, device: str) -> Any:
-    """The model on a device; one that is larger than a GPU with its layers on all that this process sees."""
+    """Move the model to the device; one larger than a GPU is split by layer over all visible GPUs."""
     import torch
 
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -84,15 +83,15 @@ def _placed(model: Any, device: str) -> Any:
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
         return divided(model, {index: int(_ROOM * torch.cuda.mem_get_info(index)[0]) for index in range(num_gpus)})
     for parameter in model.parameters() if device == "cuda" else ():
-        # Weights are loaded where they belong: what the host set aside for them was never touched.
+        # Weights are loaded directly on the device; the host memory reserved for them was never touched.
         parameter.data = torch.empty_like(parameter, device=device)
     return model.to(device)
 
 
 def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
-    """The model with its layers on several devices (transformers' device_map), of which each has so many bytes of room.
+    """Split the model by layer over several devices (transformers' device_map); `memory` is device -> available bytes.
 
-    What goes through it moves from device to device; each layer computes as it would on one. Raises CannotReplay.
+    Activations move between devices; each layer computes as on a single device. Raises CannotReplay.
     """
     from accelerate import dispatch_model, infer_auto_device_map
 
@@ -107,10 +106,10 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
-    """What makes of a version's recorded tensors those that the built model takes.
+    """Return the function from a version's recorded tensors to those that the built model loads.
 
-    `adapter` is an arm's: None for adapters of their own on the model, `merged` or `off`; `dtype` is torch's name of the
-    recorded one, in which they are merged, on the CPU. Raises CannotReplay.
+    `adapter` is the arm's `merged` or `off`, or None if adapters stay separate; `dtype` is torch's name of the recorded
+    dtype, in which they are merged, on the CPU. Raises CannotReplay.
     """
     if not identity.get("adapters"):
         return lambda tensors: tensors
@@ -124,7 +123,7 @@ def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) 
 
 
 def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What the trace says of the model below its adapters."""
+    """Return the model's description without its adapters."""
     return {name: value for name, value in identity.items() if name != "adapters"}
 
 
@@ -138,7 +137,7 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
         from transformers.modeling_utils import no_init_weights
 
     packing.register()
-    # Without memory first: what a config asks for is known before any of it is there.
+    # Built on the meta device first, to check the size before memory is allocated.
     with torch.device("meta"), no_init_weights(), _within_memory(device):
         model_class._from_config(model_class.config_class.from_dict(deepcopy(config)), **chosen)
     with no_init_weights():
@@ -146,17 +145,17 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
     if chosen["attn_implementation"] not in (
         "eager",
         *AttentionInterface(),
-    ):  # as after a kernel that failed to load before
+    ):  # for example if a kernel failed to load
         raise KeyError(f"{chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # every weight is loaded; what is left to set are buffers
+        parameter._is_hf_initialized = True  # every weight is loaded later; only buffers are initialised
     model.init_weights()
     return model
 
 
 @contextmanager
 def _within_memory(device: str) -> Iterator[None]:
-    """Raise CannotReplay as soon as a model that is being built has more parts or bytes than this machine's GPUs or memory can hold."""
+    """Raise CannotReplay while a model is built if it exceeds MAX_MODULES or the memory of this machine or its GPUs."""
     import torch
     from torch.nn.modules import module as modules
 
@@ -187,7 +186,7 @@ def _within_memory(device: str) -> Iterator[None]:
 
 
 def _function(path: str) -> Any:
-    """`module:function`, looked for in the working directory too."""
+    """Import `module:function`, also from the working directory."""
     module, _, name = path.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -202,8 +201,8 @@ def _function(path: str) -> Any:
 
 
 def _set_dtypes(model: Any, dtype: str) -> None:
-    """Give tensors their dtypes where a model in that dtype has others: float32 for those that transformers loads so whatever narrower
-    dtype is asked for (a router's bias and such), float64 for weights that a model makes in float32 whatever it is built in.
+    """Set the dtypes of tensors that differ from the model's: float32 for those that transformers keeps in float32 in a 16-bit
+    model (such as a router's bias), float64 for weights that a model always creates in float32.
     """
     kept = (
         set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
@@ -221,16 +220,16 @@ def _set_dtypes(model: Any, dtype: str) -> None:
 
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
-    """Put a version's weights into the model, bit for bit, or rounded to `dtype`. Raises CannotReplay."""
+    """Load a version's weights into the model, bit for bit or rounded to `dtype`. Raises CannotReplay."""
     import torch
 
-    wanted = model.state_dict(keep_vars=True)  # the tensors themselves: another dtype can be put in their place
+    wanted = model.state_dict(keep_vars=True)  # the tensors themselves, so that their dtype can be changed
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CannotReplay(
             f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}), "
-            f"{len(extra)} have no place ({', '.join(extra[:3])}); are they of another model? A trace of adapters has to be recorded "
-            "with what says how they were configured (tim-trace record, of this version or later)"
+            f"{len(extra)} are unknown to it ({', '.join(extra[:3])}); do they belong to another model? A trace with adapters must "
+            "include their configuration (record it with tim-trace record of this version or later)"
         )
     with torch.no_grad():
         for name, target in wanted.items():
@@ -240,14 +239,14 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
                     f"the weights do not fit the model: {name} is {tuple(source.shape)}, not {tuple(target.shape)}"
                 )
             if dtype is None and source.dtype != target.dtype:
-                # The run kept this tensor in a dtype of its own.
+                # The run kept this tensor in another dtype.
                 target.data = source.to(target.device, copy=True)
             else:
                 target.copy_(source)
 
 
 def to_torch(tensor: Tensor) -> Any:
-    """A tensor over the same bits."""
+    """Return a torch tensor that shares the same bits."""
     import torch
 
     bits = tensor.bits

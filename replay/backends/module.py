@@ -1,4 +1,4 @@
-"""Scoring with a model of the user's own, which gives logits and nothing else.
+"""Scoring with a user's own model that returns only logits.
 
 Shapes: B rows of a forward, W its width, N scored tokens, T response tokens of a row, V vocabulary.
 """
@@ -15,34 +15,34 @@ from .head import Head
 
 
 def gives_hidden(model: Any) -> bool:
-    """Whether the model is built as those of transformers: a backbone and a head that can be called apart."""
+    """Return True if the model has a backbone and a head that can be called separately, as in transformers."""
     return hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
 
 
 class ModuleScorer:
-    """Calls `model(input_ids=[B, W], attention_mask=[B, W])`, which gives logits [B, W, V], or `.logits`."""
+    """Calls `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or has them in `.logits`."""
 
     name = "tim_trace.replay.backends.module.ModuleScorer"
 
     def __init__(self, model: Any, head: Head, arm: Arm):
-        """Raises CannotReplay for what such a model cannot do."""
+        """Raise CannotReplay if the arm has changes that such a model does not support."""
         for name in arm.lacking(FACTORY):
             raise CannotReplay(
-                f"{phrase(name, getattr(arm, name))}: cannot be changed, because the model factory's model gives logits alone; give it "
-                "base_model, get_output_embeddings and config, as transformers' models have"
+                f"{phrase(name, getattr(arm, name))}: cannot be changed, because the model factory's model returns only logits; give it "
+                "base_model, get_output_embeddings and config, like transformers' models"
             )
         self._model = self.backbone = model.eval()
         self._head = head
 
     def __call__(self, batch: PaddedBatch) -> Any:
-        """[N] log-probabilities of the batch's response tokens, row by row."""
+        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
         import torch
 
         with torch.no_grad():
             return self.logprobs(batch)
 
     def logprobs(self, batch: PaddedBatch) -> Any:
-        """The same with what a backward needs, where torch keeps it."""
+        """As `__call__`, but differentiable if gradients are enabled."""
         import torch
 
         device = next(self._model.parameters()).device

@@ -1,4 +1,4 @@
-"""Attention over rows that lie end to end in one forward: each row sees itself alone, and the prompt that it shares.
+"""Attention over rows packed end to end in one forward: a row sees only itself and its shared prompt.
 
 Shapes: N heads, G key-value heads, W width of the forward, D head width.
 """
@@ -12,11 +12,11 @@ from typing import Any
 from ...schemas.errors import CannotReplay, option
 
 NAME = "tim_trace_packed"
-"""As which transformers knows it."""
+"""Name under which the attention is registered with transformers."""
 
 
 def register() -> None:
-    """Make transformers know it. A model that is built with it gets no mask: `packed` says which row is where."""
+    """Register the attention with transformers. It takes no mask; the argument `packed` defines the rows."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -24,43 +24,43 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Places of a forward whose tokens attend to each other and to a prefix."""
+    """Tokens of a forward that attend to each other and to a prefix."""
 
     start: int
     end: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """Stretches that lie before them in their row, in order: of each the first place, and the place after its last."""
+    """Preceding parts of their row, in order, each as (start, end), end exclusive."""
 
 
 @dataclass(slots=True)
 class RowSpans:
-    """Which row is where in a packed forward."""
+    """The rows of a packed forward."""
 
     spans: Sequence[Span]
     num_attentions: int = 0
-    """Attention layers that kept to the rows."""
+    """Number of attention layers that used the spans."""
 
 
 def check(config: Any) -> None:
-    """Raise CannotReplay for a model whose attention is not plainly causal."""
+    """Raise CannotReplay if the model's attention is not plain causal attention."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise _cannot(f"{text.model_type} has layers of other kinds ({', '.join(sorted(kinds))})")
+        raise _cannot(f"{text.model_type} has other kinds of layers ({', '.join(sorted(kinds))})")
 
 
 def check_all(rows: RowSpans, config: Any) -> None:
-    """Raise CannotReplay when a forward had layers that know nothing of rows."""
+    """Raise CannotReplay if some layers of a forward ignored the spans."""
     layers = config.get_text_config().num_hidden_layers
     if rows.num_attentions != layers:
-        raise _cannot(f"only {rows.num_attentions} of the model's {layers} layers can keep to each row")
+        raise _cannot(f"only {rows.num_attentions} of the model's {layers} layers can keep rows apart")
 
 
 def _attention(
     module: Any, query_1NWD: Any, key_1GWD: Any, value_1GWD: Any, attention_mask: Any, *,
     packed: RowSpans, scaling: float | None = None, **more: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """scaled_dot_product_attention, causal, row by row, each after the prefix that it has; [1, W, N, D]."""
+    """Return causal scaled_dot_product_attention, span by span with its prefix; [1, W, N, D]."""
     import torch
 
     special = [name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if more.get(name) is not None]
@@ -97,5 +97,5 @@ def _attention(
 
 def _cannot(why: str) -> CannotReplay:
     return CannotReplay(
-        f"padding packed or shared: cannot be done for this model: {why}; use {option('padding', 'left')} or right"
+        f"padding packed or shared: not possible for this model: {why}; use {option('padding', 'left')} or right"
     )

@@ -1,4 +1,4 @@
-"""Weight-only fake quantisation: weights take the values that a quantised engine's would have, in their own dtype.
+"""Weight-only fake quantisation: weights are rounded to the values of a quantised engine, in their own dtype.
 
 Shapes: E experts, O outputs and I inputs of a linear layer, G inputs of a group.
 """
@@ -10,11 +10,11 @@ from typing import Any
 GROUP = 128
 """G: inputs that share a scale; a row's last group may be shorter."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-"""Largest magnitude of each kind; fp8 is e4m3."""
+"""Largest representable magnitude of each format; fp8 is e4m3."""
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round the weight of every linear layer but the head, and of every expert."""
+    """Round the weights of all experts and of all linear layers except the head."""
     import torch
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -22,7 +22,7 @@ def quantize(model: Any, kind: str) -> None:
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not head:
                 module.weight.copy_(rounded(module.weight, kind))
-            elif hasattr(module, "is_transposed"):  # experts of transformers: all of a layer's in one tensor
+            elif hasattr(module, "is_transposed"):  # transformers' experts: one tensor per layer
                 for weight in module.parameters(recurse=False):
                     if weight.ndim == 3:
                         weight_EOI = weight.transpose(1, 2) if module.is_transposed else weight
@@ -30,9 +30,9 @@ def quantize(model: Any, kind: str) -> None:
 
 
 def rounded(weight_OI: Any, kind: str) -> Any:
-    """A weight rounded to the values of `kind`, with one symmetric scale a group: its largest magnitude on the grid's.
+    """Return a weight rounded to the format `kind`, with one symmetric scale per group, from its largest magnitude.
 
-    The grid of int8 has 255 values and that of int4 has 15.
+    int8 has 255 values and int4 has 15.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""A replayed model's routers: listened to, and made to choose what was recorded.
+"""Observing a replayed model's routers, and forcing their recorded choices.
 
-Shapes: B rows of a forward, W its width, C the cells of one call (B times a part of W), L routers, S experts of a token,
+Shapes: B rows of a forward, W its width, C tokens of one call (B times a part of W), L routers, S experts of a token,
 N tokens of the rows.
 """
 
@@ -19,11 +19,11 @@ from ..batching import ForwardBatch
 
 
 def checked(model: Any, wanted: str | None) -> list[Router]:
-    """The routers of a model. Raises CannotReplay when they are `wanted` and there are none."""
+    """Return the routers of a model. Raises CannotReplay if routing is `wanted` and there are none."""
     known = routers(model)
     if wanted and not known:
         raise CannotReplay(
-            f"routing {wanted}: {type(model).__name__} has no router module that chooses before its experts run"
+            f"routing {wanted}: {type(model).__name__} has no router module that runs before its experts"
         )
     return known
 
@@ -37,24 +37,24 @@ def followed(
     *,
     keeps_same_sets: bool = False,
 ) -> Iterator[None]:
-    """Note in `into` what the routers chose for each row's tokens in one forward; no routers, no notes.
+    """Append to `into` the routers' choices for each row's tokens in one forward; nothing if there are no routers.
 
-    With `recorded`, the routers give these ids, weights and slot order instead of their own; padding keeps the router's
-    own choice, and with `keeps_same_sets` so does a token whose experts are the same. Raises CannotReplay when the recorded
-    choices are not of this model.
+    With `recorded`, the routers return these ids, weights and slot order instead of their own. Padding keeps the router's
+    own choice, and with `keeps_same_sets` so does a token with the same set of experts. Raises CannotReplay if the recorded
+    choices do not fit this model.
     """
     if not known:
         yield
         return
     tap = RouterTap(known)
-    # Hooks run in the order in which they came: what is noted is what the experts were given.
+    # Hooks run in registration order, so the tap sees the choices that the experts get.
     with _forced(known, batch, recorded, keeps_same_sets), tap:
         yield
     parts = tap.forwards()
     if parts:
         into.extend(_rows(parts, batch))
     elif recorded is not None:
-        raise CannotReplay(f"routing recorded: {tap.problem or 'the routers were not heard'}")
+        raise CannotReplay(f"routing recorded: {tap.problem or 'the routers did not run'}")
 
 
 @contextmanager
@@ -74,21 +74,21 @@ def _forced(
 
 
 class Table:
-    """The recorded choices, laid out as the batch is."""
+    """The recorded choices in the layout of the batch."""
 
     def __init__(
         self, known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing], keeps_same_sets: bool
     ):
         self._keeps_same_sets = keeps_same_sets
         if any(part.expert_weights is None for part in recorded):
-            raise CannotReplay("routing recorded: the trace holds the experts' ids without their weights; record both")
+            raise CannotReplay("routing recorded: the trace has the experts' ids without their weights; record both")
         ids_NLS = np.concatenate([np.asarray(part.expert_ids) for part in recorded])
         weights_NLS = np.concatenate([np.asarray(part.expert_weights) for part in recorded])
         num_layers, num_slots = ids_NLS.shape[1:]
         wanted = (len(known), known[0].num_slots or num_slots)
         if (num_layers, num_slots) != wanted:
             raise CannotReplay(
-                f"routing recorded: the trace holds {num_layers} layers of {num_slots} experts a token, the model has "
+                f"routing recorded: the trace has {num_layers} layers of {num_slots} experts per token, the model has "
                 f"{wanted[0]} of {wanted[1]}; is this the model that was trained?"
             )
         cells = batch.tokens_BW
@@ -96,15 +96,15 @@ class Table:
         self.weights_BWLS = np.zeros(self.ids_BWLS.shape, weights_NLS.dtype)
         self.ids_BWLS[cells], self.weights_BWLS[cells] = ids_NLS, weights_NLS
         self._done = [0] * num_layers
-        """Columns that each router has seen."""
+        """Number of columns that each router has processed."""
 
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
-        """A router's output with the recorded choice in the place of its own."""
+        """Return a router's output with its choice replaced by the recorded one."""
         import torch
 
         found = choice(output)
         if found is None:
-            raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices by themselves")
+            raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices separately")
         ids_CS, weights_CS, place = found
         begin = self._done[index]
         end = self._done[index] = begin + len(ids_CS) // len(self.ids_BWLS)
@@ -121,7 +121,7 @@ class Table:
 
 
 def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
-    """What was heard, cut into the batch's rows; each call of a router took a part of the width."""
+    """Split the observed choices by row; each router call covers part of the width."""
     import torch
 
     places_N = torch.from_numpy(batch.places_N)

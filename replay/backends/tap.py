@@ -1,6 +1,6 @@
-"""The distributions of a replay's captured rows, read off the hidden states that the scoring itself made.
+"""Distributions of a replay's captured rows, from the hidden states of the scoring forward.
 
-Shapes: B rows of a forward, W its width, P their places laid end to end, T response tokens of a row, H hidden width,
+Shapes: B rows of a forward, W its width, P positions of the flattened forward, T response tokens of a row, H hidden width,
 C tokens of a chunk, V vocabulary.
 """
 
@@ -17,10 +17,10 @@ from .head import cut
 
 
 class HiddenTap:
-    """Listens to what the model's backbone gives while rows are scored.
+    """Records the backbone's hidden states while rows are scored.
 
-    It adds a forward hook that only reads; what is scored is left as it is. The hidden states of captured rows are
-    projected once more for it, so a logit may differ in its last place from the one that was scored with.
+    A read-only forward hook; scores are unaffected. The hidden states of captured rows are projected a second time, so a
+    captured logit may differ in its last bit from the one used for scoring.
     """
 
     def __init__(self, scorer: Any, batch: ForwardBatch):
@@ -40,7 +40,7 @@ class HiddenTap:
 
     @property
     def heard(self) -> bool:
-        """Whether there is something to keep."""
+        """True if hidden states were recorded."""
         return bool(self._parts)
 
     def _keep(self, _module: Any, _inputs: Any, outputs: Any) -> None:
@@ -50,10 +50,10 @@ class HiddenTap:
         self._parts.append((outputs if hasattr(outputs, "detach") else outputs[0]).detach())
 
     def distributions(self, projection: Projection, capture: Capture, temperature: float) -> dict[str, Distribution]:
-        """Each captured row's distributions on the host, by the sequence's name."""
+        """Return sequence name -> distributions on the host, for captured rows."""
         import torch
 
-        # Through the KV cache the positions come in several forwards, one after the other.
+        # With a KV cache the positions arrive in several consecutive forwards.
         hidden_BWH = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
         hidden_PH = hidden_BWH.flatten(0, 1)
         found = {}
@@ -65,7 +65,7 @@ class HiddenTap:
 
 
 def cutting(top_k: int | None, top_p: float | None, temperature: float, dtype: Any) -> Any:
-    """What gives logits in `dtype` where one is named, with -inf for every token that top-k and top-p cut; or None."""
+    """Return a function that casts logits to `dtype` and sets tokens cut by top-k and top-p to -inf; None if it has no effect."""
     if top_k is None and top_p is None and dtype is None:
         return None
 
@@ -83,7 +83,7 @@ def cutting(top_k: int | None, top_p: float | None, temperature: float, dtype: A
 
 
 def head_contract(model: Any, dtype: Any, logits_dtype: Any) -> dict[str, Any]:
-    """What gives a pass's logits of its captured hidden states, with the weights of the score's policy version.
+    """Return how to compute logits from captured hidden states, with the weights of the score's policy version.
 
     logits = cap(scale * (round(hidden) @ round(weight).T + round(bias))), rounded to the projection's dtype.
     """

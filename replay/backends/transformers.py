@@ -1,4 +1,4 @@
-"""Scoring with a transformers model and a head of ours: prefill, packed, or through the KV cache.
+"""Scoring with a transformers model and our own head: prefill, packed, or through the KV cache.
 
 Shapes: B rows of a forward, W its width, K its scored positions, N scored tokens, H hidden width.
 """
@@ -18,7 +18,7 @@ from .head import Head
 
 
 class TransformersScorer:
-    """Runs the backbone and projects the positions before response tokens."""
+    """Runs the backbone and projects the hidden states that predict response tokens."""
 
     name = "tim_trace.replay.backends.transformers.TransformersScorer"
 
@@ -32,25 +32,25 @@ class TransformersScorer:
         autocast_dtype: Any = None,
         compile: bool = False,
     ):
-        """`cached_tokens` tokens at a time go through the KV cache after the prompt; None for one forward."""
+        """`cached_tokens` is the number of response tokens per forward through the KV cache; None for one forward."""
         self._model = model.eval()
         self._head = head
         self._cached_tokens = cached_tokens
         self._kv_dtype = kv_dtype
         self._autocast = autocast_dtype
         self.told: Told = untold
-        """Gets the shares of a batch that went through the KV cache."""
+        """Progress callback for the shares of a batch that went through the KV cache."""
         self._compiled = _compiled(model.base_model) if compile else None
 
     def __call__(self, batch: ForwardBatch) -> Any:
-        """[N] log-probabilities of the batch's response tokens, row by row."""
+        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
         import torch
 
         with torch.no_grad():
             return self.logprobs(batch)
 
     def logprobs(self, batch: ForwardBatch) -> Any:
-        """The same with what a backward needs, where torch keeps it."""
+        """As `__call__`, but differentiable if gradients are enabled."""
         import torch
 
         double = next(self._model.parameters()).dtype == torch.float64
@@ -64,7 +64,7 @@ class TransformersScorer:
 
     @property
     def backbone(self) -> Any:
-        """The module that gives the hidden states."""
+        """The module that returns the hidden states."""
         return self._model.base_model if self._compiled is None else self._compiled
 
     @property
@@ -72,7 +72,7 @@ class TransformersScorer:
         return next(self._model.parameters()).device
 
     def _padded(self, batch: PaddedBatch) -> tuple[Any, Any]:
-        """Hidden states and ids of the rows laid end to end."""
+        """Return hidden states and ids of the flattened forward."""
         import torch
 
         ids_BW = torch.from_numpy(batch.ids_BW).to(self._device)
@@ -90,7 +90,7 @@ class TransformersScorer:
         positions_W = torch.from_numpy(batch.positions_W).to(self._device)
         inputs = {"input_ids": ids_W[None], "position_ids": positions_W[None]}
         if self._model.config._attn_implementation != packing.NAME:
-            # Positions that begin anew tell transformers' own attention where a row begins, as they did in the recorded pass.
+            # As in the recorded pass, transformers' own attention finds the rows from positions that restart at 0.
             return self._backbone(**inputs).last_hidden_state[0], ids_W
         rows = packing.RowSpans(batch.spans)
         output = self._backbone(**inputs, packed=rows)
@@ -110,7 +110,7 @@ class TransformersScorer:
             raise CannotReplay(f"compile: torch.compile failed on this model and machine: {line}") from error
 
     def _through_cache(self, ids_BW: Any, mask_BW: Any, keep: int) -> Any:
-        """The prompt in one go, then the recorded tokens, as an engine that samples would see them."""
+        """Run the prompt in one forward, then the recorded tokens through the cache, as in sampling."""
         import torch
 
         assert self._cached_tokens is not None
@@ -139,10 +139,10 @@ def _compiled(backbone: Any) -> Any:
 
 
 def kv_cache(config: Any, kv_dtype: str | None) -> Any:
-    """transformers' cache for a model; with `fp8`, all that goes in is rounded to e4m3 at scale 1, as vLLM does.
+    """Return transformers' KV cache for a model; with `fp8`, entries are rounded to e4m3 at scale 1, as in vLLM.
 
-    vLLM's own scales are 1 unless a checkpoint brings others (its documentation, "Quantized KV cache"). Attention reads
-    what the cache holds, for the tokens that just went in too. Values beyond 448 saturate.
+    vLLM's scales are 1 unless a checkpoint has others (its documentation, "Quantized KV cache"). Attention reads the
+    rounded values for the newest tokens too. Values beyond 448 saturate.
     """
     import torch
     from transformers import DynamicCache
@@ -152,7 +152,7 @@ def kv_cache(config: Any, kv_dtype: str | None) -> Any:
     largest = torch.finfo(torch.float8_e4m3fn).max
 
     class Fp8Cache(DynamicCache):  # type: ignore[misc]
-        """Rounds what it is given."""
+        """Rounds keys and values to e4m3."""
 
         def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
             def rounded(states: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Scoring with TRL's own code: the function that the trainer called, on the rebuilt model."""
+"""Scoring with TRL's own code: the trainer's scoring function on the rebuilt model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TrlScorer:
     """Calls the trainer's scoring function as the recorded pass did."""
 
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
-        """Give the model TRL's fused head; without an `autocast_dtype` there is no autocast.
+        """Give the model TRL's fused head; `autocast_dtype` None turns autocast off.
 
-        Raises CannotReplay when the function is not TRL's own, or not installed.
+        Raises CannotReplay if the function is not TRL's own or not installed.
         """
         trusted.check_scoring(contract)
         self.name = str(contract["scoring_function"])
@@ -43,14 +43,14 @@ class TrlScorer:
             _wrap_forward(model, lambda: autocast(device, autocast_dtype))
 
     def __call__(self, batch: ForwardBatch) -> Any:
-        """[N] log-probabilities of the batch's response tokens, row by row."""
+        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
         import torch
 
         with torch.set_grad_enabled(self._grad):
             return self.logprobs(batch).detach()
 
     def logprobs(self, batch: ForwardBatch) -> Any:
-        """The same with what a backward needs, where torch keeps it."""
+        """As `__call__`, but differentiable if gradients are enabled."""
         import torch
 
         device = next(self._model.parameters()).device
@@ -68,7 +68,7 @@ class TrlScorer:
         return batch.last(logprobs_BK)
 
     def _of_tree(self, batch: TreeBatch, device: Any) -> Any:
-        """As AsyncGRPOTrainer's loss runs its model."""
+        """Run the model as the loss of AsyncGRPOTrainer does."""
         import torch
 
         rows = packing.RowSpans(batch.spans)
@@ -83,7 +83,7 @@ class TrlScorer:
 
 
 def _wrap_forward(model: Any, cast: Callable[[], Any]) -> None:
-    """As Accelerator.prepare_model does under mixed precision: the forward in autocast, its outputs in float32."""
+    """Run the forward in autocast and return float32, as Accelerator.prepare_model does under mixed precision."""
     from accelerate.utils import convert_outputs_to_fp32
 
     forward = model.forward
@@ -96,7 +96,7 @@ def _wrap_forward(model: Any, cast: Callable[[], Any]) -> None:
 
 
 def scores(contract: Contract) -> bool:
-    """Whether a pass was scored by TRL code that is installed here."""
+    """Return True if a pass was scored by TRL code that is installed here."""
     if contract.get("engine") != "trl" or not contract.get("fused_lm_head"):
         return False
     name = str(contract["scoring_function"])
@@ -108,7 +108,7 @@ def scores(contract: Contract) -> bool:
 
 
 def _function(path: str) -> Any:
-    """`package.module.Class.method` or `package.module.function`, of those that are trusted."""
+    """Import `package.module.Class.method` or `package.module.function` if it is trusted. Raises CannotReplay."""
     if path not in (*trusted.SCORING_FUNCTIONS, *trusted.FUSED_HEADS):
         raise CannotReplay(f"{path}: is not TRL's own, so it is not called")
     parts = path.split(".")
@@ -121,6 +121,6 @@ def _function(path: str) -> Any:
         for name in parts[cut:]:
             found = getattr(found, name, None)
         if found is not None:
-            return inspect.unwrap(found)  # without the profiling that trainers put around it
+            return inspect.unwrap(found)  # without the trainers' profiling wrapper
         break
-    raise CannotReplay(f"{path}: is not installed; install the versions that the trace names (tim-trace info)")
+    raise CannotReplay(f"{path}: is not installed; install the versions recorded in the trace (tim-trace info)")

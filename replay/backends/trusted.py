@@ -1,6 +1,6 @@
-"""What a trace may name for a replay to call: fixed lists of TRL's functions, transformers' models and torch's names.
+"""The code that a replay may run because a trace names it: fixed lists of TRL functions, transformers models and torch names.
 
-A trace can be of a stranger. Whatever else it names runs on the user's own word alone, which is `--model-factory`.
+A trace may come from an untrusted source. Other code runs only if the user passes it with `--model-factory`.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ SCORING_FUNCTIONS = (
     "trl.trainer.rloo_trainer.RLOOTrainer._get_per_token_logps_and_entropies",
 )
 PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer.compute_loss",)
-"""Functions that score packed rows. A replay does not call them: it runs the model as they do."""
+"""Functions that score packed rows. A replay runs the model as they do but does not call them."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""Attention -> transformers' function that says whether its package is installed; else it would fetch a kernel from the hub."""
+"""Attention -> transformers' check for its package; without the package, transformers would fetch a kernel from the hub."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
-"""Environment variable with the names, with commas between them, that `allow_kernel` says for the verbs that have it."""
+"""Environment variable with comma-separated kernel names, for commands without the option `allow_kernel`."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
     "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
 )  # fmt: skip
 EXPERTS_UNKNOWN = "experts-unknown"
 REFUSED, CONDITIONS, UNEXPLAINED = "refused", "conditions", "unexplained"
 WHY = {
-    KERNEL_NOT_ALLOWED: "the recorded attention {name} is code from the hub, which runs only if you allow it (--allow-kernel)",
+    KERNEL_NOT_ALLOWED: "the recorded attention {name} is code from the hub, which needs --allow-kernel",
     NOT_INSTALLED: "the recorded attention {name} is not installed here, or needs a GPU",
-    UNKNOWN: "the recorded attention {name} is not known here",
+    UNKNOWN: "the recorded attention {name} is unknown",
     NEEDS_16_BITS: "the recorded attention {name} computes in bf16 and fp16 only",
     EXPERTS_UNKNOWN: "the recorded implementation of experts {name} is not torch's",
     REFUSED: "the recording does not run here",
     CONDITIONS: "settings, versions or hardware differ here",
-    UNEXPLAINED: "nothing that the contract names differs here",
+    UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
 }
-"""Code -> why the recorded bits do not come back, in words."""
+"""Code -> reason why the recorded bits are not reproduced."""
 ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _MODEL_LISTS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-"""transformers' own lists of models that give logits of tokens."""
+"""transformers' lists of models that return token logits."""
 
 _DROPPED = frozenset({
     "auto_map", "custom_pipelines", "trust_remote_code", "_name_or_path", "name_or_path", "_commit_hash", "code_revision",
@@ -56,10 +56,10 @@ _DROPPED = frozenset({
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
     "use_pretrained_backbone", "backbone", "backbone_kwargs", "num_labels", "id2label", "label2id",
 })  # fmt: skip
-"""Fields of a config that transformers would fetch or import something for, and labels that no such model has."""
+"""Config fields for which transformers would fetch or import something, and labels, which language models do not use."""
 _COUNTS = re.compile(r"(^|_)(num|n|depths?)(_|$)|layer|block")
 _MOST = 1_000_000
-"""Layers, heads or experts that a config may ask for."""
+"""Maximum number of layers, heads or experts in a config."""
 
 
 _Unreadable = Annotated[str, msgspec.Meta(pattern="^unreadable")]
@@ -114,7 +114,7 @@ class _EngineArguments(msgspec.Struct):
 
 
 class _Scoring(msgspec.Struct):
-    """What a replay reads of a contract."""
+    """The fields of a contract that a replay reads."""
 
     torch: _Torch
     model: _Model
@@ -133,15 +133,15 @@ class _Scoring(msgspec.Struct):
 
 
 def _factory() -> str:
-    return f"or build the model with {option('model_factory', 'MODULE:FUNCTION')}, whose code is then yours"
+    return f"or build the model yourself with {option('model_factory', 'MODULE:FUNCTION')}"
 
 
 def check_contract(contract: Contract, where: str) -> None:
-    """Raise CannotReplay for a contract of which a replay cannot read what it needs."""
+    """Raise CannotReplay if fields of a contract that a replay needs are missing or invalid."""
     try:
         read = msgspec.convert(contract, _Scoring)
     except msgspec.ValidationError as error:
-        raise CannotReplay(f"{where}: its contract is none that can be replayed ({error})") from error
+        raise CannotReplay(f"{where}: its contract cannot be replayed ({error})") from error
     autocast = (read.torch.autocast_dtype or "None").removeprefix("torch.")
     model = read.model
     casts = (read.parameters_dtype, model.parameters_dtype, model.buffers_dtype, model.outputs_dtype)
@@ -151,7 +151,7 @@ def check_contract(contract: Contract, where: str) -> None:
 
 
 def check_scoring(contract: Contract) -> None:
-    """Raise CannotReplay where a contract of TRL names another function than TRL's own."""
+    """Raise CannotReplay if a TRL contract names a function that is not TRL's own."""
     for field, allowed in (("scoring_function", (*SCORING_FUNCTIONS, *PACKED_LOSSES)), ("fused_lm_head", FUSED_HEADS)):
         name = contract.get(field)
         if contract.get("engine") == "trl" and contract.get("fused_lm_head") and name not in allowed:
@@ -164,10 +164,10 @@ def check_scoring(contract: Contract) -> None:
 def check_attention(
     name: str, experts: str | None = None, *, allowed: Collection[str] = (), is_own_model: bool = False
 ) -> None:
-    """Raise CannotReplay for an attention that transformers would import or fetch from the hub without the user's word, and for
-    experts that are not torch's own.
+    """Raise CannotReplay if transformers would import or fetch the attention and it is not `allowed`, or if experts are not
+    torch's own.
 
-    A model that the user's factory builds (`is_own_model`) may have an attention that is called anything but such a place.
+    A model from the user's factory (`is_own_model`) may use any attention name that is not a hub path.
     """
     known = (*ATTENTIONS, *allowed)
     if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
@@ -179,11 +179,11 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """The attention to run in the place of a recorded one, and the code of why; None where it is the recorded one.
+    """Return the attention to run for a recorded one, and the code of why it was replaced; None if it was not.
 
-    `path` is the model's class, `allowed` the kernels of the hub that the user allows, `is_half` whether it gets 16-bit numbers.
+    `path` is the model's class, `allowed` the hub kernels that the user allows; `is_half` is true for 16-bit activations.
     """
-    name = name.removeprefix("paged|")  # of generation by pages alone: a forward over whole rows computes the same
+    name = name.removeprefix("paged|")  # only affects paged generation: a forward over whole rows is the same
     cls = model_class(path)
     code = None
     if name in _FLASH or "/" in name:
@@ -200,7 +200,7 @@ def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], de
 
     is_installed = getattr(import_utils, _FLASH.get(name, ""), None)
     if of_model and name not in of_model:
-        name = of_model[0]  # which transformers would take, whatever it was asked for
+        name = of_model[0]  # transformers would use this one, whatever is requested
     elif name in _FLASH:
         if device != "cpu" and is_installed is not None and is_installed():
             return name, None
@@ -213,17 +213,17 @@ def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], de
 
 
 def check_dtype(name: str) -> None:
-    """Raise CannotReplay for what is not the name of a dtype that a model can have."""
+    """Raise CannotReplay if this is not the name of a model dtype."""
     if name not in DTYPES:
         raise CannotReplay(
-            f"the contract names the dtype {_named(name)}, which is none of {', '.join(DTYPES)}; is the trace damaged?"
+            f"the contract names the dtype {_named(name)}, which is not one of {', '.join(DTYPES)}; is the trace damaged?"
         )
 
 
 def model_class(path: str) -> Any:
-    """transformers' class of this full name, out of its own lists of language models. Raises CannotReplay.
+    """Return transformers' language model class of this full name. Raises CannotReplay.
 
-    The name is looked up in the lists that transformers has: no module is imported because a trace names it.
+    The name is looked up in transformers' own lists, so that no module is imported because a trace names it.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -238,16 +238,16 @@ def model_class(path: str) -> Any:
     found = getattr(transformers, name, None) if name in listed else None
     if found is None or module not in ("transformers", found.__module__, found.__module__.rpartition(".")[0]):
         raise CannotReplay(
-            f"the model cannot be rebuilt: the trace names the class {_named(path)}, which is none of the installed transformers' "
-            f"language models, so it is not imported; install the transformers that the trace names (tim-trace info), {_factory()}"
+            f"the model cannot be rebuilt: the trace names the class {_named(path)}, which is not among the installed transformers' "
+            f"language models, so it is not imported; install the transformers version recorded in the trace (tim-trace info), {_factory()}"
         )
     return found
 
 
 def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's config without what transformers would fetch, import or run for it, at any depth.
+    """Return a model's config without fields, at any depth, for which transformers would fetch, import or run something.
 
-    Raises CannotReplay for sizes that no model has. The class, attention, experts and dtype are chosen apart.
+    Raises CannotReplay for impossible sizes. Class, attention, experts and dtype are chosen separately.
     """
     found: dict[str, Any] = {}
     for name, value in config.items():
@@ -255,20 +255,20 @@ def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") not in DTYPES:
             continue
-        if name == "architecture" and ":" in str(value):  # timm's names of places
+        if name == "architecture" and ":" in str(value):  # a timm name with a source prefix
             raise CannotReplay(
-                f"the model's config names the architecture {_named(value)}, which is a place; {_factory()[3:]}"
+                f"the model's config names the architecture {_named(value)}, which refers to external code; {_factory()[3:]}"
             )
         found[name] = _safe_value(name, value)
     return found
 
 
 def safe_engine_arguments(recorded: Any) -> dict[str, Any]:
-    """The recorded arguments of a vLLM engine that a replay gives again. Raises CannotReplay for values of other kinds."""
+    """Return the recorded vLLM engine arguments that a replay reuses. Raises CannotReplay for invalid values."""
     try:
         found = msgspec.to_builtins(msgspec.convert(recorded or {}, _EngineArguments))
     except msgspec.ValidationError as error:
-        raise CannotReplay(f"engine vllm: the recorded arguments are none that can be replayed ({error})") from error
+        raise CannotReplay(f"engine vllm: the recorded arguments cannot be replayed ({error})") from error
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""Scoring with vLLM itself: a prefill of everything, or a decode in which the recorded tokens are forced.
+"""Scoring with vLLM: a prefill of the whole sequence, or a decode with the recorded tokens forced.
 
 Shapes: T response tokens, V vocabulary.
 """
@@ -35,16 +35,16 @@ from .model import to_torch
 FORCED = "tim_trace_forced"
 """Name of the request's extra argument that holds the tokens to force."""
 PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_replay", "logits_processor"
-"""How vLLM is made to score given tokens."""
+"""Ways to make vLLM score given tokens."""
 
 
 class VllmEngine:
-    """A vLLM engine of a recorded model, whose weights are put in version by version.
+    """A vLLM engine of a recorded model, which loads weights version by version.
 
-    Other weights go in as vLLM itself reloads them, so that it derives again what it derives from weights; then all that it holds
-    is compared with what it was given. It is started anew for every version where vLLM has no such way, where a part of the weights
-    cannot be compared (packed for a kernel, quantised, divided among processes), and where some stayed the old ones.
-    On a CPU it keeps its linear layers plain: vLLM's packed ones could not take other weights.
+    A new version goes through vLLM's own reload, which also updates everything derived from weights; afterwards all weights
+    in the engine are compared with the given ones. The engine is restarted for each version if vLLM has no reload, if some
+    weights cannot be compared (packed for a kernel, quantised, split over processes), or if some kept their old values.
+    On a CPU, linear layers stay unpacked, since vLLM's packed ones cannot be reloaded.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -56,11 +56,11 @@ class VllmEngine:
         self.device = device
         self.llm: Any = None
         self.not_compared: set[str] = set()
-        """Tensors of which it is not known whether the engine holds what it was given."""
+        """Tensors whose values in the engine could not be verified; `all` with several processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these weights from now on. Raises CannotReplay."""
+        """Load these weights. Raises CannotReplay."""
         if self.llm is not None and not self._reloaded(tensors):
             self._end()
             gc.collect()
@@ -71,9 +71,9 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
 
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Put other weights into the engine that runs; False where it does not hold them then, or where that cannot be known."""
+        """Reload weights in the running engine; return False if they did not all arrive, or if that cannot be verified."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
-        # On a CPU vLLM leaves experts in the order of the first version's packing.
+        # On a CPU vLLM keeps the packing of the first version's experts.
         packs = self.device == "cpu" and has_experts(self.config)
         if self.not_compared or packs or reload is None or "weights_iterator" not in signature(reload).parameters:
             return False
@@ -82,8 +82,8 @@ class VllmEngine:
         if stale:
             self.not_compared |= set(stale)
             warnings.warn(
-                f"engine vllm: {stale[0]}{f' and {len(stale) - 1:,} more tensors' if stale[1:] else ''} kept other weights than were "
-                "loaded; the engine is started anew for every version",
+                f"engine vllm: {stale[0]}{f' and {len(stale) - 1:,} more tensors' if stale[1:] else ''} did not take the new "
+                "weights; the engine is restarted for every version",
                 TimTraceWarning,
                 stacklevel=4,
             )
@@ -97,9 +97,9 @@ class VllmEngine:
         top_p: float | None,
         capture: Capture,
     ) -> tuple[list[np.ndarray], dict[str, Distribution]]:
-        """[T] float32 logprobs of each row's response, and the distributions of captured rows by sequence.
+        """Return each row's response logprobs [T] float32, and sequence -> distributions of captured rows.
 
-        The engine's raw logprobs, or those after temperature, top-k and top-p, in this order.
+        The engine's raw logprobs, or those after temperature, top-k and top-p, in this order. Raises CannotReplay.
         """
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
@@ -126,7 +126,7 @@ class VllmEngine:
 
     @property
     def _has_workers(self) -> bool:
-        """Whether the model's parts are in processes of their own."""
+        """True if the model is split over several processes."""
         return int(self.arguments.get("tensor_parallel_size") or 1) > 1
 
     @property
@@ -134,12 +134,12 @@ class VllmEngine:
         return Path(self._folder.name) / "model"
 
     def close(self) -> None:
-        """Give the engine's memory back."""
+        """Release the engine's memory."""
         self._end()
         self._folder.cleanup()
 
     def _end(self) -> None:
-        """Let go of the engine, and of its processes where it has some."""
+        """Release the engine and its worker processes, if any."""
         if self.llm is not None and self._has_workers:
             self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
@@ -163,7 +163,7 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if self.device == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            if self._has_workers:  # there may be fewer NUMA nodes than processes
+            if self._has_workers:  # a machine may have fewer NUMA nodes than processes
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         try:
             from vllm import LLM
@@ -192,30 +192,30 @@ class VllmEngine:
         try:
             return llm(model=str(folder), **(more | self.arguments))
         except (TypeError, ValueError) as error:
-            # vLLM knows it from 0.31 on, with its second model runner alone.
+            # Only vLLM 0.31 or later has the option, and only with its second model runner.
             if self.way != TRACE_REPLAY or "trace" not in str(error):
                 raise
             self.way = LOGITS_PROCESSOR
             return self._launched(llm, folder)
 
     def _check_attention(self) -> None:
-        """Raise CannotReplay when vLLM took another attention backend than it was asked for."""
+        """Raise CannotReplay if vLLM uses another attention backend than requested."""
         wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
         if wanted is not None and used is not None and wanted not in used:
             raise CannotReplay(
-                f"attention-backend {wanted}: this vLLM uses {', '.join(used)} for this model and device instead; give that "
-                "name, or leave the option out"
+                f"attention-backend {wanted}: this vLLM uses {', '.join(used)} for this model and device instead; use that "
+                "name, or omit the option"
             )
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their first names: a tied one is the same object under another."""
+    """Return tensors by their first names, without the aliases of tied ones."""
     names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """The tensors of which the engine holds other bits than these rounded to its dtype, or of which that cannot be told."""
+    """Yield the tensors whose bits in the engine differ from these rounded to its dtype, or cannot be read."""
     from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)
@@ -230,7 +230,7 @@ def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _free_share() -> float:
-    """Share of the GPU's memory that an engine may take: what is free, less what it does not count, up to vLLM's own default."""
+    """Return the share of GPU memory for an engine: the free share minus a reserve of 0.03, up to vLLM's default of 0.9."""
     import torch
 
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
@@ -242,7 +242,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:
-    """[T, V] logprobs after temperature, top-k and top-p, of vLLM's raw ones of the whole vocabulary."""
+    """Return logprobs [T, V] after temperature, top-k and top-p, from vLLM's raw ones."""
     import torch
 
     raw = vllm_logprobs.distribution(entries, Capture(level=LOGITS))
@@ -252,7 +252,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _taken(entries: Any, ids_T: np.ndarray, processed_TV: Any) -> np.ndarray:
-    """[T] logprob of each taken token, out of vLLM's dictionaries or of what was made of them."""
+    """Return the logprob [T] of each recorded token, from processed logprobs or vLLM's dictionaries."""
     if processed_TV is None:
         return np.array(vllm_logprobs.sampled_logprobs(entries, ids_T.tolist()), np.float32)
     import torch
@@ -262,7 +262,7 @@ def _taken(entries: Any, ids_T: np.ndarray, processed_TV: Any) -> np.ndarray:
 
 
 def _distribution(entries: Any, processed_TV: Any, capture: Capture) -> Distribution:
-    """A row's captured distribution: top-K with its tail, or the logprobs of the whole vocabulary."""
+    """Return a row's captured distribution: top-K with its tail, or logprobs of the whole vocabulary."""
     if processed_TV is None:
         found = vllm_logprobs.gathered([vllm_logprobs.distribution(entries, capture)])
         assert found is not None
@@ -273,7 +273,7 @@ def _distribution(entries: Any, processed_TV: Any, capture: Capture) -> Distribu
 
 
 def _forced_tokens() -> Any:
-    """A logits processor that leaves one token to choose from. vLLM reports raw logprobs of before it."""
+    """Return a logits processor that leaves only the forced token. vLLM reports the raw logprobs from before it."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

@@ -1,6 +1,6 @@
-"""A mixture of experts in vLLM: its router and its experts under transformers' names, and its weights out of their packing.
+"""A mixture of experts in vLLM: router and experts under transformers' names, and unpacked weights.
 
-vLLM computes a mixture in one module, which chooses experts by an object of its own and multiplies with the weights of all experts at once.
+vLLM computes a mixture in one module, with a router object that is not a module and one tensor for the weights of all experts.
 
 Shapes: W tokens of a forward, E experts, J experts of a token, H hidden width, I inner width.
 """
@@ -14,42 +14,42 @@ from typing import Any
 from ...schemas.errors import CannotReplay, option
 
 MODELS = ("Qwen3MoeForCausalLM",)
-"""Those whose modules have transformers' names, and whose experts are all of their MLP."""
+"""Models whose vLLM modules have transformers' names, and whose MLP consists of experts only."""
 _DIGIT = 256
-"""Whole numbers below it are numbers of every dtype that weights have."""
+"""Integers below it are exact in every weight dtype."""
 _DIGITS = 4
 
 
 def check_mixture(identity: Mapping[str, Any], arm: str) -> None:
-    """Raise CannotReplay for a mixture whose modules in vLLM are not known here; `identity` is what the trace says of the model."""
+    """Raise CannotReplay for an unsupported mixture in vLLM; `identity` is the recorded description of the model."""
     name = str(identity.get("class", "")).rpartition(".")[2]
     if name not in MODELS:
         raise CannotReplay(
-            f"arm {arm}: of mixtures of experts the modules of {', '.join(MODELS)} are known in vLLM, and this model is "
+            f"arm {arm}: the supported mixtures of experts in vLLM are {', '.join(MODELS)}, and this model is "
             f"{name or 'unnamed'}; compare arms of {option('engine', 'hf')}"
         )
 
 
 def is_mixture(module: Any) -> bool:
-    """Whether a module of vLLM's computes a mixture."""
+    """Return True if a vLLM module computes a mixture."""
     return hasattr(module, "router") and hasattr(module, "routed_experts")
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Name -> module of a model's mixtures, by layer."""
+    """Return name -> module of a model's mixtures, by layer."""
     return {name: module for name, module in model.named_modules() if is_mixture(module)}
 
 
 def names_of(name: str, module: Any) -> list[str]:
-    """What transformers has in the place of vLLM's mixture: its router, and its experts. Raises CannotReplay."""
+    """Return transformers' names of a vLLM mixture's router and experts. Raises CannotReplay."""
     if module.routed_experts.quant_method.is_monolithic:
         raise CannotReplay(
-            f"engine vllm: the kernel of {name} ({type(module.routed_experts.quant_method).__name__}) chooses experts itself, so that its "
-            f"router cannot be heard; compare arms of {option('engine', 'hf')}"
+            f"engine vllm: the kernel of {name} ({type(module.routed_experts.quant_method).__name__}) chooses experts itself, so its "
+            f"router cannot be observed; compare arms of {option('engine', 'hf')}"
         )
     if module.shared_experts is not None:
         raise CannotReplay(
-            f"engine vllm: {name} adds shared experts to the chosen ones, and the two cannot be told apart; compare arms of "
+            f"engine vllm: {name} adds shared experts to the chosen ones, and the two cannot be separated; compare arms of "
             f"{option('engine', 'hf')}"
         )
     return [f"{name.rpartition('.')[0]}.gate", name]
@@ -61,7 +61,7 @@ Select = Callable[[Any, Any], tuple[Any, Any]]
 
 @contextmanager
 def selecting(module: Any, around: Callable[[Select, Any, Any], tuple[Any, Any]]) -> Iterator[None]:
-    """Within it a mixture's choice of experts is called through `around`."""
+    """Route a mixture's choice of experts through `around(select, hidden, logits)`."""
     router = module.router
     original = router.select_experts
 
@@ -80,19 +80,19 @@ def selecting(module: Any, around: Callable[[Select, Any, Any], tuple[Any, Any]]
 
 
 def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:
-    """Weights and experts (int64), the heaviest first, as transformers' routers give them."""
+    """Return weights and experts (int64) in descending order of weight, as transformers' routers do."""
     sorted_WJ, order_WJ = weights_WJ.sort(dim=-1, descending=True, stable=True)
     return sorted_WJ, experts_WJ.long().gather(-1, order_WJ)
 
 
 def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """The weights of all experts, [E, 2 I, H] and [E, H, I], by transformers' names; none where their packing is not known."""
+    """Yield transformers' name and weights of all experts, [E, 2 I, H] and [E, H, I]; nothing if their packing is unknown."""
     experts = module.routed_experts
     inner = int(experts.moe_config.intermediate_size_per_partition)
     first, second = (_unpacked(getattr(experts, weight), experts) for weight in ("w13_weight", "w2_weight"))
     if first is None or second is None:
         return
-    gate, up = first.chunk(2, dim=1)  # each is filled up to what the kernel takes
+    gate, up = first.chunk(2, dim=1)  # each is padded to the size that the kernel needs
     import torch
 
     yield f"{name}.gate_up_proj", torch.cat((gate[:, :inner], up[:, :inner]), dim=1)
@@ -100,9 +100,9 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unpacked(weight: Any, experts: Any) -> Any:
-    """Weights as they were loaded, out of the order that vLLM's kernel for a CPU has them in; None where that does not come back.
+    """Return weights in their original order, undoing the packing for vLLM's CPU kernel; None if that fails.
 
-    The packing itself says where it puts each number: places are packed, a digit at a time, in the weights' dtype.
+    The permutation is found by packing each element's index, one base-256 digit at a time, in the weights' dtype.
     """
     import torch
 

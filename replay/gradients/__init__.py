@@ -1,1 +1,1 @@
-"""Gradients of recorded steps, as they were taken and as they would have been otherwise."""
+"""Gradients of recorded steps, as recorded and with changes."""

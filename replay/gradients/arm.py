@@ -1,4 +1,4 @@
-"""What a gradient's arm changes: the forward and backward, the logprobs that the loss compares with, the correction."""
+"""Arms of a gradient: changes of forward and backward, of the logprobs that the loss compares with, and of the correction."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ from ..arm_option import GRADIENT, HF
 from ..arms import Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
-"""Importance weights train / rollout as they are: of the level that the loss's correction or ratio has, of tokens, of
-sequences."""
+"""Untruncated importance weights train / rollout: at the level of the loss's correction or ratio, per token, per sequence."""
 _OWN = ("logprobs", "correction", "name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm:
-    """A gradient's change against the recording; the default is none."""
+    """Changes of a gradient relative to the recording; none by default."""
 
     forward: Arm = field(default_factory=Arm)
-    """What forward and backward compute with."""
+    """Changes of forward and backward."""
     logprobs: str | None = None
-    """The pass in the place of the recorded one below the ratio, and in the place of train in the correction's ratio
-    train / rollout: train, rollout (which is bypass), current (whose ratio is 1), or replay/<arm>."""
+    """Pass that replaces the denominator of the importance ratio, and train in the correction's train / rollout: train,
+    rollout (bypass), current (ratio 1), or replay/<arm>; None for the recorded one."""
     correction: str | None = None
-    """none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, sequence_mask:C
-    with the largest ratio C, or LOW_HIGH in its place."""
+    """none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, sequence_mask:C,
+    where C is the largest ratio, or LOW_HIGH; None for the recorded one."""
     name: str = ""
 
     def __post_init__(self) -> None:
         if self.forward.engine != HF:
             raise InvalidOption(
-                f"arm engine={self.forward.engine}: has no backward; replay it first (tim-trace replay RUN --engine "
-                f"{self.forward.engine}), then use its logprobs: --arm logprobs=replay/{self.forward.name}"
+                f"arm engine={self.forward.engine}: has no backward; run tim-trace replay RUN --engine "
+                f"{self.forward.engine} first, then use its logprobs: --arm logprobs=replay/{self.forward.name}"
             )
         for name in self.forward.lacking(GRADIENT):
             raise InvalidOption(
-                f"arm {name.replace('_', '-')}: has no backward here; gradients take {', '.join(names_for(GRADIENT))}, logprobs and "
-                f"correction; or replay it, and use its logprobs: --arm logprobs=replay/{self.forward.name}"
+                f"arm {name.replace('_', '-')}: not supported by gradient, which takes {', '.join(names_for(GRADIENT))}, logprobs and "
+                f"correction; or replay this arm and use its logprobs: --arm logprobs=replay/{self.forward.name}"
             )
         if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):
             raise InvalidOption(f"arm logprobs={self.logprobs}: use train, rollout, current or replay/<arm>")
@@ -49,7 +48,7 @@ class GradientArm:
 
     @property
     def is_identity(self) -> bool:
-        """Whether nothing differs from the recording."""
+        """True if nothing differs from the recording."""
         return self.forward.is_identity and self.logprobs is None and self.correction is None
 
     def _made_name(self) -> str:
@@ -62,7 +61,7 @@ class GradientArm:
 
 
 def parse_gradient_arm(text: str) -> GradientArm:
-    """Read `dtype=bf16,logprobs=rollout,correction=token_truncate:2`: a replay's changes, and those of the loss.
+    """Parse `dtype=bf16,logprobs=rollout,correction=token_truncate:2`: changes of a replay and of the loss.
 
     Raises InvalidOption.
 
@@ -79,12 +78,12 @@ def parse_gradient_arm(text: str) -> GradientArm:
         forward=parse_arm(",".join(part for part in parts if part.partition("=")[0].strip() not in _OWN)), **own
     )
     if arm.is_identity:
-        raise InvalidOption(f"{text!r} changes nothing; the gradient as recorded is always there", option="arm")
+        raise InvalidOption(f"{text!r} changes nothing; the gradient as recorded is always computed", option="arm")
     return arm
 
 
 def corrected(loss: Loss, correction: str | None) -> Loss:
-    """The loss with an arm's correction in the place of its own. Raises InvalidOption."""
+    """Return the loss with an arm's correction instead of its own. Raises InvalidOption."""
     if correction is None:
         return loss
     kind, _, bounds = correction.partition(":")
@@ -99,7 +98,7 @@ def corrected(loss: Loss, correction: str | None) -> Loss:
     try:
         numbers = [float(value) if value else None for value in (low, high)]
     except ValueError as error:
-        raise InvalidOption(f"arm correction={correction}: {bounds!r} is no bound; write 2, or 0.5_5") from error
+        raise InvalidOption(f"arm correction={correction}: {bounds!r} is not a bound; use 2 or 0.5_5") from error
     return replace(loss, correction=kind, correction_low=numbers[0], correction_high=numbers[1])
 
 

@@ -1,4 +1,4 @@
-"""`tim-trace gradient`: forward and backward of recorded steps again, as recorded and otherwise."""
+"""`tim-trace gradient`: run forward and backward of recorded steps again, as recorded and with changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .update import GRAD_NORMS, LEARNING_RATES, Update, hyperparameters, logged,
 
 LEAST_MICRO_BATCHES = 4
 _UNITS = 1000
-"""Of progress, a step."""
+"""Units of progress per step."""
 
 
 def gradient(
@@ -44,26 +44,26 @@ def gradient(
     gpus_per_arm: float | None = None,
     progress: Progress = no_progress,
 ) -> GradientReport:
-    """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
+    """Take the gradient of recorded steps again, as recorded and under each arm, and compare the results.
 
     Forward and backward run from the recorded weights, with the recorded loss, micro-batches and padding. The recording
-    is done first: its norm is held against the grad norm that was logged. `arm` names arms, as text: changes of the
-    forward and backward as `replay` takes them (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` below the ratio
-    and above the correction's (train, rollout, current, replay/<arm>), and `correction=RULE` (none, exact, token_exact,
-    sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2, sequence_mask:3); with commas in between, an
-    arm changes several of them. correction=exact has the untruncated weights train / rollout: its gradient is what the
-    corrections stand for.
+    comes first; its norm is compared with the logged grad norm. `arm` is a list of arms as text: changes of forward and
+    backward as in `replay` (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` for the denominator of the importance
+    ratio and the numerator of the correction's (train, rollout, current, replay/<arm>), and `correction=RULE` (none, exact,
+    token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2, sequence_mask:3). Commas combine
+    several changes in one arm. correction=exact uses the untruncated weights train / rollout, which the other corrections
+    approximate.
 
-    Bias and variance are over the recorded micro-batches where there are `micro_batches` of them or more. Where there are
-    fewer, the step is run once more with its groups dealt out to so many; 0 leaves that, and them, out. `loss` says fields
-    of the loss where the trace does not, or in the place of what it says, as `kind=ppo_clip,clip_high=0.28`.
-    `smoothness` is L of arXiv 2602.01826, eq. 13. `model_factory`, as `module:function`, builds the model where
-    transformers does not know its class. `weights_from` is the folder of the run's checkpoints, where the trace has no weights
-    of its own; `allow_kernel` names recorded attention kernels that may be fetched from the hub and run. Nothing is written.
+    Bias and variance are computed over the recorded micro-batches if there are at least `micro_batches` of them. Otherwise
+    the step runs again with its groups divided into that many; 0 skips both figures. `loss` sets fields of the loss that
+    the trace does not have, or overrides them, as `kind=ppo_clip,clip_high=0.28`. `smoothness` is L of arXiv 2602.01826,
+    eq. 13. `model_factory`, as `module:function`, builds a model whose class transformers does not have. `weights_from` is
+    the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists recorded attention kernels that
+    may be fetched from the hub and run. Nothing is written.
 
-    `ray` divides the steps among the actors of a Ray cluster: `local` for one that is started here, or the address of one that
-    runs (`auto`, `host:port`), whose nodes see the trace at the same path. `gpus_per_arm` is the number of GPUs of an actor, or its share of one; by
-    default 1 where this machine has a GPU, else 0.
+    `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port` connects to
+    a running one, whose nodes see the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a fraction
+    of one; by default 1 if this machine has a GPU, else 0.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -105,18 +105,18 @@ def gradient(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What became of a step."""
+    """The results of a step, and the error if it failed."""
 
     step: int
     results: list[GradientStep]
-    """Of each update and arm, those before a refusal."""
+    """Results of each update and arm, up to an error."""
     refusal: WeightsMissing | CannotReplay | None
 
 
 def _here(
     run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, steps: Sequence[int], advance: Advance
 ) -> Iterator[_Outcome]:
-    """One step after the other."""
+    """Yield the outcome of each step, computed in this process."""
     taken = _Taken(run, arms, asked)
     try:
         for step in steps:
@@ -131,7 +131,7 @@ def _on_cluster(
     run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, steps: Sequence[int], advance: Advance, address: str,
     gpus: float,
 ) -> Iterator[_Outcome]:  # fmt: skip
-    """In the order of one process."""
+    """Yield the outcome of each step, computed on a cluster, in order of steps."""
     import torch
 
     threads = torch.get_num_threads()
@@ -144,10 +144,10 @@ def _on_cluster(
 
 
 class _StepTaker:
-    """What an actor does: it opens the trace, and keeps a model from step to step."""
+    """The Ray actor of a gradient; opens the trace and keeps a model from step to step."""
 
     def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, threads: int):
-        """`threads` are torch's, as they would be in one process."""
+        """`threads` is torch's number of threads in the parent process."""
         self._opening = run.opening
         self._arms, self._asked, self._threads = arms, asked, threads
         self._taken: _Taken | None = None
@@ -161,18 +161,18 @@ class _StepTaker:
         return self._taken.outcome(step, untold)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         if self._taken is not None:
             self._taken.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What was asked for, and what the trace says of the whole run."""
+    """The options of a call, and the settings and metrics of the run."""
 
     loss: Loss
     accumulated: float | None
-    """Micro-batches of an optimizer step, by the hyperparameters."""
+    """Micro-batches per optimizer step, from the hyperparameters; None if not recorded."""
     micro_batches: int
     smoothness: float | None
     norms: dict[int, float]
@@ -180,7 +180,7 @@ class _Asked:
 
 
 class _Taken:
-    """Takes gradients, one optimizer step after the other."""
+    """Computes gradients, one optimizer step at a time."""
 
     def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked):
         self.run, self.arms, self.asked = run, arms, asked
@@ -190,7 +190,7 @@ class _Taken:
         self._scorers: dict[str, list[GradientScorer]] = {}
 
     def step(self, step: int) -> Iterator[tuple[GradientStep, float]]:
-        """The results of a step's updates, arm by arm, each with its share of the work. Raises CannotReplay, WeightsMissing."""
+        """Yield the results of a step's updates under each arm, each with its share of the work. Raises CannotReplay, WeightsMissing."""
         found = list(updates(self.run, step, self._passes, self.asked.norms))
         for update in found:
             check_tokens([entry.row for entry in update.rows], self.run.model["config"])
@@ -198,7 +198,7 @@ class _Taken:
                 yield result, 1 / (len(found) * len(self.arms))
 
     def outcome(self, step: int, told: Told) -> _Outcome:
-        """The results of a step, or why it has none; `told` is given the share of the work that each was."""
+        """Return the results of a step, or the error; `told` is called with each completed share of the work."""
         results: list[GradientStep] = []
         try:
             for result, share in self.step(step):
@@ -209,7 +209,7 @@ class _Taken:
         return _Outcome(step=step, results=results, refusal=None)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._loaded.close()
 
     def _update(self, update: Update) -> Iterator[GradientStep]:
@@ -258,7 +258,7 @@ def loss_of(run: RecordedRun, settings: dict[str, object], text: str | None) -> 
     if recorded is None:
         named = f" (loss_type {settings['loss_type']!r})" if "loss_type" in settings else ""
         raise CannotReplay(
-            f"{run.store.url}: says no loss that is known here{named}; say it as "
+            f"{run.store.url}: has no known loss{named}; set it with "
             f"{option('loss', 'kind=ppo_clip,clip_high=0.28,aggregation=token_mean')}, or record it with Recorder.add_loss"
         )
     return recorded

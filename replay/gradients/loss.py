@@ -1,6 +1,6 @@
-"""The recorded loss of rows of a forward, as torch computes it.
+"""The recorded loss of a forward's rows, computed in torch.
 
-Shapes: B rows, T their padded response width, N response tokens row by row, B1 one value a row.
+Shapes: B rows, T their padded response width, N response tokens row by row, B1 one value per row.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .arm import GradientArm, corrected
 from .update import LossRow, Update
 
 Divisors = dict[str, tuple[float, float]]
-"""A row's key -> two numbers that its loss is divided by, one after the other, as a trainer divides a mean over a
-micro-batch by the number of these."""
+"""Key of a row -> two divisors of its loss, applied one after the other, as a trainer divides a micro-batch mean by the
+number of micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class StepLoss:
     """The loss of an optimizer step under an arm."""
 
     loss: Loss
-    """With the arm's correction."""
+    """The loss, with the arm's correction."""
     below: str
-    """The pass below the ratio."""
+    """Pass in the denominator of the importance ratio."""
     above: str
-    """The pass in the place of train in the correction's train / rollout."""
+    """Pass in the numerator of the correction's ratio, train / rollout."""
     divisors: Divisors
 
     def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
-        """The rows' share of the loss: those of all rows add up to it."""
+        """Return the rows' share of the loss; the shares of all rows add up to it."""
         import torch
 
         cells = _Cells.of(rows, current_N)
@@ -55,12 +55,12 @@ class StepLoss:
         return (losses_B / first_B / second_B).sum()
 
     def _terms(self, cells: _Cells) -> Any:
-        """[B, T] or [B, 1]: what is minimised. The order is that in which TRL has it: sums of gradients round by it."""
+        """Return the terms of the loss, [B, T] or [B, 1]. Operations follow TRL's order, which decides how gradients round."""
         import torch
 
         loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
         below_BT = cells.logprobs(self.below)
-        # A token that the pass below gave nothing has a ratio of 1.
+        # A token without a logprob in the denominator has a ratio of 1.
         below_BT = torch.where(below_BT.isnan(), current_BT.detach(), below_BT)
         ratio = torch.exp(_log_ratio(loss.kl_level or loss.level, current_BT, below_BT, cells.mask_BT))
         divergence = self._divergence(cells, ratio) if loss.kl_coefficient else None
@@ -85,7 +85,7 @@ class StepLoss:
         return term if divergence is None else term + loss.kl_coefficient * divergence
 
     def _phi(self, cells: _Cells, below_BT: Any) -> Any:
-        """[B, 1], or [B, T] as the advantage is: vespo's weight, of the sequence's ratio with the correction in it."""
+        """Return vespo's weight from the sequence's ratio and the correction: [B, 1], or [B, T] with advantages per token."""
         import torch
 
         loss, (low, high) = self.loss, VESPO_LOG_RATIO
@@ -102,7 +102,7 @@ class StepLoss:
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _divergence(self, cells: _Cells, ratio: Any) -> Any:
-        """[B, T] k3 against the reference, exp(d) - d - 1; 0 for a token that it gave nothing."""
+        """Return k3 against the reference, exp(d) - d - 1, [B, T]; 0 for a token without a reference logprob."""
         import torch
 
         current_BT, reference_BT = cells.current_BT, cells.logprobs(REFERENCE)
@@ -111,7 +111,7 @@ class StepLoss:
         return k3_BT * ratio if self.loss.kl_weighted else k3_BT
 
     def _weights(self, cells: _Cells) -> Any:
-        """[B, T] or [B, 1] weights of the correction; a token without a rollout logprob has a ratio of 1."""
+        """Return the weights of the correction, [B, T] or [B, 1]; a token without a rollout logprob has a ratio of 1."""
         import torch
 
         loss = self.loss
@@ -129,7 +129,7 @@ class StepLoss:
         return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
     def _aggregated(self, term: Any, mask_BT: Any) -> Any:
-        """[B]"""
+        """Return the loss of each row [B] from its terms."""
         if self.loss.aggregation == "sequence" and term.shape[1] == 1:
             return term.squeeze(-1)
         sums_B = (term * mask_BT).sum(-1)
@@ -139,7 +139,7 @@ class StepLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """Rows side by side, as wide as they were recorded."""
+    """Values of rows, padded to the recorded width."""
 
     rows: Sequence[LossRow]
     current_BT: Any
@@ -147,7 +147,7 @@ class _Cells:
     advantage: Any
     """[B, 1] or [B, T]"""
     place: Callable[[Sequence[np.ndarray], float], Any]
-    """Puts values of each row into [B, T]."""
+    """Pads each row's values into [B, T]; the second argument fills the padding."""
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:
@@ -177,7 +177,7 @@ class _Cells:
         )
 
     def logprobs(self, name: str) -> Any:
-        """[B, T] of a pass, without a gradient; NaN where it has none."""
+        """Return a pass's logprobs [B, T], detached; NaN for tokens without one."""
         if name == CURRENT:
             return self.current_BT.detach()
         return self.place([entry.passes[name] for entry in self.rows], 0.0)
@@ -193,7 +193,7 @@ def _log_ratio(level: str, current_BT: Any, below_BT: Any, mask_BT: Any) -> Any:
 
 
 def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
-    """The recorded passes that a loss compares with under an arm."""
+    """Return the recorded passes that a loss compares with under an arm."""
     under = corrected(loss, arm.correction)
     found = {arm.logprobs or loss.denominator}
     if under.correction != "none":
@@ -204,7 +204,7 @@ def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
 
 
 def divisors(loss: Loss, update: Update) -> Divisors:
-    """Each row's divisors. Raises CannotReplay for a constant that the loss does not tell."""
+    """Return each row's divisors. Raises CannotReplay if the loss needs max_tokens and has none."""
     places, num_rows = update.places, len(update.rows)
     alike = len({len(rows) for rows in places.values()}) == 1
     found: Divisors = {}
@@ -221,7 +221,7 @@ def divisors(loss: Loss, update: Update) -> Divisors:
         elif loss.aggregation == "constant":
             if loss.max_tokens is None:
                 raise CannotReplay(
-                    f"loss: aggregation constant has no max_tokens; say it with {option('loss', 'max_tokens=N')}"
+                    f"loss: aggregation constant has no max_tokens; set it with {option('loss', 'max_tokens=N')}"
                 )
             pair = (sequences[0] * loss.max_tokens, sequences[1])
         else:
@@ -231,5 +231,5 @@ def divisors(loss: Loss, update: Update) -> Divisors:
 
 
 def key_of(entry: LossRow) -> str:
-    """A row's name within its optimizer step: a sequence may be in it more than once."""
+    """Return a row's key within its optimizer step, which may contain a sequence more than once."""
     return f"{entry.row.seq_id} {entry.row.iteration}"

@@ -1,4 +1,4 @@
-"""The model of an arm with a forward that keeps what a backward needs."""
+"""An arm's model with a differentiable forward."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..settings import settings
 from .update import LossRow
 
 Losses = Callable[[Sequence[LossRow], Any], Any]
-"""The loss of rows from their current logprobs, [N]."""
+"""Function from rows and their current logprobs [N] to their loss."""
 
 
 class GradientScorer(HfScorer):
-    """Gives the gradient of losses, on a model in the mode that the recording's was in."""
+    """Computes gradients of losses, on a model in the recorded mode (train or eval)."""
 
     keeps_recorded_rows = False
-    pass_of_rows = "a forward and backward"
+    pass_of_rows = "per forward and backward"
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Score with this model, in train mode and with gradient checkpoints where the recording was."""
+        """Score with this model, with train mode and gradient checkpointing as recorded."""
         scorer = super().attach(model, shared)
         self._routers = []
         model.train(self.trains)
@@ -35,17 +35,17 @@ class GradientScorer(HfScorer):
 
     @property
     def adapter(self) -> None:
-        """Adapters stay their own: they are what a gradient is of."""
+        """None: adapters stay separate, since gradients are taken with respect to them."""
         return
 
     @property
     def trains(self) -> bool:
-        """Whether the recorded model was in train mode."""
+        """True if the recorded model was in train mode."""
         return bool(self.contract.get("training_mode", False))
 
     @property
     def has_dropout(self) -> bool:
-        """Whether it draws random numbers in its forward, which are others in each run."""
+        """True if the forward uses dropout, so that it differs between runs."""
         import torch
 
         drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
@@ -56,18 +56,18 @@ class GradientScorer(HfScorer):
 
     @property
     def rows_left(self) -> int | None:
-        """Rows of a forward, once memory has run out; None before."""
+        """Maximum rows per forward after memory ran out; None before."""
         return self._rows
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What a gradient is of: name -> parameter, a tied one under its first name."""
+        """Trainable parameters: name -> parameter, a tied one under its first name."""
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """The gradient of the rows' loss, a tensor a parameter, None for one without any; `seen` is given each forward and its logprobs.
+        """Return the gradient of the rows' loss: one tensor per parameter, or None; `seen` is called with each forward's logprobs.
 
-        Where memory runs out there are half as many rows a forward from then on. Raises CannotReplay.
+        If memory runs out, the rows per forward are halved from then on. Raises CannotReplay.
         """
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 
@@ -92,7 +92,7 @@ class GradientScorer(HfScorer):
         return self._given(self._scorer.logprobs, batch)
 
     def _forwards(self, rows: Sequence[LossRow]) -> Iterator[tuple[ForwardBatch, list[LossRow]]]:
-        """Forwards in the arm's batch shape, each with the rows that it is of."""
+        """Yield forwards in the arm's batch shape, each with its rows."""
         entries: Mapping[int, LossRow] = {id(entry.row): entry for entry in rows}
         for batch in self.batches([entry.row for entry in rows]):
             yield batch, [entries[id(row)] for row in batch.rows]

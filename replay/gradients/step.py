@@ -1,4 +1,4 @@
-"""One optimizer step under arm after arm: the reference stays, and one gradient at a time is held against it.
+"""One optimizer step under each arm in turn; each gradient is compared with the first arm's, the reference.
 
 Shapes: n micro-batches, M kinds of modules, K buckets of a sketch.
 """
@@ -26,7 +26,7 @@ ALL = "all"
 
 
 class StepPasses:
-    """Takes the gradient of an optimizer step; the first arm's is the reference of the others."""
+    """Computes the gradients of an optimizer step; the first arm's is the reference of the others."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class StepPasses:
         self._reference_parts: list[Part] = []
 
     def take(self, arm: GradientArm, scorer: GradientScorer, loss: StepLoss) -> GradientStep:
-        """The figures of an arm, with the weights that its scorer holds. Raises CannotReplay."""
+        """Return the results of an arm, with the weights loaded in its scorer. Raises CannotReplay."""
         if self._sums is None:
             parameters = scorer.parameters
             self._sums = Sums(list(parameters), [parameter.numel() for parameter in parameters.values()])
@@ -85,7 +85,7 @@ class StepPasses:
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[Part]]:
-        """The gradient, and what is kept of its micro-batches; in one run where the arm's own forwards are these."""
+        """Return the gradient and its micro-batches' parts; in a single pass if the arm's forwards are the micro-batches."""
         recorded = list(self.update.places.values())
         parts = self.update.parts(self._micro_batches) if self._micro_batches else []
         own_shape = scorer.arm.has_batch_shape
@@ -105,7 +105,7 @@ class StepPasses:
         is_whole: bool,
         keeps: bool = True,
     ) -> tuple[list[Any], list[Part]]:
-        """The sum of the parts' gradients where it is wanted, and what is kept of each."""
+        """Return the sum of the parts' gradients if `is_whole`, and a summary of each if `keeps`."""
         total: list[Any] | None = None
         kept = []
         for rows in parts:
@@ -124,48 +124,46 @@ class StepPasses:
         if not np.isfinite(norm):
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
-            notes.append("its grad norm cannot be told from those of the step's other updates")
+            notes.append("its grad norm cannot be distinguished from those of the step's other updates")
         if scorer.substitution is not None:
-            notes.append(
-                f"the recorded code does not run here ({scorer.substitution}), and other code ran in its place"
-            )
+            notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
         if reproduced is False:
             notes += list(self._why(scorer, loss, seen))
         return notes
 
     def _why(self, scorer: GradientScorer, loss: StepLoss, seen: _Seen) -> list[str]:
-        """Why the logged norm did not come back, as far as the trace tells."""
+        """Return the known reasons why the logged norm was not reproduced."""
         update, why = self.update, []
         if loss.loss.unknown:
-            why.append(f"the loss has settings that are not known here: {', '.join(loss.loss.unknown)}")
+            why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")
         if not update.composition_known:
-            why.append("which rows were a micro-batch was not recorded")
+            why.append("the rows of each micro-batch were not recorded")
         writers = len({writer for writer, _ in update.places})
         if writers > 1:
-            why.append(f"{writers} processes computed it, and their sum is in another order here")
+            why.append(f"{writers} processes computed it, and the sum is in another order here")
         if self._accumulated and update.composition_known and len(update.places) < self._accumulated * writers:
             why.append(
-                f"{len(update.places)} micro-batches of {int(self._accumulated) * writers} that an optimizer step "
-                "has were recorded"
+                f"only {len(update.places)} of the {int(self._accumulated) * writers} micro-batches of an optimizer step "
+                "were recorded"
             )
         if scorer.has_dropout:
-            why.append("the model drops out at random, as it did in the recording")
+            why.append("the model uses dropout, as in the recording")
         config = scorer.run.model["config"]
         if config.get("output_router_logits") or config.get("router_aux_loss_coef"):
-            why.append("the routers' own loss, where the trainer added it, is not part of this")
+            why.append("the routers' auxiliary loss, if the trainer added it, is not included")
         if scorer.rows_left:
-            why.append(f"memory was short, with {scorer.rows_left} rows a forward")
+            why.append(f"memory ran out; forwards had {scorer.rows_left} rows")
         why += list(differences(scorer.contract, scorer.made_by()))
         why.append(
-            "the forward gave the recorded logprobs, to the bit"
+            "the forward reproduced the recorded logprobs bit for bit"
             if seen.held
-            else f"the forward's logprobs are up to {seen.largest:.2g} nats from the recorded ones"
+            else f"the forward's logprobs differ from the recorded ones by up to {seen.largest:.2g} nats"
         )
         return why
 
 
 class _Seen:
-    """Notes how the forwards' logprobs lie to the recorded ones."""
+    """Compares the forwards' logprobs with the recorded ones."""
 
     def __init__(self) -> None:
         self.held = True
@@ -182,7 +180,7 @@ class _Seen:
 
 
 def modules(sums: Sums, pair: Pair, parts: Sequence[Part], reference: Sequence[Part]) -> tuple[ModuleGradient, ...]:
-    """The whole model's figures, and then those of each kind of module that it has."""
+    """Return the figures of the whole model, then those of each kind of module in it."""
     variances = _variances(pair.aa, parts)
     errors = _bias_errors(parts, reference)
     chosen = [(ALL, np.ones(len(KINDS), bool))]
@@ -209,7 +207,7 @@ def _module(
 
 
 def _variances(aa_M: np.ndarray, parts: Sequence[Part]) -> np.ndarray | None:
-    """[M] sum over micro-batches of |n a_i - a|^2 / (n (n - 1)) = (n sum |a_i|^2 - |a|^2) / (n - 1)."""
+    """Return [M] the sum over micro-batches of |n a_i - a|^2 / (n (n - 1)) = (n sum |a_i|^2 - |a|^2) / (n - 1)."""
     n = len(parts)
     if n < 2:
         return None
@@ -218,7 +216,7 @@ def _variances(aa_M: np.ndarray, parts: Sequence[Part]) -> np.ndarray | None:
 
 
 def _bias_errors(parts: Sequence[Part], reference: Sequence[Part]) -> np.ndarray | None:
-    """[M] squared standard errors of the bias: the same of a_i - r_i, by their sketches."""
+    """Return [M] the squared standard errors of the bias: as `_variances`, of a_i - r_i, from their sketches."""
     n = len(parts)
     if n < 2:
         return None
@@ -228,7 +226,7 @@ def _bias_errors(parts: Sequence[Part], reference: Sequence[Part]) -> np.ndarray
 
 
 def noise(aa: float, parts: Sequence[Part]) -> tuple[float | None, float | None, float | None]:
-    """Signal, noise and noise scale (McCandlish et al. 2018, appendix A.1), of micro-batches' sequences and the step's."""
+    """Return signal, noise and noise scale (McCandlish et al. 2018, appendix A.1); `aa` is the step's squared norm."""
     n = len(parts)
     if n < 2:
         return None, None, None
@@ -243,7 +241,7 @@ def noise(aa: float, parts: Sequence[Part]) -> tuple[float | None, float | None,
 def expected_progress(
     whole: ModuleGradient, pair: Pair, learning_rate: float | None, smoothness: float | None
 ) -> ExpectedProgress | None:
-    """The terms of arXiv 2602.01826, eq. 13; None where the learning rate or the variance is not known."""
+    """Return the terms of arXiv 2602.01826, eq. 13; None if the learning rate or the variance is unknown."""
     if learning_rate is None or whole.variance is None:
         return None
     eta, size = learning_rate, smoothness or 0.0

@@ -1,9 +1,9 @@
-"""What is kept of gradients: their squares and sketches, and how two lie to each other.
+"""Squared norms and sketches of gradients, and products of two gradients.
 
-A sketch has a gradient in a few thousand numbers, from which the length of a sum or a difference of gradients follows: each
-element is added to one of K buckets with a random sign. The sum of a vector's squared buckets is an unbiased estimate of its
-squared length (Charikar, Chen and Farach-Colton 2002; relative standard deviation sqrt(2 / K) at most where no few elements
-carry the length), and sketches add up as the vectors do.
+A sketch reduces a gradient to K numbers, from which the norm of a sum or difference of gradients can be estimated: each
+element is added to one of K buckets with a random sign. The sum of squared buckets is an unbiased estimate of the squared
+norm (Charikar, Chen and Farach-Colton 2002; relative standard deviation at most sqrt(2 / K) unless a few elements
+dominate), and sketches are linear.
 
 Shapes: M kinds of modules, K buckets of a sketch, n elements of a tensor.
 """
@@ -19,20 +19,20 @@ import numpy as np
 from ...schemas.modules import KINDS, kind_of
 
 NUM_BUCKETS = 4096
-"""K"""
+"""K, buckets of a sketch."""
 _PIECE = 1 << 24
-"""Elements that are worked on at a time, a multiple of K."""
+"""Elements processed at a time, a multiple of K."""
 
 Gradient = Sequence[Any]
-"""A tensor a parameter, None for one without any."""
+"""One tensor per parameter; None for a parameter without gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A micro-batch's share of a gradient; the shares add up to it."""
+    """Summary of a micro-batch's share of a gradient; the shares add up to the gradient."""
 
     squares: np.ndarray
-    """[M] squared lengths."""
+    """[M] squared norms."""
     sketches: np.ndarray
     """[M, K]"""
     num_sequences: int
@@ -40,23 +40,23 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """An arm's gradient a next to the reference r, by module: [M] each."""
+    """Inner products of an arm's gradient a and the reference r, by kind of module: [M] each."""
 
     aa: np.ndarray
     ar: np.ndarray
     rr: np.ndarray
     dd: np.ndarray
-    """Squares of a - r."""
+    """Squared norms of a - r."""
 
 
 class Sketcher:
-    """Sketches tensors of one model; the signs are the same in every run."""
+    """Sketches the tensors of one model, with the same signs in every run."""
 
     def __init__(self) -> None:
         self._signs: dict[str, Any] = {}
 
     def sketch(self, name: str, values: Any) -> Any:
-        """[K] float64 on the CPU."""
+        """Return the sketch [K] of a tensor, float64 on the CPU."""
         import torch
 
         flat, signs = values.reshape(-1), self._signs_of(name, values)
@@ -69,7 +69,7 @@ class Sketcher:
         return buckets.cpu()
 
     def _signs_of(self, name: str, values: Any) -> Any:
-        """[n] int8"""
+        """Return the signs [n] of a tensor's elements, int8."""
         import torch
 
         if name not in self._signs:
@@ -80,17 +80,17 @@ class Sketcher:
 
 
 class Sums:
-    """Takes sums over the gradients of one model."""
+    """Computes squared norms, sketches and products of one model's gradients."""
 
     def __init__(self, names: Sequence[str], sizes: Sequence[int]):
         self.names = list(names)
         self._kinds = [KINDS.index(kind_of(name)) for name in names]
         self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
-        """[M]"""
+        """[M] parameters by kind of module."""
         self._sketcher = Sketcher()
 
     def part(self, gradient: Gradient, num_sequences: int) -> Part:
-        """What is kept of a micro-batch's share."""
+        """Summarize a micro-batch's share of the gradient."""
         sketches = np.zeros((len(KINDS), NUM_BUCKETS))
         squares = np.zeros(len(KINDS))
         for name, kind, values in zip(self.names, self._kinds, gradient, strict=True):
@@ -100,14 +100,14 @@ class Sums:
         return Part(squares, sketches, num_sequences)
 
     def squares(self, gradient: Gradient) -> np.ndarray:
-        """[M] squared lengths."""
+        """Return the squared norms [M] of a gradient, by kind of module."""
         found = np.zeros(len(KINDS))
         for kind, values in zip(self._kinds, gradient, strict=True):
             found[kind] += 0.0 if values is None else _norm(values) ** 2
         return found
 
     def pair(self, arm: Gradient, reference: Gradient) -> Pair:
-        """How an arm's gradient lies to the reference, summed in float64."""
+        """Return the inner products of an arm's gradient and the reference, summed in float64."""
         sums = np.zeros((4, len(KINDS)))
         for kind, a, r in zip(self._kinds, arm, reference, strict=True):
             if a is not None or r is not None:
@@ -116,7 +116,7 @@ class Sums:
 
 
 def add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
-    """The sum so far with a gradient more, in its place: as gradients accumulate."""
+    """Add a gradient to the total in place, as torch accumulates gradients; return the total."""
     import torch
 
     if total is None:
@@ -128,7 +128,7 @@ def add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
 
 
 def total_norm(gradient: Gradient) -> float:
-    """The norm that torch.nn.utils.clip_grad_norm_ finds, to the bit."""
+    """Return the norm that torch.nn.utils.clip_grad_norm_ computes, bit for bit."""
     import torch
 
     return float(torch.nn.utils.get_total_norm([values for values in gradient if values is not None]))
@@ -141,7 +141,7 @@ def _norm(values: Any) -> float:
 
 
 def _products(a: Any, r: Any) -> np.ndarray:
-    """[4] sums of aa, ar, rr and (a - r)^2."""
+    """Return the sums [4] of aa, ar, rr and (a - r)^2."""
     import torch
 
     a = torch.zeros_like(r) if a is None else a.to(r.device if r is not None else a.device)

@@ -1,4 +1,4 @@
-"""The optimizer steps of a trace: which weights, which rows, what the loss knew of each, and where the grad norm was logged.
+"""The optimizer steps of a trace: weights, rows, inputs of the loss, and the step of the logged grad norm.
 
 Shapes: T response tokens of a sequence.
 """
@@ -21,9 +21,9 @@ from ..recorded import RecordedRow, RecordedRun, assumed_versions
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 LEARNING_RATES = ("learning_rate", "lr", "actor/lr", "train/learning_rate")
 _LOSS = "loss"
-"""What the contract of a pass says that the loss's own forward gave."""
+"""Contract field `source` of a pass whose logprobs come from the loss's own forward."""
 Place = tuple[str, int]
-"""A recorded forward: its writer, and its number there."""
+"""A recorded forward: its writer, and its index at that writer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,56 +31,56 @@ class LossRow:
     """One sequence in the loss."""
 
     row: RecordedRow
-    """Of the pass that the loss's forward gave."""
+    """Recorded row of the pass of the loss's forward."""
     mask: np.ndarray
-    """[T] bool: tokens that count."""
+    """[T] bool: true for tokens that count in the loss."""
     advantage: np.ndarray
-    """[1], or [T], float32"""
+    """[1] or [T] float32: per sequence or per token."""
     group: str
     passes: dict[str, np.ndarray]
-    """Pass -> [T] float32 logprobs, nats; NaN where there is none."""
+    """Pass -> [T] float32 logprobs, nats; NaN if missing."""
 
     @property
     def place(self) -> Place:
-        """The micro-batch that it was recorded in."""
+        """Recorded micro-batch of this sequence."""
         return self.row.writer, self.row.forward_id
 
     @property
     def num_tokens(self) -> int:
-        """That count in the loss."""
+        """Tokens that count in the loss."""
         return int(self.mask.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One optimizer step: the gradient is that of the weights of `policy_version`."""
+    """One optimizer step, whose gradient is taken at the weights of `policy_version`."""
 
     step: int
-    """Of the sequences."""
+    """Step of the sequences."""
     policy_version: int
     loss_pass: str
-    """`current`, or `train` where that is not recorded."""
+    """`current`, or `train` if that was not recorded."""
     contract: str
     rows: tuple[LossRow, ...]
-    """In the order in which they went through the model."""
+    """Rows in the order of their forwards."""
     step_tokens: int
-    """That count in the loss, of the whole recorded step."""
+    """Tokens of the whole recorded step that count in the loss."""
     step_places: int
-    """Forwards in which the loss's pass went through the whole step once."""
+    """Forwards in one iteration of the loss's pass over the whole step."""
     own_ratio: bool
-    """Whether the trainer compared with the loss's own logprobs, so that every ratio was 1."""
+    """True if the trainer's old logprobs are those of the loss's own forward, so that every ratio was 1."""
     metric_step: int | None
-    """The step that its grad norm was logged at; None where that cannot be told."""
+    """Step at which its grad norm was logged; None if unknown."""
     notes: tuple[str, ...] = ()
 
     @property
     def composition_known(self) -> bool:
-        """Whether it was recorded which sequences were a micro-batch."""
+        """True if the sequences of each micro-batch were recorded."""
         return all(entry.row.composition_known for entry in self.rows)
 
     @cached_property
     def places(self) -> dict[Place, tuple[LossRow, ...]]:
-        """Each micro-batch's rows; one of all rows where they are not known."""
+        """Micro-batch -> its rows; a single one with all rows if they were not recorded."""
         if not self.composition_known:
             return {("", 0): self.rows}
         found: dict[Place, list[LossRow]] = {}
@@ -90,14 +90,14 @@ class Update:
 
     @property
     def num_tokens(self) -> int:
-        """That count in the loss."""
+        """Tokens that count in the loss."""
         return sum(entry.num_tokens for entry in self.rows)
 
     def parts(self, at_least: int) -> list[tuple[LossRow, ...]]:
-        """The micro-batches that statistics are over: the recorded ones where there are so many, or groups dealt out.
+        """Return the micro-batches for statistics: the recorded ones if there are `at_least` as many, else groups divided evenly.
 
-        Groups stay together, for a row's advantage depends on its group's other rows; where there are fewer groups than
-        parts, rows are dealt out.
+        Groups stay together, since a row's advantage depends on the rest of its group; with fewer groups than parts, single
+        rows are divided.
         """
         if len(self.places) >= at_least:
             return list(self.places.values())
@@ -115,12 +115,12 @@ class Update:
 
 
 def loss_steps(run: RecordedRun) -> list[int]:
-    """The steps that a gradient can be taken of."""
+    """Return the steps for which a gradient can be computed."""
     return sorted({*run.steps(CURRENT), *run.steps(TRAIN)})
 
 
 def hyperparameters(run: RecordedRun) -> dict[str, Any]:
-    """A run's hyperparameters, by name."""
+    """Return hyperparameter name -> value of a run."""
     table = run.table(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
     return {
         name.removeprefix(HYPERPARAMETER): text if value is None else value
@@ -130,7 +130,7 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Step -> the last value of the first of these metrics that the trace has."""
+    """Return step -> last value, of the first of these metrics that the trace has; empty if none."""
     for name in names:
         table = run.table(METRICS, ds.field("name") == name, ["step", "value"])
         found = {
@@ -144,9 +144,9 @@ def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
 
 
 def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[int, float]) -> list[Update]:
-    """The optimizer steps that a step's sequences went through, with the logprobs of `passes`.
+    """Return the optimizer steps on a step's sequences, with the logprobs of `passes`.
 
-    Raises CannotReplay where the trace has no advantages, or lacks a pass.
+    Raises CannotReplay if the trace has no advantages or does not have a pass.
     """
     loss_pass = CURRENT if step in run.steps(CURRENT) else TRAIN
     scored, notes = _one_iteration_a_version(run.step(step, loss_pass))
@@ -163,8 +163,8 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
         digests = {entry.row.contract for entry in own}
         if len(digests) != 1:
             raise CannotReplay(
-                f"{run.store.url}: step {step}, weights {version}: scored under {len(digests)} contracts, of which a "
-                "gradient has one"
+                f"{run.store.url}: step {step}, weights {version}: scored under {len(digests)} contracts; a "
+                "gradient needs exactly one"
             )
         found.append(
             Update(
@@ -184,7 +184,7 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
 
 
 def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
-    """Rows that were scored twice with the same weights, as the version says, count where the bits say so too."""
+    """Drop rows scored again under the same policy version but with other logprobs; return the rest and a note on them."""
     first: dict[tuple[str, int], RecordedRow] = {}
     kept, dropped = [], 0
     for row in sorted(rows, key=lambda row: row.iteration):
@@ -194,8 +194,8 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
         else:
             dropped += 1
     notes = [
-        f"{dropped} rows were scored again by other weights under the same policy version: their optimizer steps cannot "
-        "be told apart, and the first is taken (Recorder.add_scores(policy_version=...) says which)"
+        f"{dropped} rows were scored again by other weights under the same policy version; their optimizer steps cannot "
+        "be distinguished, so only the first is used (record versions with Recorder.add_scores(policy_version=...))"
     ]
     kept.sort(key=lambda row: (row.writer, row.forward_id, row.forward_row))
     return kept, notes if dropped else []
@@ -207,7 +207,7 @@ def _sequences(run: RecordedRun, step: int) -> dict[str, dict[str, Any]]:
     found = {row["seq_id"]: row for row in table.to_pylist()}
     if not any(row["advantage"] is not None or row["advantages"] is not None for row in found.values()):
         raise CannotReplay(
-            f"{run.store.url}: step {step} has no advantages, so that its loss has no gradient; record them with "
+            f"{run.store.url}: step {step} has no advantages, so its loss has no gradient; record them with "
             "Recorder.add_sequences(advantage=...)"
         )
     return found
@@ -229,7 +229,7 @@ def _loss_row(row: RecordedRow, sequence: dict[str, Any], known: Mapping[str, di
 
 
 def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarray]:
-    """Each sequence's logprobs in a pass, the first that it gave. Raises CannotReplay where it has none."""
+    """Return sequence -> its first logprobs in a pass. Raises CannotReplay if the pass has none."""
     wanted = (ds.field("step") == step) & (ds.field("pass") == pass_name)
     table = run.table(SCORES, wanted, ["seq_id", "iteration", "logprobs"])
     found: dict[str, tuple[int, np.ndarray]] = {}
@@ -241,7 +241,7 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
             found[seq_id] = iteration, np.asarray(values.values.fill_null(float("nan")))
     if not found:
         how = f"replay it first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
-            f"record it, or say a loss without it, as {option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
+            f"record it, or set a loss without it, as {option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
         )  # fmt: skip
         raise CannotReplay(
             f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares with; {how}"
@@ -250,7 +250,7 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 
 
 def _own_ratio(run: RecordedRun, step: int, loss_pass: str) -> bool:
-    """Whether pass `train` is what the loss's own forward gave."""
+    """Return True if pass `train` comes from the loss's own forward."""
     if loss_pass == TRAIN:
         return False
     wanted = (ds.field("step") == step) & (ds.field("pass") == TRAIN)
@@ -261,10 +261,10 @@ def _own_ratio(run: RecordedRun, step: int, loss_pass: str) -> bool:
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """The step at which each update of a step's sequences was logged.
+    """Return policy version -> step at which its update was logged; None if unknown.
 
-    A step with one update has it at its own number. With several, each has a number of its own where the steps of later
-    sequences leave room for them, as TRL numbers; otherwise which one was logged cannot be told.
+    A single update is logged at its own step. Several are numbered consecutively, as in TRL, if these steps have no
+    sequences of their own; otherwise the logged one is unknown.
     """
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}

@@ -223,4 +223,4 @@ def test_the_command_line_takes_an_address(trace):
     assert "put RUN before --ray, which takes the word behind it" in told.stderr
     told = tim_trace("triangulate", trace, "--gpus-per-arm", "1")
     assert told.code == 2
-    assert "--gpus-per-arm: are of a cluster's GPUs; add --ray auto" in told.stderr
+    assert "--gpus-per-arm: applies to a cluster only; add --ray auto" in told.stderr

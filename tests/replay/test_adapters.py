@@ -142,11 +142,11 @@ def test_an_exported_version_is_loaded_by_transformers_and_peft(kind, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"peft_type": "IA3"}, "is none that can be replayed"),
-        ({"peft_type": "LORA", "r": 1 << 40}, "is none that can be replayed"),
+        ({"peft_type": "IA3"}, "cannot be replayed"),
+        ({"peft_type": "LORA", "r": 1 << 40}, "cannot be replayed"),
         ({"peft_type": "LORA", "megatron_core": "os", "megatron_config": {"a": 1}}, "sets 'megatron_core', 'megatron_config'"),
         ({"peft_type": "LORA", "layer_replication": [[0, 4]]}, "sets 'layer_replication'"),
-        ({"peft_type": "LORA", "target_modules": ["no_such_layer"]}, "cannot be put on the model"),
+        ({"peft_type": "LORA", "target_modules": ["no_such_layer"]}, "cannot be added to the model"),
     ],
 )  # fmt: skip
 def test_an_adapter_that_is_not_known_is_refused_by_name(config, message, tmp_path):
@@ -160,7 +160,7 @@ def test_an_adapter_that_is_not_known_is_refused_by_name(config, message, tmp_pa
 def test_a_model_without_adapters_has_none_to_take_off(tmp_path):
     shutil.copytree(train(capture="logprobs").trace, tmp_path / "run")
     for engine in ("hf", "exact"):
-        with pytest.raises(CannotReplay, match="is of a model without adapters"):
+        with pytest.raises(CannotReplay, match="has a model without adapters"):
             replay(tmp_path / "run", arm=[Arm(adapter="off", engine=engine)])
 
 

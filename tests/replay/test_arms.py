@@ -40,11 +40,11 @@ def test_an_arm_is_read_and_named_for_what_it_changes(text, changes, name):
         ("kv-dtype=fp8", "a prefill reads no cache; use mode='decode', chunked:N"),
         ("padding=packed,mode=decode", "packed does not go with mode decode: .*; use mode='prefill'"),
         ("compile,mode=decode", "compile: does not go with mode decode: .*; use mode='prefill'"),
-        ("padding=packed,attention=eager", "cannot keep to each row; use attention='math', flash"),
+        ("padding=packed,attention=eager", "cannot keep rows apart; use attention='math', flash"),
         ("prefix-caching=on", "is vLLM's; add engine='vllm'"),
         ("engine=vllm,dtype=fp64", "dtype: vLLM has no fp64; use fp32, bf16, fp16"),
         ("weights-version=-1", "weights_version: got -1; use 0 or more"),
-        ("engine=vllm,threads=2", "threads: vLLM has no such setting here; .*mode.*attention-backend"),
+        ("engine=vllm,threads=2", "threads: vLLM does not support this option; .*mode.*attention-backend"),
     ],
 )
 def test_an_arm_that_makes_no_sense_is_refused(text, message):
@@ -109,8 +109,8 @@ def test_a_file_holds_a_table_an_arm(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no arms; write a table each"),
-        ('dtype = "fp16"', "holds no arms"),
+        ("", "has no arms; write one table per arm"),
+        ('dtype = "fp16"', "has no arms"),
         ("[half", "cannot be read"),
         ('[half]\ndtype = "fp9"', r"\[half\]: dtype: got 'fp9'"),
         ("[half]\nspeed = 9", r"\[half\]: arm: got 'speed=9'"),

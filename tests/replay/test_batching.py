@@ -238,7 +238,7 @@ def test_distributions_of_a_shared_prompt_are_those_of_each_row(tmp_path):
         ),
         (
             {"padding": "shared", "attention": "eager"},
-            "attention eager: it cannot keep to each row; use attention='math', flash",
+            "attention eager: it cannot keep rows apart; use attention='math', flash",
         ),
         ({"padding": "shared", "engine": "exact"}, "engine exact has no shared; use left, right, packed"),
         ({"padding": "shared", "routing": "recorded"}, "cannot take the routes of each row; drop one"),

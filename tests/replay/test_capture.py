@@ -182,9 +182,9 @@ def test_what_cannot_be_captured_is_refused_by_name(tmp_path):
     trace = copy(train(capture="logprobs"), tmp_path / "run")
     with pytest.raises(CannotReplay, match="capture hidden: vLLM gives no hidden states"):
         replay(trace, engine="vllm", capture="hidden")
-    with pytest.raises(CannotReplay, match="capture: engine exact keeps no distributions"):
+    with pytest.raises(CannotReplay, match="capture: engine exact cannot capture distributions"):
         replay(trace, engine="exact", capture="logits")
-    with pytest.raises(CannotReplay, match="capture hidden: does not say which tokens top-k and top-p cut"):
+    with pytest.raises(CannotReplay, match="capture hidden: does not show which tokens top-k and top-p cut"):
         replay(trace, top_k=3, capture="hidden")
     with pytest.raises(InvalidOption, match="use logprobs, topk:K or logits"):
         replay(trace, capture="everything")

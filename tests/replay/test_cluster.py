@@ -82,7 +82,7 @@ def test_two_nodes_give_the_bits_of_one_process(trace, alone, cluster):
     assert plan.seconds < sum(arm.num_tokens / arm.tokens_per_s + arm.num_versions * arm.load_s for arm in plan)
     writers = "SELECT count(DISTINCT writer) FROM scores WHERE pass LIKE 'replay/%'"
     assert connect(trace).execute(writers).fetchone()[0] >= 2
-    with pytest.raises(InvalidOption, match="has all of these steps already"):
+    with pytest.raises(InvalidOption, match="already has all of these steps"):
         replay(trace, arm=ARMS, ray=cluster[0].address)
 
 
@@ -193,7 +193,7 @@ def test_an_address_without_a_cluster_is_refused_before_anything_is_removed(trac
 
 
 def test_options_that_a_cluster_does_not_take_are_refused(trace):
-    with pytest.raises(InvalidOption, match="gpus_per_arm: are of a cluster's GPUs; add ray='auto'"):
+    with pytest.raises(InvalidOption, match="gpus_per_arm: applies to a cluster only; add ray='auto'"):
         replay(trace, gpus_per_arm=1)
-    with pytest.raises(InvalidOption, match=r"gpus_per_arm: got 1\.5; use a share of one, 0 to 1, or a whole number"):
+    with pytest.raises(InvalidOption, match=r"gpus_per_arm: got 1\.5; use a fraction from 0 to 1, or a whole number"):
         replay(trace, ray="local", gpus_per_arm=1.5)

@@ -344,7 +344,7 @@ def test_an_overflow_is_nan_where_it_is_seen_and_nowhere_else():
     ("name", "config", "message"),
     [
         ("Gemma2ForCausalLM", {}, "cannot run Gemma2ForCausalLM; it runs LlamaForCausalLM, .*; use engine='hf'"),
-        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "no activation 'gelu'"),
+        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ("Qwen3ForCausalLM", {"rope_parameters": {"rope_type": "dynamic"}}, "rotary embedding 'dynamic'"),
         ("Qwen2ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "rotary embedding 'longrope'"),
     ],
@@ -358,7 +358,7 @@ def test_a_model_that_it_cannot_run_is_refused(name, config, message):
                                     "deterministic", "compile", "mode=decode,kv-dtype=fp8"])  # fmt: skip
 def test_a_setting_that_it_lacks_is_refused(change):
     with pytest.raises(
-        InvalidOption, match="engine exact has no such setting here; with engine='exact' use dtype, quant"
+        InvalidOption, match="engine exact does not support this option; with engine='exact' use dtype, quant"
     ):
         parse_arm(f"engine=exact,{change}")
 

@@ -336,7 +336,7 @@ def test_out_of_memory_halves_the_rows_of_a_forward(loop, monkeypatch):
         return whole(self, batch)
 
     monkeypatch.setattr(TransformersScorer, "logprobs", little)
-    with pytest.warns(TimTraceWarning, match="out of memory with 2 rows a forward and backward; going on with 1"):
+    with pytest.warns(TimTraceWarning, match="out of memory with 2 rows per forward and backward; continuing with 1"):
         (step,) = gradient(loop[0], steps="3").steps
     assert step.reproduced  # five digits were logged
 
@@ -347,7 +347,7 @@ def test_what_was_not_reproduced_is_said_with_both_numbers(loop):
     assert repr(found.steps[0].grad_norm) in gradient_sentence(found) or repr(
         found.steps[1].grad_norm
     ) in gradient_sentence(found)
-    assert "distances to it say less" in gradient_sentence(found)
+    assert "Distances to a gradient that differs say less" in gradient_sentence(found)
     assert repr(found.steps[1].logged_norm) in gradient_sentence(found) or repr(
         found.steps[0].logged_norm
     ) in gradient_sentence(found)
@@ -361,7 +361,7 @@ def test_dropout_is_named_where_the_recording_drew_it(loop, tmp_path):
         path.write_text(path.read_text().replace('"attention_dropout": 0.0', '"attention_dropout": 0.5'))
     (step,) = gradient(trace, steps="3").steps
     assert step.reproduced is False
-    assert any("drops out at random" in note for note in step.notes)
+    assert any("uses dropout" in note for note in step.notes)
 
 
 def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, tmp_path):
@@ -373,7 +373,7 @@ def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, t
         pq.write_table(table.filter([step != 2 for step in table["step"].to_pylist()]), path)
     first, second, third = gradient(trace).steps
     assert first.logged_norm is second.logged_norm is None
-    assert any("cannot be told from those" in note for note in first.notes)
+    assert any("cannot be distinguished from those" in note for note in first.notes)
     assert third.reproduced
 
 
@@ -385,9 +385,9 @@ def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, t
         ({"arm": ["mode=decode"]}, InvalidOption, "arm mode.*batch-size.*logprobs=replay/decode"),
         ({"arm": ["correction=none:2"]}, InvalidOption, "token_truncate:2"),
         ({"arm": ["correction=token_truncate"]}, InvalidOption, "with a bound"),
-        ({"arm": ["correction=token_mask:much"]}, InvalidOption, "'much' is no bound"),
+        ({"arm": ["correction=token_mask:much"]}, InvalidOption, "'much' is not a bound"),
         ({"arm": ["logprobs=engine"]}, InvalidOption, "train, rollout, current or replay"),
-        ({"arm": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "named twice"),
+        ({"arm": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "the name of two arms"),
         ({"arm": ["name=nothing"]}, InvalidOption, "changes nothing"),
         ({"arm": ["logprobs=replay/bf16"], "steps": "1"}, CannotReplay, "tim-trace replay RUN --steps 1"),
         ({"micro_batches": 2}, InvalidOption, "4 or more, or 0"),
@@ -403,7 +403,7 @@ def test_what_cannot_be_is_refused_with_the_way_out(loop, options, error, words)
 
 def test_a_trace_without_a_model_a_loss_or_advantages_says_so(loop, tmp_path):
     make_trace(tmp_path / "bare")
-    with pytest.raises(CannotReplay, match="does not say which model"):
+    with pytest.raises(CannotReplay, match="the model was not recorded"):
         gradient(tmp_path / "bare")
 
     trace = tmp_path / "run"

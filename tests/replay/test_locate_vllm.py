@@ -122,7 +122,7 @@ def test_a_recorded_run_is_held_against_its_engine(tmp_path, mode):
         (
             "qwen2_moe",
             {"against": "engine=vllm"},
-            "of mixtures of experts the modules of Qwen3MoeForCausalLM are known",
+            "the supported mixtures of experts in vLLM are Qwen3MoeForCausalLM",
         ),
         ("llama", {"against": "engine=vllm", "against_factory": "module:function"}, "factory"),
     ],

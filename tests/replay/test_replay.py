@@ -283,12 +283,12 @@ def test_a_loop_of_one_s_own_can_be_replayed(tmp_path):
 def test_weights_that_no_pass_named_are_assumed_and_said(tmp_path):
     record_a_loop(tmp_path / "run")
     (row, *_) = (run := RecordedRun(str(tmp_path / "run"))).step(1)
-    assert (row.policy_version, row.version_assumed) == (0, "that of the weights that sampled")
-    assert assumed_versions(run.step(1)) == ["policy version: not recorded, now 0, that of the weights that sampled"]
+    assert (row.policy_version, row.version_assumed) == (0, "the version that sampled")
+    assert assumed_versions(run.step(1)) == ["policy version: not recorded, now 0, the version that sampled"]
     record_a_loop(tmp_path / "other", off=0.5)
     (identity,) = replay(tmp_path / "other")
     assert not identity.identity_held
-    assert "policy version: not recorded, now 0, that of the weights that sampled" in identity.differs
+    assert "policy version: not recorded, now 0, the version that sampled" in identity.differs
 
 
 def test_a_version_that_a_pass_named_is_not_assumed(tmp_path):
@@ -370,11 +370,11 @@ def test_the_logits_of_a_factory_s_model_are_captured(table):
         (("--model-factory", "factory:missing"), "model factory 'factory:missing': cannot be imported"),
         (
             ("--model-factory", "factory:build", "--mode", "decode"),
-            "mode decode: cannot be changed, because the model factory's model gives logits alone",
+            "mode decode: cannot be changed, because the model factory's model returns only logits",
         ),
         (
             ("--model-factory", "factory:build", "--capture", "hidden"),
-            "capture hidden: the model factory's model gives logits alone",
+            "capture hidden: the model factory's model returns only logits",
         ),
     ],
 )
@@ -438,7 +438,7 @@ def test_a_machine_that_runs_out_of_memory_goes_on_with_fewer_rows(tmp_path):
         recorder.add_scores("train", batch, logprobs=np.full((64, 96), -1.0, np.float32), forward=together)
     done = run(sys.executable, PROGRAMS / "little_memory.py", tmp_path / "run", "dtype=fp32,name=again", "400")
     assert done.code == 0, done.stderr
-    assert "arm again: out of memory with 64 rows a forward; going on with 32" in done.stderr
+    assert "arm again: out of memory with 64 rows per forward; continuing with 32" in done.stderr
     (identity, again) = (line.split()[1:] for line in done.stdout.splitlines())
     assert identity[0] == again[0] == str(64 * 96)
     assert float(again[1]) == pytest.approx(float(identity[1]), abs=1e-5)
@@ -476,14 +476,14 @@ def test_where_the_recording_does_not_fit_into_memory_other_arms_run(trace, monk
 
 def test_a_bound_of_tokens_is_not_lowered_by_itself():
     scorer, recorded = scarce(3, batch_tokens=4096)
-    with pytest.raises(CannotReplay, match=r"out of memory with \d+ rows a forward; use batch_tokens=2048"):
+    with pytest.raises(CannotReplay, match=r"out of memory with \d+ rows per forward; use batch_tokens=2048"):
         scorer.score(recorded)
 
 
 def test_finished_steps_are_not_done_again(trace):
     assert [result.step for result in replay(trace, steps="2", dtype="bf16") if result.arm == "bf16"] == [2]
     assert [result.step for result in replay(trace, steps="all", dtype="bf16") if result.arm == "bf16"] == [1, 3]
-    with pytest.raises(InvalidOption, match=r"replay/bf16 has all of these steps already.*force=True"):
+    with pytest.raises(InvalidOption, match=r"replay/bf16 already has all of these steps.*force=True"):
         replay(trace, dtype="bf16")
     assert rows(trace, "SELECT count(*) FROM scores WHERE pass = 'replay/bf16'") == [(24,)]
 
@@ -515,15 +515,15 @@ def test_force_may_give_a_name_another_meaning(trace):
 
 def test_a_name_that_stands_for_other_changes_is_refused(trace):
     replay(trace, steps="1", dtype="bf16", name="mine")
-    with pytest.raises(InvalidOption, match="replay/mine is there already with other changes"):
+    with pytest.raises(InvalidOption, match="replay/mine already exists with other changes"):
         replay(trace, steps="2", dtype="fp16", name="mine")
-    with pytest.raises(InvalidOption, match="named twice"):
+    with pytest.raises(InvalidOption, match="the name of two arms"):
         replay(trace, arm=["dtype=fp16", "dtype=fp16"])
 
 
 def test_as_recorded_refuses_a_change(trace):
     assert {result.arm for result in replay(trace, steps="1", as_recorded=True)} == {"as-recorded"}
-    with pytest.raises(InvalidOption, match="as_recorded: changes nothing, and bf16 does"):
+    with pytest.raises(InvalidOption, match="as_recorded: changes nothing, but arm bf16 does"):
         replay(trace, steps="1", as_recorded=True, dtype="bf16")
 
 
@@ -545,7 +545,7 @@ def test_what_the_device_lacks_is_refused_and_the_trace_stays_as_it_was(trace, c
 
 def test_a_trace_without_a_model_or_weights_says_so(tmp_path, trace):
     make_trace(tmp_path / "bare")
-    with pytest.raises(CannotReplay, match="does not say which model"):
+    with pytest.raises(CannotReplay, match="the model was not recorded"):
         replay(tmp_path / "bare")
     as_first_format(trace)
     shutil.rmtree(trace / "weights")
@@ -565,7 +565,7 @@ def test_tokens_outside_of_the_vocabulary_are_named(trace):
     ids[0][0] = 9_999
     column = pa.array(ids, table.schema.field("response_ids").type)
     pq.write_table(table.set_column(table.schema.get_field_index("response_ids"), "response_ids", column), path)
-    with pytest.raises(CannotReplay, match=r"holds token 9999, outside of the model's vocabulary"):
+    with pytest.raises(CannotReplay, match=r"has token 9999, outside the model's vocabulary"):
         replay(trace, steps="1")
 
 
@@ -575,7 +575,7 @@ def test_an_arm_that_is_complete_does_not_keep_others_from_being_completed(trace
     replay(trace, arm=["batch-size=1", "dtype=bf16"])
     query = "SELECT pass, count(*) FROM scores WHERE pass LIKE 'replay/%' GROUP BY pass"
     assert {count for _, count in rows(trace, query)} == {24}
-    with pytest.raises(InvalidOption, match="has all of these steps already"):
+    with pytest.raises(InvalidOption, match="already has all of these steps"):
         replay(trace, arm=["batch-size=1", "dtype=bf16"])
 
 
@@ -594,7 +594,7 @@ def test_a_killed_replay_goes_on_where_it_was(trace):
     done = tim_trace("replay", trace, "--batch-size", "1", "--arm", "dtype=bf16")
     assert done.code in (0, 2), done.stderr
     if done.code == 2:
-        assert "has all of these steps already" in done.stderr
+        assert "already has all of these steps" in done.stderr
     query = "SELECT pass, count(*), count(DISTINCT (step, seq_id)) FROM scores WHERE pass LIKE 'replay/%' GROUP BY pass"
     found = {name: (count, distinct) for name, count, distinct in rows(trace, query)}
     assert set(found.values()) == {(24, 24)}, found

@@ -166,14 +166,14 @@ def test_which_tokens_were_sent_elsewhere_can_be_asked(arms):
 
 @pytest.mark.slow
 def test_routing_is_refused_where_it_cannot_be(trace, tmp_path):
-    with pytest.raises(InvalidOption, match="routing: vLLM has no such setting here"):
+    with pytest.raises(InvalidOption, match="routing: vLLM does not support this option"):
         Arm(engine="vllm", routing="recorded")
     with pytest.raises(InvalidOption, match=r"compile: .*routers inside a compiled backbone cannot be forced"):
         Arm(compile=True, routing="recorded")
     with pytest.raises(InvalidOption, match=r"routing: got 'rollout'; use recorded"):
         Arm(routing="rollout")
     dense = copy(train(capture="logprobs"), tmp_path / "dense")
-    with pytest.raises(CannotReplay, match="no mixture of experts"):
+    with pytest.raises(CannotReplay, match="not a mixture of experts"):
         replay(dense, routing="recorded")
     with pytest.raises(NothingToCompare, match="do not both have router choices"):
         stats(trace, pair="train:current", by="layer")
@@ -187,7 +187,7 @@ def test_without_routing_one_notice_says_how_to_record_it(tmp_path):
     assert "record with --routing, about 48 bytes per token, to keep them" in run.done.stderr
     done = tim_trace("replay", copy(run, tmp_path), "--routing", "recorded")
     assert done.code == 2
-    assert "holds no router choices of pass 'train'; record them with tim-trace record --routing" in done.stderr
+    assert "has no router choices of pass 'train'; record them with tim-trace record --routing" in done.stderr
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_a_larger_sample_adds_to_the_smaller_and_scores_nothing_twice(trace, mon
     assert by_arm["batch-size-1"].num_sequences == len(larger)
     assert by_arm["as-recorded"].num_groups == by_arm["batch-size-1"].num_groups == len(larger) // 4
     monkeypatch.undo()
-    with pytest.raises(InvalidOption, match="has all of these sequences already"):
+    with pytest.raises(InvalidOption, match="already has all of these sequences"):
         replay(trace, sample="16", batch_size=1)
     assert first < len(scored)
     rest = replay(trace, batch_size=1)
@@ -88,7 +88,7 @@ def test_a_larger_sample_adds_to_the_smaller_and_scores_nothing_twice(trace, mon
     twice = "SELECT count(*) FROM (SELECT step, seq_id FROM scores WHERE pass LIKE 'replay/b%' GROUP BY ALL HAVING count(*) > 1)"
     assert connect(trace).execute(twice).fetchall() == [(0,)]
     assert larger.items() < scores(trace, "batch-size-1").items()
-    with pytest.raises(InvalidOption, match="has all of these steps already"):
+    with pytest.raises(InvalidOption, match="already has all of these steps"):
         replay(trace, batch_size=1)
 
 
@@ -143,12 +143,12 @@ def test_the_command_prints_estimates_with_intervals(trace):
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "nan", "inf"])
 def test_what_is_no_sample_is_refused(trace, text):
-    with pytest.raises(InvalidOption, match="write a share of the sequences below 1"):
+    with pytest.raises(InvalidOption, match="use a fraction below 1"):
         replay(trace, sample=text)
 
 
 def test_a_share_that_draws_nothing_is_refused(trace):
-    with pytest.raises(InvalidOption, match="draws no group: these steps have 18 groups of 72 sequences"):
+    with pytest.raises(InvalidOption, match="no group was drawn: these steps have 18 groups of 72 sequences"):
         replay(trace, sample="1e-9")
 
 

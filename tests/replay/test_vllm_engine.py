@@ -90,9 +90,7 @@ def test_other_weights_are_compared_with_what_the_engine_holds(monkeypatch):
     restart = engine._start
     monkeypatch.setattr(engine, "_start", lambda tensors: (monkeypatch.undo(), restart(tensors)))
     began = None
-    with pytest.warns(
-        TimTraceWarning, match=rf"{name} kept other weights than were loaded; the engine is started anew"
-    ):
+    with pytest.warns(TimTraceWarning, match=rf"{name} did not take the new weights; the engine is restarted"):
         engine.put(first)
     assert logprobs(engine) == of_first
     engine.close()
@@ -100,7 +98,7 @@ def test_other_weights_are_compared_with_what_the_engine_holds(monkeypatch):
 
 def test_what_latent_attention_derives_from_weights_is_made_again(monkeypatch):
     """In a decode vLLM computes with products of `kv_b_proj` that it makes once it has loaded."""
-    monkeypatch.setattr(module, "has_experts", lambda config: False)  # else the engine is started anew on a CPU
+    monkeypatch.setattr(module, "has_experts", lambda config: False)  # else the engine is restarted on a CPU
     config, (first, second) = versions(with_latent_attention, 2)
     engine = VllmEngine(config, ARGUMENTS, decodes=True, device="cpu")
     engine.put(first)

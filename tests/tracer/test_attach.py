@@ -123,8 +123,8 @@ def test_another_batch_shape_is_a_last_place_off_and_the_replay_says_what_was_no
     (result,) = replay(tmp_path / "run")
     assert 0 < result.max_abs_d <= PREVIOUS_ULPS * np.spacing(np.float32(7.9))
     assert result.differs[:2] == (
-        "batch composition: not recorded, now one row a forward",
-        "policy version: not recorded, now 0, the only one whose weights there are",
+        "batch composition: not recorded, now one row per forward",
+        "policy version: not recorded, now 0, the only version with weights",
     )
 
 
@@ -377,7 +377,7 @@ def test_a_tokenizer_of_its_own_folder_is_taken_and_what_is_none_refused(dumped,
 def test_info_check_and_replay_name_the_command(dumped):
     (missing,) = (sentence for sentence in info(dumped).missing if "--attach" in sentence)
     assert f"tim-trace weights {dumped} --attach VERSION DIR" in missing
-    with pytest.raises(CannotReplay, match="is of a dump, which holds no model; attach it: tim-trace weights"):
+    with pytest.raises(CannotReplay, match="was imported from a dump and has no model; attach it: tim-trace weights"):
         replay(dumped)
     with pytest.raises(WeightsMissing, match="attach a folder"):
         weights(dumped)

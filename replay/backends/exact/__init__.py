@@ -1,1 +1,1 @@
-"""A forward pass whose bits depend on a token and what came before it, and on nothing else: the zero-mismatch control."""
+"""A forward pass whose bits depend only on a token and its context: the zero-mismatch baseline."""

@@ -1,10 +1,10 @@
-"""Attention over a cache of keys and values, whose result does not depend on how many keys there are beside those seen.
+"""Attention over a KV cache, with results that do not depend on keys which a query does not see.
 
-A key that a query does not see has exactly the weight 0. The scale of a query's weights comes from the keys that it sees;
-that of a key and of a value from that token alone: prefill, chunks and decode cut the same numbers into the same slices.
+An unseen key has a weight of exactly 0. The scale of a query's weights depends only on the keys it sees, that of a key or
+a value only on its token, so prefill, chunks and decode cut the same numbers into the same slices.
 
-Shapes: B rows, W width of the cache, S keys so far, T queries, C queries of a block, A heads of queries, N heads of keys,
-G = A / N queries' heads that share a key's, D head width.
+Shapes: B rows, W width of the cache, S keys so far, T queries, C queries of a block, A query heads, N key heads,
+G = A / N query heads per key head, D head width.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from .precision import Precision
 from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, sum_of_units
 
 MOST_KEYS = 1 << 17
-"""Longest context: sums over keys are exact up to it."""
+"""Maximum context length: sums over more keys may not be exact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Scores that exist at a time, by device, as far as one query's do: what fits into a processor's cache, and what keeps a GPU busy
-with fewer launches (256 MB, and six to eight times as much for what is made of them)."""
+"""Device -> scores in memory at a time, at least one query's: sized for the CPU cache, or to keep a GPU busy with few
+launches (256 MB, and six to eight times as much for intermediate results)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Which keys each query of a forward sees."""
+    """The keys that each query of a forward sees."""
 
     keys_BTS: Any
-    """Bool."""
+    """bool: true if the query sees the key."""
     first_T: list[int]
-    """The first key that the query sees in any row; these are on the host, read once a forward."""
+    """First key that the query sees in any row; on the host, copied once per forward."""
     last_T: list[int]
+    """Last key that the query sees in any row."""
 
 
 class KeyValueCache:
-    """One layer's keys and values, in slices."""
+    """One layer's sliced keys and values."""
 
     def __init__(self, num_rows: int, num_heads: int, width: int, head_width: int, precision: Precision, device: Any):
         import torch
@@ -49,10 +50,10 @@ class KeyValueCache:
         self._key_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
         self._value_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
         self._broken = torch.zeros(*shape, dtype=torch.bool, device=device)
-        """Where a value has overflowed: NaN for the queries that see it, and for no others."""
+        """True for tokens whose value is not finite: only queries that see them become NaN."""
 
     def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
-        """Put the keys and values of the tokens from `start` on into the cache."""
+        """Store the keys and values of the tokens from `start` on."""
         new = slice(start, start + keys_BNTD.shape[2])
         _, finite = exponents(values_BNTD)
         keys = sliced(keys_BNTD, self._key_bits, self._count)
@@ -64,7 +65,7 @@ class KeyValueCache:
         self._broken[:, :, new] = ~finite[..., 0]
 
     def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
-        """[B, A, T, D] float64: each query's mean of the values that it sees, weighted by e**(scaling query key)."""
+        """Return [B, A, T, D] float64: the mean of the values each query sees, weighted by e**(scaling query key)."""
         import torch
 
         B, A, T, D = queries_BATD.shape
@@ -74,7 +75,7 @@ class KeyValueCache:
         block = max(1, BLOCK.get(queries_BATD.device.type, BLOCK["cuda"]) // (B * A * S))
         for start in range(0, T, block):
             stop = min(T, start + block)
-            # Of the keys that no query of the block sees, those before the first and after the last are left out.
+            # Skip the keys before the first and after the last that the block sees.
             keys = slice(min(seen.first_T[start:stop]), max(seen.last_T[start:stop]) + 1)
             queries_BNGCD = queries_BNGTD[:, :, :, start:stop]
             seen_BCS = seen.keys_BTS[:, start:stop, keys]
@@ -95,6 +96,6 @@ class KeyValueCache:
         weights = sliced(weights_BNGCS.view(B, N, G * C, S), self._value_bits, self._count)
         values = Slices(tuple(part[:, :, seen] for part in self._values), exponents_BNS1, self._value_bits)
         result_BNGCD = scaled_matmul(weights, values).view(B, N, G, C, D) / total_BNGC1
-        # A product of zeros and ones, and no question to the device, which would have to catch up first.
+        # A matrix product of zeros and ones avoids a synchronisation with the device.
         lost_BCN = (seen_BCS.to(weights_BNGCS.dtype) @ self._broken[:, :, seen].to(weights_BNGCS.dtype).mT) > 0
         return result_BNGCD.masked_fill_(lost_BCN.mT[:, :, None, :, None], float("nan"))

@@ -1,9 +1,8 @@
-"""exp, log, sine and cosine out of nothing but correctly rounded float64 steps.
+"""exp, log, sine and cosine from correctly rounded float64 operations only.
 
-torch's own are not the same everywhere: the body of a tensor and its tail go through different code, and so do a CPU and
-a GPU. IEEE 754 fixes the result of +, -, *, /, sqrt and rounding to an integer, so that functions made of these, each a
-torch operation of its own (a fused one may keep the digits that rounding would drop), give the same bits at every place
-of a tensor, in every batch and on every device.
+torch's own differ between the body and the tail of a tensor, and between CPU and GPU. IEEE 754 fixes the results of +, -,
+*, /, sqrt and rounding to an integer, so functions built from these give the same bits at every position of a tensor, in
+every batch and on every device. Each is a separate torch operation, since a fused one may skip a rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _HALF_PI = (
     float.fromhex("0x1.3198a2e037073p-69"),
 )
 _LEAST, _MOST = -708.0, 709.0
-"""Between them exp is a normal float64."""
+"""Range in which exp is a normal float64."""
 _EXP = tuple(1 / math.factorial(order) for order in range(14))
 _SINE = tuple((-1) ** order / math.factorial(2 * order + 1) for order in range(9))
 _COSINE = tuple((-1) ** order / math.factorial(2 * order) for order in range(10))
@@ -29,7 +28,7 @@ _ATANH = tuple(1 / (2 * order + 1) for order in range(12))
 
 
 def exp(x: Any) -> Any:
-    """e**x of a float64 tensor, to about 1e-16 of its size; exactly 0 below -708, e**709 above 709."""
+    """Return e**x of a float64 tensor, with a relative error of about 1e-16; exactly 0 below -708, e**709 above 709."""
     import torch
 
     inside = x.clamp(_LEAST, _MOST)
@@ -40,7 +39,7 @@ def exp(x: Any) -> Any:
 
 
 def log(x: Any) -> Any:
-    """Natural logarithm of a float64 tensor of positive normal numbers, to about 2e-16 of its size.
+    """Return the natural logarithm of a float64 tensor of positive normal numbers, with a relative error of about 2e-16.
 
     With x = m 2**k and m near 1, it is k ln 2 + 2 atanh((m - 1) / (m + 1)).
     """
@@ -57,7 +56,7 @@ def log(x: Any) -> Any:
 
 
 def cosine_and_sine(x: Any) -> tuple[Any, Any]:
-    """Cosine and sine of a float64 tensor of angles from 0 to a million, in radians, to about 2e-16."""
+    """Return cosine and sine of a float64 tensor of angles from 0 to a million radians, with an error of about 2e-16."""
     import torch
 
     turns = (x * (2 / math.pi)).round_()
@@ -76,12 +75,12 @@ def cosine_and_sine(x: Any) -> tuple[Any, Any]:
 
 
 def silu(x: Any) -> Any:
-    """x / (1 + e**-x) of a float64 tensor."""
+    """Return x / (1 + e**-x) of a float64 tensor."""
     return x / exp(-x).add_(1.0)
 
 
 def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
-    """The polynomial with these coefficients, lowest order first, by Horner's rule."""
+    """Return the polynomial with these coefficients, lowest order first, by Horner's rule."""
     import torch
 
     result = torch.full_like(x, coefficients[-1])
@@ -91,14 +90,14 @@ def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def power_of_two(exponent: Any) -> Any:
-    """2**exponent as float64, of an int64 tensor of exponents from -1022 to 1023."""
+    """Return 2**exponent as float64, for an int64 tensor of exponents from -1022 to 1023."""
     import torch
 
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def divided(x: Any, number: float) -> Any:
-    """x / number, rounded once: a GPU multiplies by the reciprocal where the divisor is a Python number."""
+    """Return x / number, rounded once: with a Python number as divisor, a GPU multiplies by the reciprocal."""
     import torch
 
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)

@@ -13,21 +13,21 @@ from .precision import Precision
 from .slices import sum_of_units
 
 CHUNK_BYTES = 128 << 20
-"""Logits that exist at a time, in float64."""
+"""Maximum size of the float64 logits in memory at a time."""
 
 
 class ExactHead:
-    """The projection to the vocabulary, cut into slices once, and the logarithm of its softmax."""
+    """The projection to the vocabulary, sliced once, and its log-softmax."""
 
     def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
-        """`projection_dtype` is what the logits are rounded to first; None for the dtype of the activations."""
+        """`projection_dtype` is the dtype that logits are first rounded to; None for that of the activations."""
         projection = held.get_output_embeddings()
         self._linear = Linear(projection.weight, projection.bias, precision, projection_dtype)
         self._chunk = max(1, CHUNK_BYTES // (8 * projection.weight.shape[0]))
         self._precision, self._temperature = precision, temperature
 
     def logprobs(self, hidden_MH: Any, ids_M: Any) -> Any:
-        """[M] log-probabilities, nats, of tokens `ids_M`; float32, or float64 of a float64 model."""
+        """Return the log-probabilities [M], nats, of tokens `ids_M`; float32, or float64 for a float64 model."""
         import torch
 
         wide = torch.float64 if self._precision.dtype == torch.float64 else torch.float32

@@ -1,6 +1,6 @@
-"""The layers of a decoder without attention: linear, norm, rotary embedding, experts.
+"""The layers of a decoder except attention: linear, norm, rotary embedding, experts.
 
-Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts of a token, D head width.
+Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from .precision import Precision, rounded
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
 
 ROWS = 2048
-"""Tokens that are multiplied at a time, which bounds memory."""
+"""Tokens per matrix product, which bounds memory."""
 
 
 class Linear:
-    """A weight, cut into slices once, and its bias."""
+    """Linear layer with a weight that is sliced once."""
 
     def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
-        """`output_dtype` is what the result is rounded to; None for that of the activations."""
+        """`output_dtype` is the dtype that the result is rounded to; None for that of the activations."""
         import torch
 
         self._precision = precision
@@ -29,7 +29,7 @@ class Linear:
         self._bias_O = None if bias_O is None else bias_O.detach().to(torch.float64)
 
     def __call__(self, x_MK: Any) -> Any:
-        """[M, O]."""
+        """Return [M, O]."""
         import torch
 
         parts = [self._rows(x_MK[start : start + ROWS]) for start in range(0, len(x_MK), ROWS)]
@@ -53,7 +53,7 @@ class RmsNorm:
         self._precision = precision
 
     def __call__(self, x: Any) -> Any:
-        """Of the shape of x."""
+        """Return x normalised, in its shape."""
         mean = divided(sum_of_squares(x, self._precision.slices), x.shape[-1])
         return self._precision.round(self._precision.round(x / (mean + self._epsilon).sqrt()) * self._weight)
 
@@ -69,7 +69,7 @@ class Rotary:
         self._precision = precision
 
     def table(self, positions: Any) -> tuple[Any, Any]:
-        """Cosines and sines [..., D] of positions [...]; in float32, as every transformers model makes them."""
+        """Return cosines and sines [..., D] of positions [...], computed in float32 as in transformers."""
         import torch
 
         angles = rounded(positions[..., None].to(torch.float64) * self._frequencies, torch.float32)
@@ -80,7 +80,7 @@ class Rotary:
         return tables[0], tables[1]
 
     def turn(self, x: Any, cosine: Any, sine: Any) -> Any:
-        """Vectors [..., D] turned by their positions' angles."""
+        """Return vectors [..., D] rotated by the angles of their positions."""
         import torch
 
         first, second = x.chunk(2, dim=-1)
@@ -95,7 +95,7 @@ class Silu:
         self._precision = precision
 
     def __call__(self, x: Any) -> Any:
-        """Of the shape of x."""
+        """Return silu(x), in the shape of x."""
         return self._precision.round(silu(x))
 
 
@@ -107,19 +107,19 @@ class Mlp:
         self._precision = precision
 
     def __call__(self, x_MH: Any) -> Any:
-        """[M, H]."""
+        """Return [M, H]."""
         return self.down(self._precision.round(self.activation(self.gate(x_MH)) * self.up(x_MH)))
 
 
 class Router:
-    """Chooses a token's J most probable experts, of equal ones those of lower index."""
+    """Chooses the J most probable experts of a token; ties go to the lower index."""
 
     def __init__(self, linear: Linear, chosen: int, normalised: bool, precision: Precision):
-        """`chosen` is J; with `normalised` a token's J weights sum to 1."""
+        """`chosen` is J; `normalised` makes a token's J weights sum to 1."""
         self._linear, self._chosen, self._normalised, self._precision = linear, chosen, normalised, precision
 
     def __call__(self, x_MH: Any) -> tuple[Any, Any, Any]:
-        """Logits [M, E], weights [M, J] and experts [M, J]."""
+        """Return logits [M, E], weights [M, J] and experts [M, J]."""
         logits_ME = self._linear(x_MH)
         odds_ME = exp(logits_ME - logits_ME.amax(dim=-1, keepdim=True))
         probabilities_ME = self._precision.wide(odds_ME / sum_of_units(odds_ME))
@@ -134,19 +134,19 @@ class Router:
 
 
 class Experts:
-    """Gated layers of which each token goes through some."""
+    """Gated layers, of which each token uses J."""
 
     def __init__(self, experts: list[Mlp], precision: Precision):
         self._experts, self._precision = experts, precision
 
     def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
-        """[M, H]: a token's experts, weighted, are added in the order of their index."""
+        """Return [M, H]: the weighted outputs of each token's experts, added in order of index."""
         import torch
 
         result_MH = torch.zeros_like(x_MH)
         sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
         tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]
-        # Where each expert's tokens end is asked of the device once a layer.
+        # One copy from the device per layer: the end of each expert's tokens.
         numbers_E = torch.arange(len(self._experts) - 1, device=x_MH.device)
         ends = torch.searchsorted(sorted_N, numbers_E, right=True).tolist()
         parts = zip(self._experts, tokens_N.tensor_split(ends), weights_N1.tensor_split(ends), strict=True)
@@ -164,6 +164,6 @@ class Mixture:
         self.router, self.experts = router, experts
 
     def __call__(self, x_MH: Any) -> Any:
-        """[M, H]."""
+        """Return [M, H]."""
         _, weights_MJ, experts_MJ = self.router(x_MH)
         return self.experts(x_MH, experts_MJ, weights_MJ)

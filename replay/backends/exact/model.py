@@ -1,6 +1,6 @@
 """A decoder of exact layers over the weights of a transformers model.
 
-Shapes: B rows, T tokens of a forward, S tokens so far, H hidden width, M = B T, A heads, D head width.
+Shapes: B rows, T tokens of a forward, S tokens including cached ones, H hidden width, M = B T, A heads, D head width.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .precision import Precision
 
 CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies change with the length of what is read: no two lengths can agree."""
+"""Rotary embeddings whose frequencies depend on the sequence length, so that results do too."""
 
 
 def check(identity: Mapping[str, Any]) -> None:
-    """Raise CannotReplay for a model that this engine cannot run; `identity` is what the trace says of it."""
+    """Raise CannotReplay if this engine cannot run the model; `identity` is its recorded description."""
     name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
     if name not in CLASSES:
         raise CannotReplay(
@@ -30,36 +30,36 @@ def check(identity: Mapping[str, Any]) -> None:
         )
     if config.get("hidden_act", "silu") != "silu":
         raise CannotReplay(
-            f"engine exact: has no activation {config['hidden_act']!r}, only silu; use {option('engine', 'hf')}"
+            f"engine exact: activation {config['hidden_act']!r} is not supported, only silu; use {option('engine', 'hf')}"
         )
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rotary.get("rope_type") or rotary.get("type") or "default"
     if kind in _ROTARY_BY_LENGTH or rotary.get("partial_rotary_factor", 1.0) != 1.0:
         raise CannotReplay(
-            f"engine exact: rotary embedding {kind!r}: turns a token by angles that depend on how much is read at a time, "
-            f"or only a part of it; default, linear, llama3 and yarn over the whole head work; use {option('engine', 'hf')}"
+            f"engine exact: rotary embedding {kind!r} is not supported: its angles depend on the sequence length, or it covers "
+            f"only part of a head; default, linear, llama3 and yarn over the whole head work; use {option('engine', 'hf')}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator of the model, to be listened to or replaced while it runs."""
+    """An operator of the model that can be observed or replaced while it runs."""
 
     owner: Any
     attribute: str
-    """Where the owner has it."""
+    """Name of the owner's attribute that holds the operator."""
     is_heads_first: bool = False
-    """Whether it takes and gives [B, heads, T, D]; else tokens come first, [M, ...] or [B, T, ...]."""
+    """True if inputs and outputs are [B, heads, T, D]; else tokens come first, [M, ...] or [B, T, ...]."""
 
     @property
     def call(self) -> Callable[..., Any]:
-        """It, as it is now."""
+        """The current operator."""
         found: Callable[..., Any] = getattr(self.owner, self.attribute)
         return found
 
     @contextmanager
     def replaced(self, other: Callable[..., Any]) -> Iterator[None]:
-        """Within it the model calls another one."""
+        """Replace the operator in this context."""
         before = self.call
         setattr(self.owner, self.attribute, other)
         try:
@@ -69,25 +69,25 @@ class Operator:
 
 
 class Core:
-    """Attention of queries and keys that are turned already, through a cache."""
+    """Attention of rotated queries and keys, through a cache."""
 
     def __init__(self, scaling: float, precision: Precision):
         self._scaling, self._precision = scaling, precision
 
     def __call__(self, query_BATD: Any, key_BNTD: Any, value_BNTD: Any, cache: KeyValueCache, seen: Seen) -> Any:
-        """[B, A, T, D]; the keys and values of these tokens are put into the cache."""
+        """Add these tokens' keys and values to the cache; return [B, A, T, D]."""
         cache.add(key_BNTD, value_BNTD, seen.keys_BTS.shape[2] - seen.keys_BTS.shape[1])
         return self._precision.round(cache.attend(query_BATD.contiguous(), seen, self._scaling))
 
 
 class Embedding:
-    """A row a token."""
+    """Token embedding."""
 
     def __init__(self, weight_VH: Any):
         self._weight_VH = weight_VH.detach()
 
     def __call__(self, ids_M: Any) -> Any:
-        """[M, H] float64."""
+        """Return [M, H] float64."""
         import torch
 
         return self._weight_VH[ids_M].to(torch.float64)
@@ -112,7 +112,7 @@ class ExactModel:
     """The exact layers of one version's weights."""
 
     def __init__(self, held: Any):
-        """`held` is the transformers model that holds the weights."""
+        """`held` is the transformers model with the weights."""
         self.held = held
         self.config = held.config
         self._layers: list[_Layer] = []
@@ -120,20 +120,20 @@ class ExactModel:
 
     @property
     def precision(self) -> Precision:
-        """Of the activations: the dtype of the embedding."""
+        """Precision of the activations, from the dtype of the embedding."""
         return Precision(self.held.get_input_embeddings().weight.dtype)
 
     @property
     def device(self) -> Any:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.held.get_input_embeddings().weight.device
 
     def forget(self) -> None:
-        """Cut the weights into slices anew at the next forward: others were loaded."""
+        """Discard the sliced weights, after new ones were loaded."""
         self._layers, self._heads = [], {}
 
     def prepare(self) -> None:
-        """Cut the weights into slices, unless that is done."""
+        """Slice the weights, unless already done."""
         if not self._layers:
             precision, base = self.precision, self.held.base_model
             self._rotary = Rotary(base.rotary_emb, precision)
@@ -142,7 +142,7 @@ class ExactModel:
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
 
     def operators(self) -> dict[str, Operator]:
-        """What it computes with, by the names that transformers has for the same; `<attention>.attention` is its core."""
+        """Return the operators by transformers' names; `<attention>.attention` is the attention core."""
         self.prepare()
         names = {id(module): name for name, module in self.held.named_modules()}
         base = self.held.base_model
@@ -157,7 +157,7 @@ class ExactModel:
         return found
 
     def windows(self) -> dict[str, int | None]:
-        """Core of attention -> how many tokens it sees; None for all."""
+        """Return attention core -> size of its sliding window in tokens; None without one."""
         self.prepare()
         layers = {id(layer): layer.window for layer in self._layers}
         return {
@@ -167,16 +167,18 @@ class ExactModel:
         }
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
-        """What makes log-probabilities of hidden states; `dtype` is what the logits are rounded to first."""
+        """Return the head; `dtype` is the dtype that logits are first rounded to, None for that of the activations."""
         key = (temperature, dtype)
         if key not in self._heads:
             self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
         return self._heads[key]
 
     def caches(self, num_rows: int, width: int) -> list[KeyValueCache]:
-        """An empty cache a layer. Raises CannotReplay for more tokens than sums are exact over."""
+        """Return one empty cache per layer. Raises CannotReplay if sums over this many tokens are not exact."""
         if width > MOST_KEYS:
-            raise CannotReplay(f"engine exact: {width:,} tokens a sequence, and sums are exact up to {MOST_KEYS:,}")
+            raise CannotReplay(
+                f"engine exact: {width:,} tokens per sequence, but sums are exact only up to {MOST_KEYS:,}"
+            )
         shape = (num_rows, self.config.num_key_value_heads, width, self._head_width)
         return [KeyValueCache(*shape, self.precision, self.device) for _ in range(self.config.num_hidden_layers)]
 
@@ -185,9 +187,9 @@ class ExactModel:
         return int(2 * len(self.held.base_model.rotary_emb.inv_freq))
 
     def hidden(self, ids_BT: Any, positions_BS: Any, rows_BS: Any, caches: list[KeyValueCache]) -> Any:
-        """[B, T, H] float64: the last hidden states of the last T of S tokens, the others' keys being in the caches.
+        """Return the last hidden states [B, T, H] float64 of the last T of S tokens; the caches have the keys of the others.
 
-        `rows_BS` numbers the rows, which do not see each other; 0 is padding.
+        `rows_BS` numbers the rows, which do not attend to each other; 0 is padding.
         """
         self.prepare()
         B, T = ids_BT.shape
@@ -217,7 +219,7 @@ class ExactModel:
 
 
 def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:
-    """Window of a layer -> which keys each of the last tokens sees; one copy to the host for all of them."""
+    """Return window of a layer -> keys that each of the last tokens sees; copies to the host once for all windows."""
     import torch
 
     keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
@@ -228,7 +230,7 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 
 
 def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
-    """[B, T, S]: which tokens each of the last ones sees: itself, and those of its row before it, within its window."""
+    """Return [B, T, S]: true if a token sees a key: itself, or an earlier one of its row within its window."""
     import torch
 
     place_S = torch.arange(rows_BS.shape[1], device=rows_BS.device)
@@ -236,7 +238,7 @@ def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> An
     seen_BTS = (place_S < place_T1) & (rows_BS[:, None] == rows_BS[:, start:, None]) & (rows_BS > 0)[:, None]
     if window is not None:
         seen_BTS &= positions_BS[:, start:, None] - positions_BS[:, None] < window
-    # Padding has to see something; what it gives is read by nobody.
+    # Padding must see at least one key; its result is not used.
     return seen_BTS | (place_S == place_T1)
 
 
@@ -280,7 +282,7 @@ def _mixture(module: Any, config: Any, precision: Precision) -> Mixture:
 
 
 def _operators_of(layer: _Layer) -> Iterator[tuple[str, Operator]]:
-    """A layer's operators, by transformers' names in a layer."""
+    """Yield a layer's operators with transformers' names within a layer."""
     yield "input_layernorm", Operator(layer, "input_norm")
     for name, attribute in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("o_proj", "output")):
         yield f"self_attn.{name}", Operator(layer, attribute)

@@ -1,4 +1,4 @@
-"""Which numbers an activation may be, and how many slices hold one."""
+"""The precision of activations, and the number of slices that represent one."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Numbers are kept in float64 tensors; where the transformers model would round, they are rounded to `dtype`."""
+    """Rounding of numbers kept in float64 tensors: to `dtype` wherever the transformers model would round."""
 
     dtype: Any
-    """torch's, of weights and activations."""
+    """torch's dtype of weights and activations."""
 
     @property
     def slices(self) -> int:
-        """Slices of a number: two hold 36 bits or more of a vector's largest, three 51 or more.
+        """Slices per number: two represent at least 36 bits relative to a vector's largest element, three at least 51.
 
-        So an fp64 replay has sums as good as float64's; its rotary tables are float32, as transformers' are.
+        Sums of an fp64 replay are thus as accurate as float64's; rotary tables are float32, as in transformers.
         """
         import torch
 
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:
-        """To the activations' dtype."""
+        """Round to the activations' dtype."""
         return rounded(x, self.dtype)
 
     def wide(self, x: Any) -> Any:
-        """To what transformers computes norms, routing and logits in: float32, or float64 for a float64 model."""
+        """Round to the dtype of norms, routing and logits in transformers: float32, or float64 for a float64 model."""
         import torch
 
         return rounded(x, torch.float64 if self.dtype == torch.float64 else torch.float32)
 
 
 def rounded(x: Any, dtype: Any) -> Any:
-    """A float64 tensor rounded to the numbers of `dtype`, to float32 first: so do a CPU and a GPU by different ways."""
+    """Round a float64 tensor to `dtype`, through float32, so that CPU and GPU round the same way."""
     import torch
 
     if dtype == torch.float64:

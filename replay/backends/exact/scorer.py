@@ -1,6 +1,6 @@
-"""Scoring with exact layers: prefill, packed, or through a cache of keys and values; the bits are the same.
+"""Scoring with exact layers: prefill, packed, or through the KV cache, with the same bits.
 
-Shapes: B rows of a forward (packed ones lie in one), W its width, N scored tokens, H hidden width.
+Shapes: B rows of a forward (1 if packed), W its width, N scored tokens, H hidden width.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .model import ExactModel
 
 
 class ExactScorer:
-    """Gives a token the same bits in every batch, padding, chunking, thread count and beside any neighbours.
+    """Scores a token bit-identically for every batch, padding, chunking and thread count.
 
-    Positions count a row's own tokens, so that padding moves none.
+    Positions count only a row's own tokens, so that padding does not shift them.
     """
 
     name = "tim_trace.replay.backends.exact.scorer.ExactScorer"
@@ -24,12 +24,12 @@ class ExactScorer:
     def __init__(
         self, model: ExactModel, *, temperature: float = 1.0, head_dtype: Any = None, cached_tokens: int | None = None
     ):
-        """`cached_tokens` tokens at a time go through the cache after the prompt; None for one forward."""
+        """`cached_tokens` is the number of response tokens per forward through the KV cache; None for one forward."""
         self._model, self._temperature, self._head_dtype = model, temperature, head_dtype
         self._cached_tokens = cached_tokens
 
     def __call__(self, batch: ForwardBatch) -> Any:
-        """[N] log-probabilities of the batch's response tokens, row by row."""
+        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
         import torch
 
         with torch.no_grad():
@@ -37,11 +37,11 @@ class ExactScorer:
             hidden_BWH = self._hidden(ids_BW, positions_BW, rows_BW, self._ends(batch))
             scored_N = torch.from_numpy(batch.scored_N).to(self._model.device)
             head = self._model.head(self._temperature, self._head_dtype)
-            # The token at a place is predicted from the hidden state before it.
+            # A token is predicted from the hidden state before it.
             return head.logprobs(hidden_BWH.flatten(0, 1)[scored_N - 1], ids_BW.flatten()[scored_N])
 
     def _ends(self, batch: ForwardBatch) -> list[int]:
-        """Where each forward ends: one over everything, or the prompt in one go and the recorded tokens after it."""
+        """Return the end column of each forward: a single one, or the prompt followed by chunks of the response."""
         if self._cached_tokens is None or isinstance(batch, PackedBatch):
             return [batch.width]
         prompt = batch.width - batch.num_kept
@@ -61,7 +61,7 @@ class ExactScorer:
 
 
 def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[B, W] ids, positions in the own row, and number of the row (0 for padding), of a forward."""
+    """Return [B, W] ids, positions within the row, and row numbers (0 for padding) of a forward."""
     if isinstance(batch, PackedBatch):
         rows_W = np.repeat(np.arange(len(batch.rows)) + 1, np.diff(batch.ends_B, prepend=0))
         return batch.ids_W[None], batch.positions_W[None], rows_W[None]

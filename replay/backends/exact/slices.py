@@ -1,12 +1,12 @@
-"""Products and sums in which no step rounds, so that the order of a sum cannot matter.
+"""Exact products and sums, whose result does not depend on the order of summation.
 
-A vector is cut into slices of few bits, held as integers in float64. Products of such integers, and every partial sum of
-them, are integers below 2**53, which float64 holds exactly: a BLAS may add them in any order, with any number of
-threads, on any device, and gets the same bits. What is left is to add the few sums of slices, in a set order. This is
-the error-free transformation of matrix multiplication by Ozaki, Ogita, Oishi and Rump (Numer. Algorithms 59, 2012).
+A vector is cut into slices of few bits, stored as integers in float64. Products of such integers, and all their partial
+sums, are integers below 2**53, which float64 represents exactly: a BLAS may add them in any order, with any number of
+threads, on any device, and gets the same bits. The few sums of slices are then added in a fixed order. This is the
+error-free transformation of matrix multiplication by Ozaki, Ogita, Oishi and Rump (Numer. Algorithms 59, 2012).
 
-A vector's scale is a power of two taken from that vector alone (a token's activations, a row of a weight, one key). So
-what a token gives does not depend on its neighbours in the batch.
+A vector's scale is a power of two derived from that vector alone (a token's activations, a row of a weight, one key), so
+a token's result does not depend on its neighbours in the batch.
 
 Shapes: M rows on the left, N rows on the right, K summed over.
 """
@@ -19,29 +19,29 @@ from typing import Any
 from .functions import power_of_two
 
 _LARGEST = 500
-"""Largest exponent: the scale of two vectors together stays within float64. No float32 comes near."""
+"""Largest exponent: the product of two scales stays within float64. No float32 reaches it."""
 _UNIT_BITS = 33
-"""Of a limb of `sum_of_units`."""
+"""Bits of a limb in `sum_of_units`."""
 UNITS = 1 << (53 - _UNIT_BITS)
-"""Most numbers that `sum_of_units` adds exactly."""
+"""Maximum count of numbers that `sum_of_units` adds exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Vectors along the last axis: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...), cut off at the end."""
+    """Vectors along the last axis: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...), truncated."""
 
     parts: tuple[Any, ...]
-    """Float64 tensors of integers, of the shape of x: the first up to 2**bits, all others up to 2**(bits - 1)."""
+    """Float64 tensors of integers, each of the shape of x: the first up to 2**bits, the others up to 2**(bits - 1)."""
     exponent: Any
     """int64, the last axis of length 1: every element is below 2**exponent."""
     bits: int
 
 
 def bits_for(length: int, count: int) -> int:
-    """Bits of a slice, so that sums over `length` products of slices are exact.
+    """Return the bits per slice for which sums over `length` products of slices are exact.
 
-    Products of first slices need 2 bits + log2(length) <= 53. Sums of products of the same order are no larger, but those
-    of three slices by a quarter.
+    Products of first slices need 2 bits + log2(length) <= 53. Sums of products of the same order are no larger, except by
+    a quarter with three slices.
     """
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
@@ -49,8 +49,8 @@ def bits_for(length: int, count: int) -> int:
 def sliced(x: Any, bits: int, count: int) -> Slices:
     """Cut vectors along the last axis into `count` slices.
 
-    Of a float64 number nothing is lost that is larger than 2**-(count * bits) of its vector's largest. A vector with a
-    NaN or an infinity is NaN as a whole.
+    The error is at most 2**-(count * bits) of the vector's largest element. A vector with a NaN or an infinity becomes NaN
+    as a whole.
     """
     exponent, finite = exponents(x)
     rest = x * power_of_two(bits - exponent).masked_fill_(~finite, float("nan"))
@@ -63,7 +63,7 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """The exponent that bounds each vector along the last axis, and whether the vector is finite; both keep the axis."""
+    """Return an exponent bounding each vector along the last axis, and True where it is finite; both keep the axis."""
     import torch
 
     least, most = x.aminmax(dim=-1, keepdim=True)
@@ -73,11 +73,11 @@ def exponents(x: Any) -> tuple[Any, Any]:
 
 
 def matmul(left: Slices, right: Slices) -> Any:
-    """[..., M, N] float64: rows of `left` [..., M, K] times rows of `right` [..., N, K].
+    """Return left @ right.T, [..., M, N] float64, for `left` [..., M, K] and `right` [..., N, K].
 
-    Products of slices of too high an order are dropped. With `count` slices of b bits the absolute error is at most
-    6 K 2**(-count b) max|left row| max|right row|, and 2**-52 of the result besides. For two slices and K = 4096, where
-    b = 20, that is 2**-37 K max max; of a float32 sum nothing better is known than 2**-24 K sum|left||right|.
+    Slice products of order `count` or higher are dropped. With `count` slices of b bits the absolute error is at most
+    6 K 2**(-count b) max|left row| max|right row|, plus 2**-52 of the result. For two slices and K = 4096, b is 20 and
+    that is 2**-37 K max max; the known bound of a float32 sum is 2**-24 K sum|left||right|.
     """
     total = _total(left, right, lambda a, b: a @ b.mT)
     total.mul_(power_of_two(left.exponent - left.bits))
@@ -85,20 +85,20 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """As `matmul`, where the right side's exponents are already in the left's elements; right's parts are [..., K, N]."""
+    """As `matmul`, if the left elements already include the right side's exponents; right's parts are [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
 
 def sum_of_squares(x: Any, count: int) -> Any:
-    """[..., 1] float64: the sum of squares along the last axis; error as of `matmul`."""
+    """Return the sum of squares along the last axis, [..., 1] float64; error as of `matmul`."""
     slices = sliced(x, bits_for(x.shape[-1], count), count)
     total = _total(slices, slices, lambda a, b: (a * b).sum(dim=-1, keepdim=True))
     return total.mul_(power_of_two(2 * (slices.exponent - slices.bits)))
 
 
 def sum_of_units(x: Any) -> Any:
-    """[..., 1] float64: the sum along the last axis of up to UNITS numbers from 0 to 1, each rounded to 2**-66 first."""
+    """Return the sum along the last axis of up to UNITS numbers from 0 to 1, each rounded to 2**-66: [..., 1] float64."""
     import torch
 
     assert x.shape[-1] <= UNITS
@@ -110,7 +110,7 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Sum over the orders, the smallest first: each is exact, and adding two orders rounds once, element by element."""
+    """Sum over the orders, smallest terms first: each is exact, and adding two orders rounds once per element."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
@@ -119,5 +119,5 @@ def _total(left: Slices, right: Slices, contract: Any) -> Any:
             same_order += contract(left.parts[index], right.parts[order - index])
         total = same_order if total is None else total.mul_(2.0**-left.bits).add_(same_order)
     assert total is not None
-    # A sum that is exactly zero has the sign that the library's order gives it; this makes it +0.
+    # The sign of an exact zero depends on the library's summation order; this makes it +0.
     return total.add_(0.0)
