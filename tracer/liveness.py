@@ -98,7 +98,7 @@ def process_start(pid: int) -> int | None:
 
 
 def _runs(state: WriterState) -> bool:
-    """Whether the writer's process runs, and not another one with its pid."""
+    """Return True if the writer's process runs, and not another one with its pid."""
     try:
         os.kill(state.pid, 0)
     except (ProcessLookupError, OverflowError):

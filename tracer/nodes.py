@@ -40,12 +40,12 @@ def later_node(command: Sequence[str]) -> str | None:
 
 
 def has_several_nodes(command: Sequence[str]) -> bool:
-    """Whether a command starts a job on several nodes, by its arguments or torchrun's variable."""
+    """Return True if a command starts a job on several nodes, by its arguments or torchrun's variable."""
     return bool(_COUNT.search(" ".join([f"PET_NNODES={os.environ.get('PET_NNODES')}", *command])))
 
 
 def is_same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two commands differ only in their node rank."""
+    """Return True if two commands differ only in their node rank."""
     return _NUMBER.sub("", " ".join(one)) == _NUMBER.sub("", " ".join(other))
 
 

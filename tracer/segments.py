@@ -104,7 +104,7 @@ class SegmentWriter:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the journal has grown to `seal_bytes` while the segment before is still being sealed; from any thread."""
+        """True if the journal has grown to `seal_bytes` while the segment before is still being sealed; from any thread."""
         return self._num_bytes >= self.seal_bytes and self._is_sealing
 
     @property

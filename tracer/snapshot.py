@@ -107,7 +107,7 @@ class Snapshot:
 
     @property
     def is_live(self) -> bool:
-        """Whether a writer may still add to the trace."""
+        """True if a writer may still add to the trace."""
         return any(found.is_alive for found in self.liveness.values())
 
     @property
@@ -371,7 +371,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether two types hold the same values, whatever the names of list elements."""
+    """Return True if two types hold the same values, whatever the names of list elements."""
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found)) and _same_type(found.value_type, wanted.value_type)
     if pa.types.is_map(wanted):
@@ -483,7 +483,7 @@ def _find_missing(snapshot: Snapshot) -> None:
 
 
 def _has_changed(snapshot: Snapshot) -> bool:
-    """Whether a writer whose files did not match its state has changed the state since."""
+    """Return True if a writer whose files did not match its state has changed the state since."""
     used = {state.writer: state for state in snapshot.writers}
     for writer in snapshot._suspects:
         try:

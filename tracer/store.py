@@ -308,7 +308,7 @@ class Store:
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Whether a part of a path below the trace's folder is a link or `..`; ten times faster than resolving the path."""
+        """Return True if a part of a path below the trace's folder is a link or `..`; ten times faster than resolving the path."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"

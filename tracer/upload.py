@@ -95,12 +95,12 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """Whether enough files were sent since the last index to send another; growing by a factor bounds the total."""
+        """True if enough files were sent since the last index to send another; growing by a factor bounds the total."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     @property
     def _has_buckets(self) -> bool:
-        """Whether the file system has buckets instead of folders."""
+        """True if the file system has buckets instead of folders."""
         protocol = self._store.filesystem.protocol
         return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 

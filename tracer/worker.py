@@ -94,7 +94,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a task is queued or running."""
+        """True if a task is queued or running."""
         with self._changed:
             return bool(self._tasks) or self._busy
 
@@ -153,7 +153,7 @@ class Worker:
         return pending and (self._is_late() or self._queued_bytes + num_bytes > self.max_bytes)
 
     def _is_late(self) -> bool:
-        """Whether queued tasks wait too long, or are about to."""
+        """Return True if queued tasks wait too long, or are about to."""
         if not self._tasks or self._awaits_device:
             return False
         expected_s = self._pace.expected_s(len(self._tasks), self._queued_bytes)

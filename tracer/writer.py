@@ -108,7 +108,7 @@ class TraceWriter:
         """Parts whose recording has ended."""
         self.patience = Patience(folder, max_wait_s, meanwhile=self._save_beside)
         self.has_stalled = False
-        """Whether recording stopped because the file system did not answer."""
+        """True if recording stopped because the file system did not answer."""
         self._beside: threading.Thread | None = None
         """Thread that saves the state while the writing thread cannot."""
         if journals:
@@ -127,7 +127,7 @@ class TraceWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether submitted tasks are still run."""
+        """True if submitted tasks are still run."""
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
