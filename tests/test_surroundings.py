@@ -99,7 +99,7 @@ def in_shell(line, cwd):
             ('"$T" info {trace} > /dev/full', "stdout: No space left on device"),
             ('"$T" stats {trace} --csv >&-', "stdout: Bad file descriptor"),
             ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" info run', "the working directory was removed"),
-            ('ulimit -f 1; exec "$T" compact {trace} -o merged', "File too large; raise the limit of the size of files"),
+            ('ulimit -f 1; exec "$T" compact {trace} -o merged', "File too large; raise the file size limit"),
             ('"$T" sql {trace} $\'SELECT \\xff\'', "the query is not UTF-8 from character 8 on"),
             ("printf 'SELECT \\xff' | \"$T\" sql {trace}", "the query is not UTF-8 from character 8 on"),
             ('"$T" info {trace} --json >&-', "stdout: Bad file descriptor"),

@@ -158,7 +158,7 @@ def test_a_broken_writer_state_or_contract_is_named(trace):
     (contract,) = (trace / "passes" / "train").iterdir()
     contract.write_text(contract.read_text().replace("trl", "mrl"))
     damaged = info(str(trace)).damaged
-    assert ["writers/x.json" in damaged[0], "is not the contract that its name stands for" in damaged[1]] == [True] * 2
+    assert ["writers/x.json" in damaged[0], "its content does not match the hash in its name" in damaged[1]] == [True] * 2
     check_readable(trace, 40, damaged=True)
 
 

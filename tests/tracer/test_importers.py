@@ -125,7 +125,7 @@ def test_rewards_and_advantages_may_be_missing_in_some_rows(tmp_path):
 def test_rewards_that_are_no_record_of_numbers_are_refused(tmp_path, value):
     write_json(tmp_path / "a.jsonl", [ROW, ROW | {"seq_id": "b", "rewards": value}])
     with pytest.raises(
-        ImportFailed, match=r"a.jsonl: column 'rewards' holds .*, where each row needs a record of numbers.* \(line 2"
+        ImportFailed, match=r"a.jsonl: column 'rewards' holds .*; each row needs a record of numbers.* \(line 2"
     ):
         import_parquet(tmp_path / "a.jsonl", output=tmp_path / "run")
 
@@ -316,7 +316,7 @@ def test_a_value_that_a_column_cannot_hold_is_named_with_its_row_and_nothing_is_
         import_parquet(tmp_path / name, output=tmp_path / "run")
     told = str(caught.value)
     assert told.startswith(f"{tmp_path / name}: column {column!r} holds ")
-    assert f", where each row needs {needed} (" in told
+    assert f"; each row needs {needed} (" in told
     assert told.endswith(f"{shown})")
     assert "\n" not in told
     assert not (tmp_path / "run").exists()
@@ -360,7 +360,7 @@ def test_a_wrong_value_ends_the_command_with_2_in_one_line(tmp_path):
     done = tim_trace("import", "parquet", tmp_path / "dump.parquet", "-o", tmp_path / "run")
     assert (done.code, done.stdout) == (2, "")
     assert done.stderr == (
-        f"Error: {tmp_path}/dump.parquet: column 'reward' holds string, where each row needs a number (row 1: 'high')\n"
+        f"Error: {tmp_path}/dump.parquet: column 'reward' holds string; each row needs a number (row 1: 'high')\n"
     )
     assert not (tmp_path / "run").exists()
 
@@ -469,7 +469,7 @@ def test_null_cells_are_not_recorded_row_by_row(tmp_path):
 
 def test_advantages_are_numbers_or_lists_and_not_both(tmp_path):
     write_json(tmp_path / "dump.jsonl", [ROW, ROW | {"seq_id": "b", "advantage": [0.5, 0.25, -1.0]}])
-    message = "'advantage' holds mixed values, where each row needs a number, or each a list of numbers"
+    message = "'advantage' holds mixed values; each row needs a number, or each a list of numbers"
     with pytest.raises(ImportFailed, match=message):
         import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
 
@@ -613,7 +613,7 @@ def test_each_file_of_a_folder_has_the_required_columns(tmp_path):
         ([{"step": 2, "name": None, "value": 0.5}], r"'name' holds null, .* \(row 1: NULL\)"),
         (
             [{"step": 2, "name": "loss", "value": [0.5]}],
-            r"'value' holds list<double>, where each row needs a number or text",
+            r"'value' holds list<double>; each row needs a number or text",
         ),
         ([{"step": 2, "loss": 0.5}], "lacks name, value; metrics have the columns step, name and value"),
     ],
