@@ -37,14 +37,24 @@ OPERATORS = Table(
             null="",
         ),
         Column(name="seq_id", type=pa.string(), doc="sequence with the largest `ratio`", null=""),
-        Column(name="token", type=pa.int64(), doc="token with the largest `ratio`, counted from 0 over prompt and response", null=""),
+        Column(
+            name="token",
+            type=pa.int64(),
+            doc="token with the largest `ratio`, counted from 0 over prompt and response",
+            null="",
+        ),
         Column(
             name="inherited",
             type=pa.float64(),
             doc="RMS difference between the two executions' inputs, relative to a's",
             null="no input in common",
         ),
-        Column(name="difference", type=pa.float64(), doc="RMS difference between the two executions' outputs, relative to a's", null="no output in common"),
+        Column(
+            name="difference",
+            type=pa.float64(),
+            doc="RMS difference between the two executions' outputs, relative to a's",
+            null="no output in common",
+        ),
         Column(
             name="in_double",
             type=pa.float64(),

@@ -98,7 +98,13 @@ RUN_QUANTILES = Table(
 )  # fmt: skip
 
 _STATISTICS = (
-    Column(name="num_sequences", type=pa.int64(), doc="sequences with at least one comparable token", unit="sequences", null=""),
+    Column(
+        name="num_sequences",
+        type=pa.int64(),
+        doc="sequences with at least one comparable token",
+        unit="sequences",
+        null="",
+    ),
     _count("num_tokens", "tokens with a finite logprob in both passes"),
     _count("num_nan", "tokens with NaN in either pass"),
     _count("num_inf", "tokens with an infinity and no NaN in either pass"),

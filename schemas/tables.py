@@ -323,10 +323,14 @@ ENGINE_WEIGHTS_TABLE = Table(
     "Digests have 64 bits and are taken in `dtype`; equal bits give equal digests.",
     columns=(
         Column(name="step", type=pa.int64(), doc="step for which the engine sampled", null=""),
-        Column(name="policy_version", type=pa.int64(), doc="number of optimizer updates in the trainer's weights", unit="updates", null=""),
         Column(
-            name="tensor", type=pa.string(), doc="name under which the engine receives it", null="", repeats=True
+            name="policy_version",
+            type=pa.int64(),
+            doc="number of optimizer updates in the trainer's weights",
+            unit="updates",
+            null="",
         ),
+        Column(name="tensor", type=pa.string(), doc="name under which the engine receives it", null="", repeats=True),
         Column(
             name="dtype",
             type=pa.string(),

@@ -52,13 +52,13 @@ def no_access(monkeypatch):
 
 URLS = {
     "s3://bucket/run": "Unable to locate credentials",
-    "s3://": "names no folder",
-    "gopher://somewhere/run": "no file system is known for it",
-    "gcs://bucket/run": "no file system is known for it",
+    "s3://": "contains no folder",
+    "gopher://somewhere/run": "unsupported file system",
+    "gcs://bucket/run": "unsupported file system",
     "ftp://127.0.0.1:9/run": "refused",
-    "github://": "no file system is known for it",
+    "github://": "unsupported file system",
     "zip://run::/nonexistent.zip": "No such file",
-    "reference://": "no file system is known for it",
+    "reference://": "unsupported file system",
 }
 
 

@@ -182,7 +182,9 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
 def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, building: Path | None = None) -> None:
     """Raise TraceExists unless a trace may be created here. Undoes what killed processes began here."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
-        raise TraceExists(f"{path}: another process is writing a trace there; wait until it ends, or use another folder")
+        raise TraceExists(
+            f"{path}: another process is writing a trace there; wait until it ends, or use another folder"
+        )
     if building is None:
         remove_unfinished(folder)
     put_back(folder)

@@ -71,7 +71,9 @@ def _locked_file(folder: Path) -> int | None:
                 (folder / LOCK).unlink(missing_ok=True)
                 os.close(file)
             advice = "make sure that no two commands write there at once"
-            warnings.warn(f"{folder}: does not support locks ({error.strerror}); {advice}", TimTraceWarning, stacklevel=3)
+            warnings.warn(
+                f"{folder}: does not support locks ({error.strerror}); {advice}", TimTraceWarning, stacklevel=3
+            )
             return None
         os.close(file)
 

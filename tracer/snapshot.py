@@ -426,9 +426,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
     for name in store.walk(PASSES):
         pass_name, _, file = name.rpartition("/")
         if not file.endswith(".json"):
-            snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')}: not a trace file; ignored, remove it"
-            )
+            snapshot.ignored.append(f"{store.shown(f'{PASSES}/{name}')}: not a trace file; ignored, remove it")
             continue
         digest = file.removesuffix(".json")
         try:
@@ -479,7 +477,9 @@ def _find_missing(snapshot: Snapshot) -> None:
                         "and whose rows are excluded from results; restore it from a copy"
                     )
                     continue
-                snapshot.damaged.append(f"{store.shown(journal)}: is missing, with rows that were not sealed yet; {_RESTORE}")
+                snapshot.damaged.append(
+                    f"{store.shown(journal)}: is missing, with rows that were not sealed yet; {_RESTORE}"
+                )
 
 
 def _has_changed(snapshot: Snapshot) -> bool:

@@ -93,7 +93,9 @@ class VerifiedFile:
                 self._read_checksums = None
 
     def _gone(self) -> QueryFailed:
-        return QueryFailed(f"{self.store.shown(self.relative)}: disappeared while reading: it was merged or removed; try again")
+        return QueryFailed(
+            f"{self.store.shown(self.relative)}: disappeared while reading: it was merged or removed; try again"
+        )
 
     @property
     def has_checksums(self) -> bool:

@@ -149,7 +149,10 @@ def test_a_trace_that_nodes_do_not_see_is_named_with_its_node(tmp_path, address,
     make_run(tmp_path / "run", writers=1, steps=3)
     shutil.rmtree(tmp_path / "run" / "sums", ignore_errors=True)
     monkeypatch.chdir(tmp_path)  # which is another folder for each process
-    with pytest.raises(ClusterFailed, match=r"node .*: /proc/self/cwd/run: .*; the trace and the imported files must be at the same path"):
+    with pytest.raises(
+        ClusterFailed,
+        match=r"node .*: /proc/self/cwd/run: .*; the trace and the imported files must be at the same path",
+    ):
         stats("/proc/self/cwd/run", ray=address)
 
 

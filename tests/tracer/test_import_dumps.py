@@ -571,7 +571,7 @@ def test_the_command_says_what_came_and_what_did_not(tmp_path):
     assert "imported 6 sequences of verl" in done.stderr
     assert "no logprobs of pass train: no old_log_probs" in done.stderr
     done = tim_trace("import", "auto", tmp_path / "dump", "-o", tmp_path / "run")
-    assert "1 files were in the trace before" in done.stderr
+    assert "1 files were already imported" in done.stderr
 
 
 def test_every_format_says_what_it_is():

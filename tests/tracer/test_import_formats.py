@@ -308,5 +308,5 @@ def test_columns_passed_over_are_named_so_that_a_terminal_shows_them(tmp_path):
     many = {f"extra{number}": 1 for number in range(30)}
     path = write_jsonl(tmp_path / "dump.jsonl", [rows_of()[0] | {"a\nb": 1, "": 2} | many])
     done = tim_trace("import", "parquet", path, "-o", tmp_path / "run")
-    assert r"columns passed over: 'a\nb', '', extra0, " in done.stderr
+    assert r"ignored columns: 'a\nb', '', extra0, " in done.stderr
     assert "extra17 and 12 more\n" in done.stderr

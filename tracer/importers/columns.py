@@ -168,7 +168,9 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
     """Return (step, name, value) of each logged value. Raises ImportFailed."""
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
-        raise ImportFailed(f"{rows.file}: lacks {', '.join(lacking)}; a metrics file needs the columns step, name and value")
+        raise ImportFailed(
+            f"{rows.file}: lacks {', '.join(lacking)}; a metrics file needs the columns step, name and value"
+        )
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]
     if rows.is_text:
