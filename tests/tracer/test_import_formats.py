@@ -208,9 +208,9 @@ def test_a_long_cell_of_csv_is_read_whole(tmp_path):
         ),
         (
             "step,prompt_ids,response_ids,train_logprobs\none,[1],[1],[-1]\n",
-            r"'step' holds string, .*\(line 2: 'one'\)",
+            r"'step' holds string; .*\(line 2: 'one'\)",
         ),
-        ("step,prompt_ids,response_ids,train_logprobs\n,[1],[1],[-1]\n", r"'step' holds null, .*\(line 2: NULL\)"),
+        ("step,prompt_ids,response_ids,train_logprobs\n,[1],[1],[-1]\n", r"'step' holds null; .*\(line 2: NULL\)"),
         ("step,step,prompt_ids,response_ids,train_logprobs\n1,1,[1],[1],[-1]\n", "has two columns 'step'"),
         ('step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],"[-1]\n', "not readable as CSV"),
         ("step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],[\udcff]\n", "not readable as CSV"),

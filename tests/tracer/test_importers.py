@@ -327,10 +327,10 @@ def test_a_row_is_named_by_its_number_and_a_line_by_its_own(tmp_path):
     rows[1000]["reward"] = float("inf")
     rows[1100]["step"] = -7
     write_parquet(tmp_path / "dump.parquet", rows)
-    with pytest.raises(ImportFailed, match=r"'step' holds int64, .* \(row 1101: -7\)"):
+    with pytest.raises(ImportFailed, match=r"'step' holds int64; .* \(row 1101: -7\)"):
         import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
     (tmp_path / "dump.jsonl").write_text("\n\n" + "\n".join(json.dumps(row) for row in rows))
-    with pytest.raises(ImportFailed, match=r"'step' holds int64, .* \(line 1103: -7\)"):
+    with pytest.raises(ImportFailed, match=r"'step' holds int64; .* \(line 1103: -7\)"):
         import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
 
 
@@ -534,13 +534,13 @@ def test_a_name_that_comes_twice_in_two_files_is_an_error_of_the_second(tmp_path
         ("{\n", "dump.jsonl, line 1: not JSON"),
         ("[1]\n", "dump.jsonl, line 1: is not an object"),
         (json.dumps(ROW)[:-1] + ', "step": 4}\n', "dump.jsonl, line 1: has the key step twice"),
-        (json.dumps(ROW) + '\n{"": 1}\n', r"'step' holds int64, where .* \(line 2: NULL\)"),
+        (json.dumps(ROW) + '\n{"": 1}\n', r"'step' holds int64; .* \(line 2: NULL\)"),
         ("[" * 100_000 + "\n", "dump.jsonl, line 1: not JSON"),
         (b"\xff\xfe\n".decode("latin-1"), "dump.jsonl, line 1: not JSON"),
-        (json.dumps(ROW | {"seq_id": "\ud800"}) + "\n", r"'seq_id' holds mixed values, .* \(line 1: '\\ud800'\)"),
+        (json.dumps(ROW | {"seq_id": "\ud800"}) + "\n", r"'seq_id' holds mixed values; .* \(line 1: '\\ud800'\)"),
         (
             json.dumps(ROW | {"step": 2**80}) + "\n",
-            r"'step' holds mixed values, .* \(line 1: 1208925819614629174706176\)",
+            r"'step' holds mixed values; .* \(line 1: 1208925819614629174706176\)",
         ),
         ("{}\n{}\n", r"lacks the columns step, .* \(found: none\)"),
     ],
@@ -607,15 +607,15 @@ def test_each_file_of_a_folder_has_the_required_columns(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"step": "2", "name": "loss", "value": 0.5}], r"'step' holds string, .* \(row 1: '2'\)"),
-        ([{"step": 1.5, "name": "loss", "value": 0.5}], r"'step' holds double, .* \(row 1: 1.5\)"),
-        ([{"step": None, "name": "loss", "value": 0.5}], r"'step' holds null, .* \(row 1: NULL\)"),
-        ([{"step": 2, "name": None, "value": 0.5}], r"'name' holds null, .* \(row 1: NULL\)"),
+        ([{"step": "2", "name": "loss", "value": 0.5}], r"'step' holds string; .* \(row 1: '2'\)"),
+        ([{"step": 1.5, "name": "loss", "value": 0.5}], r"'step' holds double; .* \(row 1: 1.5\)"),
+        ([{"step": None, "name": "loss", "value": 0.5}], r"'step' holds null; .* \(row 1: NULL\)"),
+        ([{"step": 2, "name": None, "value": 0.5}], r"'name' holds null; .* \(row 1: NULL\)"),
         (
             [{"step": 2, "name": "loss", "value": [0.5]}],
             r"'value' holds list<double>; each row needs a number or text",
         ),
-        ([{"step": 2, "loss": 0.5}], "lacks name, value; metrics have the columns step, name and value"),
+        ([{"step": 2, "loss": 0.5}], "lacks name, value; a metrics file needs the columns step, name and value"),
     ],
 )
 def test_wrong_metrics_are_named_and_nothing_is_left(tmp_path, rows, message):
