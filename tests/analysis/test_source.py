@@ -287,7 +287,7 @@ def test_no_trace_is_told_apart_from_nothing(tmp_path):
 def test_every_command_names_a_missing_trace_in_one_line(tmp_path, command):
     done = tim_trace(command[0], tmp_path / "no" / "run", *command[1:])
     assert done.code == 2
-    assert done.stderr.startswith(f"Error: {tmp_path}/no/run: nothing is there")
+    assert done.stderr.startswith(f"Error: {tmp_path}/no/run: does not exist")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
 

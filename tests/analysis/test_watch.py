@@ -239,7 +239,7 @@ def test_options_that_mean_nothing_are_refused(tmp_path, options, told):
 
 
 def test_once_refuses_a_run_that_is_not_there(tmp_path):
-    with pytest.raises(TraceNotFound, match="nothing is there"):
+    with pytest.raises(TraceNotFound, match="does not exist"):
         watch(tmp_path / "run", once=True)
 
 
