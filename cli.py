@@ -1,7 +1,7 @@
 """The command line: each command is one call and one print.
 
 stdout is data, stderr is progress and warnings. Exit codes: 0 done, 1 a finding, 2 wrong use or an unreadable trace.
-Nothing heavy is imported before a command runs.
+Heavy modules are imported only when a command runs.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 SECTIONS = {
     "begin with": {
         "record": "Run a command and record what its trainer and vLLM do.",
-        "import": "Make a trace of another tool's files.",
+        "import": "Convert another tool's files to a trace.",
         "diagnose": "Is the comparison valid, what differs, and is it normal?",
-        "report": "Write one HTML page with everything known of a run.",
+        "report": "Write everything known about a run to one HTML page.",
         "watch": "Show a run while it is recorded, and its first alarms.",
         "replay": "Score recorded steps again under other numerics.",
         "sql": "Query traces in DuckDB SQL.",
@@ -57,50 +57,50 @@ SECTIONS = {
         "gate": "Fail a run that violates conditions, for CI.",
     },
     "more to look at": {
-        "info": "What a trace holds, who wrote it, and what is missing.",
-        "verify": "Read every byte and compare it with what was written.",
+        "info": "Show what a trace contains, who wrote it, and what is missing.",
+        "verify": "Verify every byte of a trace against its checksums.",
         "compact": "Merge the files of many writers into few.",
         "query": "Run a named query, or list them.",
         "export": "Write a run for pandas, TensorBoard, W&B or MLflow.",
     },
     "more to judge by": {
         "check": "Find faults that make the comparison invalid.",
-        "compare": "What differs first between two runs.",
-        "corrections": "What each correction would have cut, and its cost.",
-        "objective": "What the mismatch does to the training objective.",
-        "dynamics": "When each series changed, and what changed first.",
-        "attribute": "Whether and when a run collapsed, and the likely cause.",
+        "compare": "Find what differs first between two runs.",
+        "corrections": "Show what each correction would have cut, and its cost.",
+        "objective": "Measure how the mismatch biases the training objective.",
+        "dynamics": "Show when each series changed, and what changed first.",
+        "attribute": "Find whether and when a run collapsed, and the likely cause.",
     },
     "more to replay": {
         "triangulate": "Split the mismatch between trainer and engine.",
         "gradient": "Recompute gradients, as recorded and under each arm.",
-        "locate": "Find the layer and operator where two executions part.",
+        "locate": "Find the layer and operator where two executions diverge.",
         "weights": "List, verify and export recorded weights.",
     },
 }
-"""Section of `--help` -> verb -> what it is for, in a line of 80 columns."""
+"""Section of `--help` -> command -> its purpose, in a line of 80 columns."""
 
 
 class _Failure(click.ClickException):
-    """An error of ours, as click shows it."""
+    """A TimTraceError as a click exception."""
 
     def __init__(self, error: TimTraceError, options: Collection[str]):
-        """`options` are those of the command."""
+        """`options` are the command's options."""
         flag = "" if error.option is None else "--" + error.option.replace("_", "-")
         super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
 
 
 _damage_told: list[str] = []
-"""What of the traces of this command cannot be read or is missing, a sentence each."""
+"""Damaged or missing parts of the command's traces, one sentence each."""
 
 _left_out: list[str] = []
-"""Which columns of the tables of a text are not shown."""
+"""Notes on hidden columns of the printed tables."""
 
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Show our own warnings as sentences, each once, and leave all others as they are."""
+    """Print TimTraceWarnings as plain sentences, each once; leave other warnings unchanged."""
     others = warnings.showwarning
     told: set[str] = set()
     _damage_told.clear()
@@ -119,24 +119,24 @@ def _plain_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", TimTraceWarning)
-        # NumPy's words for infinities that were recorded, as rewards may be.
+        # NumPy's warnings about recorded infinities, e.g. in rewards.
         warnings.filterwarnings("ignore", r"(invalid value|overflow|divide by zero) encountered in ", RuntimeWarning)
         warnings.showwarning = show
         yield
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Free what the frames of an error hold: a DuckDB connection that outlives the interpreter says so on stderr."""
+    """Release objects held by an error's frames: a DuckDB connection that outlives the interpreter complains on stderr."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _print(text: str, **how: Any) -> None:
-    """Print to stdout. Where it takes nothing more, what it still holds is dropped: the interpreter would write it at its end."""
+    """Print to stdout. On failure, discard its buffer, which the interpreter would otherwise write at exit."""
     try:
         click.echo(text, **how)
-    except BrokenPipeError:  # as `| head` does: click ends quietly
+    except BrokenPipeError:  # e.g. `| head`: click exits quietly
         raise
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -144,30 +144,30 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Response tokens of a run from which `record` makes its sums at the end; with fewer, the first question makes them."""
+"""Minimum response tokens of a run for which `record` computes sums at the end; else the first query does."""
 _LEAST_TOLD_S = 10
-"""Seconds of a replay of which an estimate is told."""
+"""Minimum duration of a replay for which an estimate is printed, seconds."""
 _QUIET = f"{__name__}.quiet"
 
 
 class Commands(click.Group):
-    """Verbs grouped by the question that they answer; an error of ours becomes one line and its exit code."""
+    """Commands in sections; a TimTraceError is printed as one line and sets the exit code."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a verb; each of them takes -q and shows the defaults of its options."""
+        """Add a command; every command has -q and shows option defaults."""
         for param in cmd.params:
             if isinstance(param, click.Option):
                 param.show_default = True
         cmd.params.append(
             click.Option(
-                ["-q", "--quiet"], is_flag=True, expose_value=False, help="Draw no progress.",
+                ["-q", "--quiet"], is_flag=True, expose_value=False, help="Show no progress bars.",
                 callback=lambda ctx, option, value: ctx.meta.__setitem__(_QUIET, value),
             )
         )  # fmt: skip
         super().add_command(cmd, name)
 
     def invoke(self, ctx: click.Context) -> Any:
-        if sys.stdout is None:  # closed by who started this: a file that takes nothing
+        if sys.stdout is None:  # closed by the parent process
             sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
         try:
             with _plain_warnings(), speaking_options():
@@ -191,7 +191,7 @@ class Commands(click.Group):
 
 
 class _FrameworkOption(click.Option):
-    """An option of one framework, or of several that have one of this name: not given unless the command line says so."""
+    """An option of one or several frameworks; absent from the arguments unless given on the command line."""
 
     def __init__(self, declared: DeclaredOption):
         self.declared = [declared]
@@ -207,12 +207,12 @@ class _FrameworkOption(click.Option):
 
 
 class _OfFrameworks(click.Command):
-    """A command that takes the options of every framework; its `--help` lists those of each in a section."""
+    """A command with the options of all frameworks; its `--help` lists each framework's in a section."""
 
     _options: Mapping[str, _FrameworkOption] | None = None
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        if self._options is None:  # not before the command runs: frameworks' modules import DuckDB
+        if self._options is None:  # deferred, since frameworks' modules import DuckDB
             options: dict[str, _FrameworkOption] = {}
             for declared in declared_options():
                 if declared.name in options:
@@ -239,7 +239,7 @@ class _OfFrameworks(click.Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """How an answer is printed: as text that fits the terminal, as JSON, or as CSV."""
+    """Output format: text that fits the terminal, JSON, or CSV."""
 
     as_json: bool = False
     as_csv: bool = False
@@ -247,7 +247,7 @@ class _Form:
 
     @property
     def width(self) -> int | None:
-        """Columns that a text may take; None for as many as it needs, and where the output is no terminal."""
+        """Maximum width of text in columns; None if unlimited or not a terminal."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.is_wide else None
 
     def answer(
@@ -257,7 +257,7 @@ class _Form:
         text: Callable[[int | None], str],
         rows: Callable[[], Rows] | None = None,
     ) -> None:
-        """Print an answer in this form; `rows` is its table, for CSV."""
+        """Print a result in this format; `rows` is its table, for CSV."""
         if self.as_json:
             _print_json(json())
         elif self.as_csv:
@@ -280,13 +280,13 @@ _CSV = click.option(
     "--csv", "as_csv", is_flag=True,
     help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
 )  # fmt: skip
-_WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, however wide.")
+_WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of width.")
 
 
 def _prints(
     *, csv: bool = True, wide: bool = True, json: str = "Print JSON, with every digit."
 ) -> Callable[[Any], Any]:
-    """Let a command print text or JSON, a table as `csv` too, and in full width: it gets its `form`."""
+    """Add --json, and with `csv` and `wide` --csv and --wide, to a command, which receives them as `form`."""
 
     def add(function: Any) -> Any:
         @wraps(function)
@@ -309,24 +309,24 @@ _steps = click.option(
 )  # fmt: skip
 _pair = click.option("--pair", default="train:rollout", metavar="A:B", help="Passes to compare, d = A - B.")
 _weights_from = click.option(
-    "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, where the trace has no weights of its own."
+    "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, if the trace has no weights of its own."
 )
 
 
 _model_factory = click.option(
-    "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model that transformers does not know."
+    "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model that transformers does not have."
 )
 _capture_fraction = click.option(
     "--capture-fraction", default=1.0, type=float, metavar="F",
     help="Share of the sequences whose distributions are kept.",
 )  # fmt: skip
-_partial = click.option("--partial", is_flag=True, help="Answer from what can be read of a damaged trace.")
+_partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
 _confidence = click.option(
-    "--confidence", default=0.95, type=float, metavar="C", help="Level of the intervals over groups."
+    "--confidence", default=0.95, type=float, metavar="C", help="Confidence level of the intervals over groups."
 )
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
-    help="Fetch this recorded attention kernel from the hub and run it, as kernels-community/flash-attn2; can be repeated.",
+    help="Download this recorded attention kernel from the Hugging Face hub and run it, e.g. kernels-community/flash-attn2; can be repeated.",
 )  # fmt: skip
 
 
@@ -336,7 +336,7 @@ def _by(*values: str, help: str = "What a row stands for.") -> Callable[[Any], A
 
 
 def _arm_options(command: Any) -> Any:
-    """Let a command take each option of an arm as one of its own."""
+    """Add each option of an arm to a command."""
     for field in reversed(fields(Arm)):
         described: ArmOption = field.metadata["option"]
         kind = {"int": int, "float": float, "bool": bool}.get(str(field.type).partition(" ")[0], str)
@@ -350,7 +350,7 @@ def _arm_options(command: Any) -> Any:
 
 
 def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """The value of --ray, which takes the word behind it: where that is the path of a trace, it says so."""
+    """Return the value of --ray; the error explains if it swallowed the path of a trace."""
     from .tracer.cluster import check_address
 
     if value is not None:
@@ -360,11 +360,11 @@ def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 _ray = click.option(
     "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]", callback=_address,
-    help="Divide the work among the nodes of a Ray cluster: auto or HOST:PORT; without ADDRESS one is started here.",
+    help="Distribute the work over a Ray cluster: auto or HOST:PORT; without ADDRESS, start one here.",
 )  # fmt: skip
 _gpus_per_arm = click.option(
     "--gpus-per-arm", type=float, metavar="N",
-    help="GPUs that each of Ray's actors takes, or a share of one.  [default: 1 with a GPU, else 0]",
+    help="GPUs per Ray actor, may be fractional.  [default: 1 with a GPU, else 0]",
 )  # fmt: skip
 
 
@@ -383,47 +383,47 @@ def _example(text: str) -> Callable[[click.Command], click.Command]:
 def main() -> None:
     """Record, replay and query the training-inference mismatch of LLM RL runs.
 
-    RUN is the folder that `record -o` or `import -o` wrote, or its URL (s3://... and all that fsspec knows).
+    RUN is the folder written by `record -o` or `import -o`, or its URL (s3://... or any other fsspec URL).
     """
 
 
 @_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-o", "--output", required=True, metavar="RUN", help="Folder, or URL, to write the trace to.")
+@click.option("-o", "--output", required=True, metavar="RUN", help="Folder or URL to write the trace to.")
 @click.option(
     "--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to keep of each token's distribution."
 )
 @_capture_fraction
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
-    help="Keep every policy version's weights, bit for bit; auto: of a model below --weights-below.",
+    help="Record every policy version's weights, bit for bit; auto: only for models up to --weights-below.",
 )  # fmt: skip
 @click.option(
-    "--weights-below", default="500MB", metavar="SIZE", help="Largest model whose weights are kept by --weights auto."
+    "--weights-below", default="500MB", metavar="SIZE", help="Largest model whose weights --weights auto records."
 )
 @click.option(
     "--weights-from", metavar="DIR",
-    help="Folder of the Hugging Face checkpoints that the run saves, to read weights from there instead.",
+    help="Folder of the Hugging Face checkpoints saved by the run, to read weights from instead.",
 )  # fmt: skip
-@click.option("--routing", is_flag=True, help="Keep the router choices of a mixture of experts, token by token.")
+@click.option("--routing", is_flag=True, help="Record the router choices of a mixture of experts for every token.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
-    help="Digests of vLLM's weights to keep: of what it is given, or of what it has held at every version too.",
+    help="Digests of vLLM's weights to record: of the tensors sent to it, or also of those it holds at every version.",
 )  # fmt: skip
-@click.option("--resume", is_flag=True, help="Add to a trace that lies there: the run goes on from a checkpoint.")
+@click.option("--resume", is_flag=True, help="Add to the existing trace: the run resumes from a checkpoint.")
 @click.option("--compact", is_flag=True, help="Merge the files of all writers at the end.")
 @click.option(
     "--max-wait", default=60.0, type=float, metavar="SECONDS",
-    help="Longest wait of a process for a file system that does not answer; then it stops recording and goes on.",
+    help="Seconds to wait for an unresponsive file system before a process stops recording and continues.",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace a trace that lies there, and nothing else.")
+@click.option("--force", is_flag=True, help="Overwrite an existing trace, but nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
 
     Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's. RUN is a
-    folder, or a URL such as s3://bucket/run: what is sealed is sent there while COMMAND runs. On several nodes each runs
-    this with the same folder.
+    folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. On several nodes, run this
+    on each with the same folder.
     """
     from .analysis import record as run
 
@@ -448,7 +448,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
         command, output=output, capture=capture, capture_fraction=capture_fraction, at_end=at_end, **options
     )
     _tell(_recorded(output, recording, pair))
-    if recording.is_stuck:  # at its end Python waits for threads of pools, which may be held, too
+    if recording.is_stuck:  # at exit, Python would wait for pool threads, which may be stuck too
         os._exit(recording.exit_code)
     sys.exit(recording.exit_code)
 
@@ -463,30 +463,32 @@ tim-trace import auto outputs/token_exports -o runs/mine
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
 @click.option(
     "--map", multiple=True, metavar="THEIRS=OURS",
-    help="Read the column or field THEIRS as OURS; may be repeated. THEIRS= leaves it out.",
+    help="Read the column or field THEIRS as OURS; can be repeated. THEIRS= omits it.",
 )  # fmt: skip
 @_steps
 @click.option(
-    "--sample", default=1.0, type=float, metavar="F", help="Share of the sequences, by a hash of their names."
+    "--sample",
+    default=1.0,
+    type=float,
+    metavar="F",
+    help="Share of the sequences to import, selected by a hash of their names.",
 )
-@click.option(
-    "--partial", is_flag=True, help="Read steps and files that are not complete yet, as far as they are there."
-)
-@click.option("--model", metavar="DIR", help="Attach the weights of a Hugging Face folder, for a replay.")
+@click.option("--partial", is_flag=True, help="Also import incomplete steps and files, as far as available.")
+@click.option("--model", metavar="DIR", help="Attach the weights of a Hugging Face folder, for replays.")
 @click.option("--model-version", default=0, type=int, metavar="N", help="Policy version of these weights.")
-@click.option("--tokenizer", metavar="DIR", help="With --model: the folder of the tokenizer, where it is another one.")
-@click.option("--force", is_flag=True, help="Replace a trace that lies there.")
+@click.option("--tokenizer", metavar="DIR", help="With --model: folder of the tokenizer, if different.")
+@click.option("--force", is_flag=True, help="Overwrite an existing trace.")
 @_ray
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
     """Make a trace of another tool's files, or add what is new to it.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, npz, vllm, sglang, trl, areal, open-instruct,
-    torchtitan or ms-swift; docs/reference/import-formats.md says what each reads. A further import of a folder that has grown adds what
-    is new. Nothing in the files is executed.
+    torchtitan or ms-swift; docs/reference/import-formats.md says what each reads. Importing a folder
+    again is incremental. No code in the files is executed.
 
-    FORMAT parquet is the neutral way in: one row a sequence, in Parquet, JSON, CSV or Arrow, with the columns step,
+    FORMAT parquet is the neutral format: one row per sequence, in Parquet, JSON, CSV or Arrow, with the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/reference/trace-format.md has them all).
-    PATH is a file or a folder, or the URL of one (s3://bucket/dump); of parquet also one that save_to_disk of Hugging Face datasets wrote, or a pattern.
+    PATH is a file, a folder or a URL (s3://bucket/dump); for parquet also a pattern, or a folder of save_to_disk of Hugging Face datasets.
     """
     from .analysis import import_dump
     from .analysis.trace.sums import summarize
@@ -528,7 +530,7 @@ def info(traces: Sequence[str], form: _Form) -> None:
 def verify(trace: str, ray: str | None, form: _Form) -> None:
     """Read a whole trace and check every byte, row count, chunk and version against the records of its writers.
 
-    The exit code is 2 if something is damaged or missing. Other verbs check only what they read.
+    The exit code is 2 if something is damaged or missing. Other commands verify only what they read.
     """
     from dataclasses import asdict
 
@@ -544,7 +546,7 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
     )
     if found.unchecked_writers:
         _tell(
-            f"{len(found.unchecked_writers)} writers of an earlier release wrote no checksums: their files can be read, no more is known"
+            f"{len(found.unchecked_writers)} writers of an older release wrote no checksums: their files are readable, but cannot be verified"
         )
     if not found.is_whole:
         _tell(f"{trace}: {len(found.damaged)} parts damaged or missing, listed above")
@@ -555,18 +557,18 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "-o", "--output", metavar="RUN2", help="Write the result to a folder or a URL (s3://...), and leave RUN as it is."
+    "-o", "--output", metavar="RUN2", help="Write the result to a folder or a URL (s3://...), leaving RUN unchanged."
 )
 @click.option("--file-size", default="512MB", metavar="SIZE", help="Approximate size of a merged file.")
-@click.option("--force", is_flag=True, help="With --output: replace a trace that lies in that folder.")
+@click.option("--force", is_flag=True, help="With --output: overwrite an existing trace in that folder.")
 @_ray
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge the files of many writers into few, ordered by step and pass.
 
-    Every verb answers the same, bit for bit; opening, reading one step and reading from object storage get faster. It can be
-    interrupted at any time: the trace stays complete, and the next call continues. A run that is being recorded is merged up
-    to the step that all of its writers have closed.
+    Results of all commands stay bit-identical; opening, reading single steps and reading from object storage get faster.
+    It can be interrupted at any time: the trace stays complete, and the next call continues. A run that is being recorded
+    is merged up to the last step completed by all of its writers.
     """
     from .analysis import compact as run
     from .analysis.compact import compaction_text
@@ -590,7 +592,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 
     Views: sequences, scores, passes, metrics, steps, tokens, changes (everything recorded that changed), and operators and
     patches (what locate found). Table macros:
-    pair('a', 'b'), pair_sequences, pair_steps, pair_runs, with d = logprob(a) - logprob(b) in nats, and pair_distributions of what --capture kept. Without QUERY it is read from stdin, or asked for.
+    pair('a', 'b'), pair_sequences, pair_steps, pair_runs, with d = logprob(a) - logprob(b) in nats, and pair_distributions for distributions recorded with --capture. Without QUERY it is read from stdin or a prompt.
     """
     from .analysis.query import Session, prompt, split_arguments
 
@@ -607,12 +609,12 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 @click.argument("name", required=False)
 @click.argument("traces", nargs=-1, metavar="[RUN...]")
 @_pair
-@click.option("--sql", "as_sql", is_flag=True, help="Print the query itself, to start from.")
+@click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
 @_prints()
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
     """List the named queries, or run one: its rows over one trace or several.
 
-    Each says in its head which unit it has, where its formula is from, and how to read it: --sql prints it.
+    The head of each query documents units, source of the formula and interpretation: print it with --sql.
     """
     from .analysis import query
     from .analysis.queries.catalogue import listed, named_query
@@ -623,7 +625,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     elif as_sql:
         _print(named_query(name).over(*parse_pair(pair)).rstrip())
     elif not traces:
-        raise click.UsageError(f"query {name}: name a trace, or print it with --sql")
+        raise click.UsageError(f"query {name}: give a trace, or print the query with --sql")
     else:
         form.table(query(name, list(traces), pair=pair))
 
@@ -639,11 +641,11 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_by("run", "step", "sequence", "layer", help="What a row stands for; layer: of router choices.")
 @click.option(
     "--exact", is_flag=True,
-    help="Exact quantiles of a run of any size; past 33,554,432 tokens they are within 0.1 % otherwise.",
+    help="Exact quantiles for runs of any size; otherwise, above 33,554,432 tokens, they are accurate to 0.1 %.",
 )  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
-    help="The framework's own numbers, by its own definitions; its own options are below.",
+    help="The framework's own metrics, by its own definitions; see its options below.",
 )  # fmt: skip
 @_ray
 @_prints()
@@ -747,16 +749,18 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @_pair
 @_steps
 @_by("run", "step", "length", help="What the rows of one correction stand for; length: quarters of the sequences.")
-@click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Of token-tis and token-mis.")
-@click.option("--sequence-threshold", default=2.0, type=float, metavar="C", help="Of sequence-tis and sequence-mis.")
+@click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold of token-tis and token-mis.")
+@click.option(
+    "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold of sequence-tis and sequence-mis."
+)
 @click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Ratios that icepop keeps.")
 @click.option(
     "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
-    help="Geometric means of a sequence's ratios that geometric keeps.",
+    help="Geometric mean of a sequence's ratios that geometric keeps.",
 )  # fmt: skip
 @click.option(
     "--veto", default=1e-4, type=float, metavar="R",
-    help="A sequence with a token ratio below it is thrown out by veto.",
+    help="Sequences with a token ratio below it are dropped by veto.",
 )  # fmt: skip
 @_ray
 @_prints()
@@ -779,30 +783,37 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--loss", type=click.Choice(["ppo_clip", "reinforce", "gspo", "rloo", "cispo", "sapo", "vespo"]),
-    help="Of which loss; else the recorded one, or PPO's clip of 0.2 where none is.",
+    help="Kind of loss; default: the recorded one, or PPO with clip 0.2.",
 )  # fmt: skip
 @click.option("--clip-low", type=float, metavar="E", help="Lower bound of the ratio, as its distance from 1.")
-@click.option("--clip-high", type=float, metavar="E", help="Upper one; of cispo the largest weight itself.")
-@click.option("--clip-hard", type=float, metavar="C", help="Largest ratio whatever the sign of the advantage.")
-@click.option("--sapo-temperature-pos", type=float, metavar="T", help="Of sapo, where the advantage is above 0.")
-@click.option("--sapo-temperature-neg", type=float, metavar="T", help="Of sapo, elsewhere.")
-@click.option("--vespo-k-pos", type=float, metavar="K", help="Power of vespo, where the advantage is not negative.")
+@click.option(
+    "--clip-high",
+    type=float,
+    metavar="E",
+    help="Upper bound, as its distance from 1; for cispo the largest weight itself.",
+)
+@click.option("--clip-hard", type=float, metavar="C", help="Largest ratio for any sign of the advantage.")
+@click.option(
+    "--sapo-temperature-pos", type=float, metavar="T", help="Temperature of sapo where the advantage is positive."
+)
+@click.option("--sapo-temperature-neg", type=float, metavar="T", help="Temperature of sapo elsewhere.")
+@click.option("--vespo-k-pos", type=float, metavar="K", help="Power of vespo where the advantage is not negative.")
 @click.option("--vespo-lambda-pos", type=float, metavar="L", help="Decay of vespo there.")
-@click.option("--vespo-k-neg", type=float, metavar="K", help="Power of vespo, where the advantage is negative.")
+@click.option("--vespo-k-neg", type=float, metavar="K", help="Power of vespo where the advantage is negative.")
 @click.option("--vespo-lambda-neg", type=float, metavar="L", help="Decay of vespo there.")
 @click.option(
-    "--denominator", type=click.Choice(["train", "rollout", "current"]), help="The pass that the ratio divides by."
+    "--denominator", type=click.Choice(["train", "rollout", "current"]), help="Pass in the denominator of the ratio."
 )
 @click.option(
     "--aggregation", metavar="NAME",
-    help="How tokens are weighed: token_mean, batch_token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence, constant.",
+    help="Aggregation over tokens: token_mean, batch_token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence, constant.",
 )  # fmt: skip
 @click.option(
     "--correction", metavar="NAME",
-    help="What multiplies terms: none, token_truncate, token_mask, sequence_truncate or sequence_mask.",
+    help="Correction factor of the terms: none, token_truncate, token_mask, sequence_truncate or sequence_mask.",
 )  # fmt: skip
-@click.option("--correction-low", type=float, metavar="C", help="Its lower bound on train / rollout.")
-@click.option("--correction-high", type=float, metavar="C", help="Its upper bound.")
+@click.option("--correction-low", type=float, metavar="C", help="Lower bound of the correction on train / rollout.")
+@click.option("--correction-high", type=float, metavar="C", help="Upper bound of the correction.")
 @_confidence
 @_by("run", "step", help="What a row stands for; run adds the worst steps.")
 @_ray
@@ -863,9 +874,9 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @click.option("--as-recorded", is_flag=True, help="Replay with the recorded settings (default).")
 @_arm_options
 @click.option(
-    "--arm", multiple=True, metavar="CHANGES", help="One more arm, as dtype=fp16,batch-size=1; can be repeated."
+    "--arm", multiple=True, metavar="CHANGES", help="Another arm, e.g. dtype=fp16,batch-size=1; can be repeated."
 )
-@click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with a table each.")
+@click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with one table per arm.")
 @_model_factory
 @_weights_from
 @_allow_kernel
@@ -874,14 +885,14 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
 )  # fmt: skip
 @_capture_fraction
-@click.option("--force", is_flag=True, help="Replace arms that are there already.")
+@click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
-    help="Write nothing: print what each arm still has to do, and how long that takes at the pace of the first rows.",
+    help="Write nothing; print the remaining work of each arm, with a time estimate from the first rows.",
 )  # fmt: skip
 @_ray
 @_gpus_per_arm
-@_prints(json="Print JSON, a row a step; with --sample or --dry-run, an arm.")
+@_prints(json="Print JSON, one row per step; with --sample or --dry-run, per arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
@@ -920,7 +931,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @click.argument("trace", metavar="RUN")
 @_steps
 @click.option("--reference", default="fp64", type=click.Choice(["fp64", "fp32"]), help="Precision of the reference.")
-@click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, as dtype=bf16; can be repeated.")
+@click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, e.g. dtype=bf16; can be repeated.")
 @_weights_from
 @_allow_kernel
 @_ray
@@ -951,16 +962,16 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--arm", multiple=True, metavar="CHANGES",
-    help="Another gradient, as dtype=bf16,correction=none: see above; can be repeated. Of replay's options it takes "
+    help="Another gradient, e.g. dtype=bf16,correction=none: see above; can be repeated. Supported options of replay: "
     f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
     "--micro-batches", default=4, type=int, metavar="N",
-    help="Least micro-batches that bias and variance are over; 0: leave them out.",
+    help="Minimum number of micro-batches for bias and variance; 0: omit them.",
 )  # fmt: skip
 @click.option(
     "--loss", metavar="FIELDS",
-    help="The loss where the trace does not say it, or in the place of what it says, as kind=ppo_clip,clip_high=0.28.",
+    help="Loss to use instead of the recorded one, e.g. kind=ppo_clip,clip_high=0.28.",
 )  # fmt: skip
 @click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
 @_model_factory
@@ -1008,11 +1019,11 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
-    help="The N sequences with the largest mismatch; random:N; or names with commas.",
+    help="The N sequences with the largest mismatch; random:N; or names separated by commas.",
 )  # fmt: skip
-@click.option("--layers", metavar="LAYERS", help="Only these layers, as 3 or 2:8; the first is 0.")
+@click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8, from 0.")
 @click.option(
-    "--operators", metavar="WORDS", help="Only operators with one of these words in their names, as q_proj,rotary."
+    "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
 )
 @click.option(
     "--patch", default="kinds", type=click.Choice(["kinds", "layers", "all", "none"]),
@@ -1023,7 +1034,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
-    help="Keep the result in the trace, for sql, report and diagnose; it replaces an earlier one of the same options.",
+    help="Store the result in the trace, for sql, report and diagnose; replaces an earlier one with the same options.",
 )  # fmt: skip
 @_by("kind", "operator", "layer", "patch", "parameter", help="What a row of --csv stands for.")
 @click.option(
@@ -1065,14 +1076,14 @@ def locate(
         _locate_dumps(from_dumps, trace, by, limit, form)
         return
     if trace is None:
-        raise click.UsageError("give RUN, or two folders of dumped tensors as --from-dumps A B")
+        raise click.UsageError("give RUN, or two folders of dumped tensors with --from-dumps A B")
     from dataclasses import asdict
 
     if backward:
         options.pop("keep")
         return _locate_backward(trace, by, form, loss=loss, **options)
     if loss is not None:
-        raise InvalidOption("goes with --backward alone", option="loss")
+        raise InvalidOption("only applies with --backward", option="loss")
     if by == "parameter":
         raise InvalidOption("'parameter' goes with --backward alone", option="by")
     from .analysis import locate as find
@@ -1087,9 +1098,9 @@ def locate(
         rows=lambda: location_rows(found, by),
     )
     if found.kept is not None:
-        _tell(f'kept as {found.kept}: tim-trace sql {shlex.quote(trace)} "FROM operators"')
+        _tell(f'stored as {found.kept}: tim-trace sql {shlex.quote(trace)} "FROM operators"')
     if found.not_kept is not None:
-        _tell(f"not kept in the trace: {found.not_kept}")
+        _tell(f"not stored in the trace: {found.not_kept}")
     if found.first is not None or found.kinds:
         _tell(f"next: {next_command(found).replace('RUN', shlex.quote(trace))}")
     if found.first is not None:
@@ -1107,7 +1118,7 @@ def _locate_backward(
 
     for option in _given("patch", "layers", "operators") - ({"patch"} if patch == "none" else set()):
         raise InvalidOption(
-            "does not go with --backward, which compares every operator and patches none; leave it out", option=option
+            "does not apply with --backward, which compares all operators without patches; leave it out", option=option
         )
     check_by(by)
     with _library_output_held_back():
@@ -1125,7 +1136,7 @@ _FOR_DUMPS = frozenset({"from_dumps", "by", "limit", "as_json", "as_csv", "is_wi
 
 
 def _given(*names: str) -> set[str]:
-    """Which options of the command stand on the command line: among these names, or of all."""
+    """Return the options given on the command line, among these names or all."""
     context = click.get_current_context()
     known = {parameter.name for parameter in context.command.params if isinstance(parameter, click.Option)}
     return {
@@ -1145,7 +1156,7 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
     given = [f"--{name.replace('_', '-')}" for name in sorted(_given() - _FOR_DUMPS)]
     if trace is not None or given:
         what = f"{trace} is" if trace is not None else f"{', '.join(given)} {'is' if len(given) == 1 else 'are'}"
-        raise click.UsageError(f"--from-dumps compares two folders as they are, so {what} not for it; leave it out")
+        raise click.UsageError(f"--from-dumps compares two folders directly, so {what} not supported; leave it out")
     by = by if _given("by") else "operator"
     if by not in ("operator", "layer"):
         raise click.UsageError(f"--from-dumps has rows --by operator or layer; got {by}")
@@ -1165,24 +1176,24 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
 @_by("version", "module")
 @click.option(
     "--engine", is_flag=True,
-    help="The engine's weights beside the trainer's: when each tensor was given last, and whether the two agree.",
+    help="Compare the engine's weights with the trainer's: when each tensor was last sent, and whether the two agree.",
 )  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Round the weights to it: what an engine of that dtype loads.",
+    help="Round the weights to this dtype, as an engine of that dtype loads them.",
 )  # fmt: skip
-@click.option("--verify", is_flag=True, help="Rebuild every version and compare its hashes.")
+@click.option("--verify", is_flag=True, help="Reconstruct every version and verify its hashes.")
 @_weights_from
 @click.option(
     "--export", "exported", nargs=2, type=(int, str), metavar="VERSION DIR",
-    help="Write a version as a folder that from_pretrained loads.",
+    help="Write a version as a folder for from_pretrained.",
 )  # fmt: skip
 @click.option(
     "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
     help="Store the weights of a Hugging Face folder as a version, so that an imported dump can be replayed.",
 )  # fmt: skip
 @click.option("--tokenizer", metavar="DIR", help="With --attach: folder of the tokenizer, if it is another one.")
-@click.option("--force", is_flag=True, help="With --attach: replace weights that were attached before.")
+@click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")
 @click.option("-v", "--verbose", is_flag=True, help="With --engine: list tensors that agree, too.")
 @_prints()
 def weights(
@@ -1192,7 +1203,7 @@ def weights(
 ) -> None:  # fmt: skip
     """List the versions of the weights: their size, and the share of elements that changed.
 
-    --attach takes weights from a folder that save_pretrained wrote, with the model's config and tokenizer.
+    --attach reads a folder written by save_pretrained, including the model's config and tokenizer.
     """
     from .analysis import attach, export
     from .analysis import weights as versions
@@ -1261,11 +1272,11 @@ def attribute(trace: str, control: str | None, pair: str, steps: str, form: _For
 @_example("tim-trace report runs/demo -o demo.html")
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@click.option("-o", "--output", metavar="FILE.html", help="File to write: one page that opens from disk.")
-@click.option("--png", metavar="DIR", help="Folder for a picture and a CSV file of each figure.")
-@click.option("--svg", metavar="DIR", help="The same folder with SVG for pictures.")
+@click.option("-o", "--output", metavar="FILE.html", help="HTML file to write.")
+@click.option("--png", metavar="DIR", help="Folder for a PNG and a CSV file per figure.")
+@click.option("--svg", metavar="DIR", help="Folder for an SVG and a CSV file per figure.")
 @click.option(
-    "--pdf", metavar="FILE.pdf|DIR", help="File with a page a figure, or folder with one PDF a figure; with CSV."
+    "--pdf", metavar="FILE.pdf|DIR", help="File with one page per figure, or folder with one PDF per figure; with CSV."
 )
 @click.option(
     "--width", default="column", metavar="INCHES|NAME",
@@ -1300,12 +1311,12 @@ def report(
 @_example("tim-trace watch runs/demo --once")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--every", default=5.0, type=float, metavar="SECONDS", help="Seconds between two views.")
+@click.option("--every", default=5.0, type=float, metavar="SECONDS", help="Seconds between updates.")
 @click.option(
     "--steps", default="-10:", metavar="STEPS",
     help="Steps to show, the latest that fit: 3, 2:8, -10: (the last ten), all, or several with commas.",
 )  # fmt: skip
-@click.option("--once", is_flag=True, help="Print one view and end, as when the output is no terminal.")
+@click.option("--once", is_flag=True, help="Print one view and exit, as when the output is not a terminal.")
 @_pair
 @_prints(wide=False, json="Print one view as JSON, with every digit.")
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
@@ -1365,11 +1376,11 @@ def export_(trace: str, **options: Any) -> None:
 @_pair
 @_confidence
 @_partial
+@click.option("--junit", metavar="FILE.xml", help="JUnit XML file to write, one test case per condition, for CI pages.")
 @click.option(
-    "--junit", metavar="FILE.xml", help="File of JUnit XML to write as well, a test case a condition, for CI pages."
-)
-@click.option(
-    "--summary", metavar="FILE.md", help='File to add a table in Markdown to, as "$GITHUB_STEP_SUMMARY", for CI pages.'
+    "--summary",
+    metavar="FILE.md",
+    help='File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY", for CI pages.',
 )
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
@@ -1396,7 +1407,7 @@ def _size(path: str) -> str:
 
 
 def _print_json(value: Any) -> None:
-    """Print an object: what was found, rows under `rows`, and under `damaged` what of the traces is in none of it."""
+    """Print a result as a JSON object, with rows under `rows` and damaged parts of the traces under `damaged`."""
     from .analysis.rows import to_json
 
     found = value if isinstance(value, dict) else {"rows": value}
@@ -1407,25 +1418,25 @@ def _print_csv(rows: Rows) -> None:
     from .analysis.rows import to_csv
 
     for line in to_csv(rows):
-        _print(_harmless(line), color=True)  # otherwise click takes escapes out of what was recorded
+        _print(_harmless(line), color=True)  # otherwise click strips escape codes from recorded text
 
 
 def _tell(sentence: str) -> None:
     from .analysis.rows import printable_lines
 
-    with suppress(OSError):  # of a full disk that stderr goes to: the command that is recorded goes on
+    with suppress(OSError):  # stderr may be on a full disk: the recorded command continues
         click.echo(f"tim-trace: {printable_lines(sentence)}", file=_stderr())
 
 
 def _harmless(line: str) -> str:
-    """A line of CSV as it is for a file or a pipe, whose text is what was recorded; on a terminal without what would act on it."""
+    """Return a line of CSV unchanged for a file or pipe; for a terminal, with control characters escaped."""
     from .analysis.rows import printable_lines
 
     return printable_lines(line) if sys.stdout.isatty() else line.encode(errors="backslashreplace").decode()
 
 
 def _say(text: str) -> None:
-    """Print a text for reading; what would act on a terminal is spelled out."""
+    """Print a text with control characters escaped."""
     from .analysis.rows import printable_lines
 
     _print(printable_lines(text))
@@ -1435,7 +1446,7 @@ def _say(text: str) -> None:
 
 
 _MOST_TOLD = 4000
-"""Characters of an error that are printed."""
+"""Maximum printed length of an error, characters."""
 
 
 def _one_line(sentence: str) -> str:
@@ -1445,13 +1456,13 @@ def _one_line(sentence: str) -> str:
 
 
 def _told(error: TimTraceError, text: str) -> str:
-    """A text of an error in one line; DuckDB's words about a query in several, those after the first indented."""
+    """Return an error as one line; DuckDB's query errors keep their lines, indented after the first."""
     first, *others = text[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [text]
     return "\n  ".join([_one_line(first), *map(_one_line, others)])
 
 
 _streams: list[TextIO] = []
-"""What is stderr while libraries' output is held back."""
+"""The real stderr while libraries' output is suppressed."""
 
 
 def _stderr() -> TextIO:
@@ -1460,7 +1471,7 @@ def _stderr() -> TextIO:
 
 @contextmanager
 def _library_output_held_back() -> Iterator[None]:
-    """Keep what libraries print from the terminal; progress and warnings of ours still reach it."""
+    """Suppress terminal output of libraries, but not our progress and warnings."""
     from .replay.library_output import library_output_held_back
 
     with library_output_held_back() as stream:
@@ -1473,7 +1484,7 @@ def _library_output_held_back() -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Draw a bar on stderr when somebody watches, unless they asked for quiet."""
+    """Show a progress bar on stderr if it is a terminal, unless --quiet."""
     context = click.get_current_context(silent=True)
     is_quiet = context is not None and context.meta.get(_QUIET, False)
     if is_quiet or not _stderr().isatty() or not total:
@@ -1501,12 +1512,12 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
     if recording.note is not None:
         return str(recording.note)
     if not recording.is_there:
-        return f"{output} was removed while the command ran: nothing of the recording is left"
+        return f"{output} was removed while the command ran: the recording is lost"
     if not recording.num_sequences and not recording.num_eval_sequences:
         return _nothing_recorded(output, recording)
     waited = sum(writer.waited_s for writer in recording.writers)
     slow = f"; training waited {waited:.1f} s for the disk" if waited >= 0.05 else ""
-    evaluated = f", {recording.num_eval_sequences:,} sequences of evaluation" if recording.num_eval_sequences else ""
+    evaluated = f", {recording.num_eval_sequences:,} evaluation sequences" if recording.num_eval_sequences else ""
     return (
         f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{evaluated}{slow}\n"
         f"next: tim-trace info {output}{_stats_command(output, pair)}"
@@ -1516,8 +1527,8 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
 def _nothing_recorded(output: str, recording: Any) -> str:
     if recording.exit_code:
         return (
-            f"nothing was recorded to {output}: the command ended with exit code {recording.exit_code} before; "
-            "its own error is above"
+            f"nothing was recorded to {output}: the command ended first, with exit code {recording.exit_code}; "
+            "see its error above"
         )
     said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
     reasons = dict.fromkeys(filter(None, said))
@@ -1526,12 +1537,12 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     return (
         f"nothing was recorded to {output}: no process made a trainer with the functions of TRL's GRPOTrainer or of verl's "
         "PPOTrainer, or called vllm.LLM.generate or vllm's AsyncLLM.generate. Is the command Python, started without -I, -E or "
-        "-S, and is tim-trace installed in its environment? For a loop of your own use tim_trace.tracer.recorder.Recorder"
+        "-S, and is tim-trace installed in its environment? For a custom training loop use tim_trace.Recorder"
     )
 
 
 def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
-    """Yield what to know about a replay, and the next command."""
+    """Yield notes about a replay, and the next command."""
     if results.sample is not None:
         yield _sampled(results.sample)
     broken = [result for result in results if result.differs]
@@ -1542,7 +1553,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 
         yield (
             f"the recorded bits were not reproduced in {len(broken)} steps (first: step {broken[0].step}), because "
-            f"{not_held_reason(str(broken[0].not_held))}; differences to `train` are not due to the arm alone; what differs here: "
+            f"{not_held_reason(str(broken[0].not_held))}; differences to `train` are not due to the arm alone; differences here: "
             f"{'; '.join(broken[0].differs)}"
         )
     elif any(not result.identity_held for result in results):
@@ -1560,7 +1571,7 @@ def _sampled(sample: Sample) -> str:
 
 
 def _attached(trace: str, found: Any) -> str:
-    """Say what was attached, and the next command."""
+    """Return what was attached, and the next command."""
     tokenizer = " and its tokenizer" if found.has_tokenizer else ""
     return (
         f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} of {found.folder} as version "
@@ -1580,18 +1591,18 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
     holes, parts = imported.placeholders, []
     if holes.total:
         parts.append(
-            f"{holes.total:,} placeholders became NULL ({holes.clamped:,} of -9999, {holes.masked_zeros:,} zeros outside of "
-            f"the mask, {holes.all_zero:,} in lists of zeros)"
+            f"{holes.total:,} placeholders became NULL ({holes.clamped:,} of -9999, {holes.masked_zeros:,} zeros outside "
+            f"the mask, {holes.all_zero:,} in all-zero lists)"
         )
     if holes.certain:
-        parts.append(f"{holes.certain:,} values of lists of zeros were kept: another pass is as certain there")
+        parts.append(f"{holes.certain:,} values in all-zero lists were kept: another pass is as certain there")
     if imported.num_above_zero:
-        parts.append(f"{imported.num_above_zero:,} logprobs lie above 0 and were kept: they are no log-probabilities")
+        parts.append(f"{imported.num_above_zero:,} logprobs are above 0, which is invalid; kept unchanged")
     if imported.ignored_columns:
-        parts.append(f"columns passed over: {listed_names(imported.ignored_columns)}")
+        parts.append(f"ignored columns: {listed_names(imported.ignored_columns)}")
     if imported.num_known_files:
-        parts.append(f"{imported.num_known_files:,} files were in the trace before, and were not read again")
-    parts += [f"held back: {sentence}" for sentence in imported.held_back]
+        parts.append(f"{imported.num_known_files:,} files were already imported and not read again")
+    parts += [f"skipped: {sentence}" for sentence in imported.held_back]
     parts += [f"no logprobs of pass {sentence}" for sentence in imported.missing]
     of = "" if imported.format == "parquet" else f" of {imported.format}"
     if imported.num_known_files and not imported.num_files:

@@ -1,1 +1,1 @@
-"""What a trace is."""
+"""The trace format: tables, documents, file layout and errors."""

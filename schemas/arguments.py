@@ -1,4 +1,4 @@
-"""Arguments of public functions, held against their annotations."""
+"""Runtime type checks of public functions' arguments against their annotations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
 
 
 def checked(public: _Public) -> _Public:
-    """The function, raising WrongType for an argument that is not of its annotated type; a class stays as it is."""
+    """Wrap a function to raise WrongType if an argument does not match its annotation; return a class unchanged."""
     if not inspect.isfunction(public):
         return public
     signature = inspect.signature(public)
@@ -28,7 +28,7 @@ def checked(public: _Public) -> _Public:
     def call(*args: Any, **options: Any) -> Any:
         try:
             given = signature.bind(*args, **options).arguments
-        except TypeError:  # a name that is missing or unknown: the call itself says which
+        except TypeError:  # missing or unknown argument: the call below raises the usual TypeError
             given = {}
         check_arguments(public, given)
         return public(*args, **options)
@@ -37,7 +37,7 @@ def checked(public: _Public) -> _Public:
 
 
 def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, name: str = "") -> None:
-    """Raise WrongType for a value that is not of the type that a function or dataclass annotates for its name."""
+    """Raise WrongType if a value does not match the annotation of that name in a function or dataclass."""
     hints = _hints(owner)
     for option, value in values.items():
         if option in hints and not fits(value, hints[option]):
@@ -47,7 +47,7 @@ def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, nam
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type; True for annotations that are not known here."""
+    """Return True if a value matches an annotation; unsupported annotations accept everything."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, choice) for choice in arguments)
@@ -74,7 +74,7 @@ def _hints(owner: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _wanted(hint: Any) -> list[str]:
-    """The types of an annotation in words."""
+    """Return the types of an annotation in words."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return list(dict.fromkeys(word for choice in arguments for word in _wanted(choice)))

@@ -1,4 +1,4 @@
-"""What is kept of each distribution, and of which sequences."""
+"""How much of each token's distribution is recorded, and for which sequences."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LEVELS = (LOGPROBS, TOPK, LOGITS, HIDDEN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """How much of a token's distribution is kept, and for what share of the sequences."""
+    """Recording level of the token distributions, and the share of sequences that it applies to."""
 
     level: str = "logprobs"
-    """`logprobs` (the sampled token's alone), `topk`, `logits`, or `hidden` (the last hidden state), which a replay keeps."""
+    """`logprobs` (sampled token only), `topk`, `logits`, or `hidden` (last hidden state; replays only)."""
     k: int | None = None
-    """How many of the most probable tokens `topk` keeps; None for the other levels."""
+    """Number of most probable tokens that `topk` keeps; None for the other levels."""
     fraction: float = 1.0
     """Share of the sequences in [0, 1] whose distributions are kept; `logprobs` are kept for all."""
 
@@ -50,7 +50,7 @@ class Capture:
         return self.level if self.k is None else f"{self.level}:{self.k}"
 
     def check_records(self) -> None:
-        """Raise InvalidOption for what a recording cannot keep."""
+        """Raise InvalidOption if only a replay supports this level."""
         if self.level == HIDDEN:
             raise InvalidOption(
                 "hidden states are kept by a replay; record with topk:K or logits, or replay with hidden",
@@ -59,13 +59,13 @@ class Capture:
 
     @property
     def dense(self) -> bool:
-        """Whether more than the sampled token's logprob is kept for some sequence."""
+        """True if some sequences keep more than the sampled token's logprob."""
         return self.level != "logprobs" and self.fraction > 0.0
 
     def selects(self, step: int, seq_id: str) -> bool:
-        """Whether this sequence's distributions are kept: the same answer in every process and every run.
+        """Return True if this sequence's distributions are kept; the same in every process and run.
 
-        The choice hashes (step, seq_id), so it never draws from a random state that training uses.
+        The choice hashes (step, seq_id), so it does not consume random numbers of the training process.
         """
         if not self.dense:
             return False

@@ -1,6 +1,6 @@
-"""Checksums of what a trace holds: XXH3 (https://xxhash.com), 64 bits of a block and 128 of a whole file.
+"""Checksums of a trace's files: XXH3 (https://xxhash.com), 64 bits per block and 128 bits per file.
 
-They find damage. They are no signature: whoever can write a trace can write its checksums, too.
+They detect corruption, not tampering: anyone who can write a trace can also write its checksums.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import xxhash
 
 BLOCK_BYTES = 256 << 10
-"""Bytes that one checksum of a file is over: what a read has to look at more than it was asked for."""
+"""Bytes covered by one block checksum; a read is rounded up to whole blocks."""
 SMALL_BLOCK_BYTES = 64 << 10
-"""The same of files that are made to be read in small parts from object storage."""
+"""Block size of files intended for small reads from object storage."""
 BLOCK_SIZES = (BLOCK_BYTES, SMALL_BLOCK_BYTES)
 DIGEST_BYTES = 8
 """Bytes of a block's checksum."""
@@ -22,36 +22,36 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedFile:
-    """What a writer says of a file that it finished; no such file ever changes."""
+    """Size, checksums and row range of a finished file, which never changes afterwards."""
 
     num_bytes: int
     hash: str
-    """XXH3-128 of all its bytes, 32 hexadecimal digits, as `xxhsum -H2` prints it."""
+    """XXH3-128 of the whole file, 32 hexadecimal digits, as printed by `xxhsum -H2`."""
     num_rows: int | None = None
-    """Of a table; None for any other file."""
+    """Rows of a table; None for other files."""
     steps: tuple[int, int] | None = None
-    """First and last step of a table's rows; None for any other file, and of a table without rows."""
+    """First and last step of a table; None for other files and empty tables."""
     footer: str | None = None
-    """XXH3-64 of a Parquet file's footer, 16 hexadecimal digits; None for any other file."""
+    """XXH3-64 of a Parquet file's footer, 16 hexadecimal digits; None for other files."""
 
 
 def sealed(content: Bytes) -> SealedFile:
-    """What to say of a file of this content."""
+    """Return size and checksum of a file with this content."""
     return SealedFile(num_bytes=len(content), hash=whole_hash(content))
 
 
 def whole_hash(content: Bytes) -> str:
-    """XXH3-128 of a content, 32 hexadecimal digits."""
+    """Return the XXH3-128 of `content`, 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def short_hash(content: Bytes) -> str:
-    """XXH3-64 of a content, 16 hexadecimal digits."""
+    """Return the XXH3-64 of `content`, 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(content)
 
 
 class BlockDigests:
-    """Checksums of a stream's blocks, and of all of it, while it passes by."""
+    """Incremental checksums of a stream: one per block and one of the whole."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
@@ -61,7 +61,7 @@ class BlockDigests:
         self.num_bytes = 0
 
     def add(self, content: Bytes) -> None:
-        """Add the next bytes, however many."""
+        """Append bytes of any length."""
         view, start = memoryview(content), 0
         while start < len(view):
             part = view[start : start + self._block_bytes - self.num_bytes % self._block_bytes]
@@ -75,7 +75,7 @@ class BlockDigests:
 
     @property
     def blocks(self) -> bytes:
-        """DIGEST_BYTES a block of what was added so far, one after the other; the last block may be shorter."""
+        """Concatenated block checksums so far, DIGEST_BYTES each; the last block may be incomplete."""
         begun = [self._block.digest()] if self.num_bytes % self._block_bytes else []
         return b"".join([*self._ended, *begun])
 
@@ -85,7 +85,7 @@ class BlockDigests:
 
 
 def block_digest(*parts: Bytes) -> bytes:
-    """XXH3-64 of a block that lies in parts, big-endian."""
+    """Return the XXH3-64, big-endian, of a block given in several pieces."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)

@@ -1,4 +1,4 @@
-"""Times as a trace writes them."""
+"""Timestamps of a trace."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from datetime import UTC, datetime
 
 
 def now() -> str:
-    """The time, ISO 8601 in UTC."""
+    """Return the current time, ISO 8601 in UTC."""
     return datetime.now(UTC).isoformat(timespec="microseconds")

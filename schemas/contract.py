@@ -1,4 +1,4 @@
-"""The contract of a pass: everything that decides its numbers, as JSON with a hash."""
+"""The contract of a pass: all settings that determine its numbers, as JSON with a hash."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 Contract = dict[str, Any]
 
 PREFIX_TREE = "prefix_tree"
-"""`packing` of TRL's TreeRow: the samples of a forward as a tree of what they begin with alike."""
+"""`packing` of TRL's TreeRow: the samples of a forward form a tree of shared prefixes."""
 PACKED_ROWS = "rows"
-"""`packing` of rows that lie behind each other in a forward without padding, as verl's use_remove_padding puts them."""
+"""`packing` of rows concatenated without padding, as with verl's use_remove_padding."""
 
 
 def canonical_json(value: Any) -> str:
-    """Write `value` as the one JSON text that the same content always gives: sorted keys, no spaces."""
+    """Return the canonical JSON of `value`: sorted keys, no spaces."""
     return json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def contract_hash(contract: Contract) -> str:
-    """Identify a contract by the SHA-256 of its canonical JSON, 64 hexadecimal digits.
+    """Return the SHA-256 of a contract's canonical JSON, 64 hexadecimal digits.
 
     >>> contract_hash({"dtype": "float32", "engine": "trl"}) == contract_hash({"engine": "trl", "dtype": "float32"})
     True
@@ -30,7 +30,7 @@ def contract_hash(contract: Contract) -> str:
 
 
 def engine_dtype(contract: Contract) -> str | None:
-    """torch's name of the dtype that a recorded engine computed in; None where its contract does not say."""
+    """Return the compute dtype of a recorded engine as torch names it; None if its contract has none."""
     found: Any = contract
     for name in ("config", "model_config", "dtype"):
         found = found.get(name) if isinstance(found, dict) else None
@@ -38,7 +38,7 @@ def engine_dtype(contract: Contract) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Reduce to what JSON can say; an object of another library becomes its text."""
+    """Reduce a value to JSON types; any other object becomes its `str`."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The JSON documents of a trace: written with a checksum over their content, read with the types of their fields checked."""
+"""The JSON documents of a trace: written with a checksum, read with type checks of their fields."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from .contract import canonical_json, plain
 from .errors import DamagedTrace
 
 CHECKSUM = "checksum"
-"""Name of the field: XXH3-128 of the other fields as JSON with sorted keys and without spaces."""
+"""Field name of the checksum: XXH3-128 of the other fields as JSON with sorted keys and no spaces."""
 MAX_BYTES = 64 << 20
-"""A larger document is refused unread."""
+"""Size limit, in bytes, of a document."""
 MAX_DEPTH = 64
-"""Values inside of each other; what reads them goes down as deep."""
+"""Limit on nested values, because readers recurse."""
 _MAX_INTEGER = 1 << 64
 
 Record = TypeVar("Record")
 
 
 def to_document(values: Mapping[str, Any]) -> str:
-    """JSON with a checksum of its content."""
+    """Return `values` as JSON with a checksum of its content."""
     content = plain(values)
     text = json.dumps({**content, CHECKSUM: whole_hash(_canonical(content).encode())})
-    return msgspec.json.format(text, indent=1) + "\n"  # json's own indentation takes ten times as long
+    return msgspec.json.format(text, indent=1) + "\n"  # 10 times faster than json's own indentation
 
 
 def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
-    """The fields of a document, its checksum among them. Raises DamagedTrace for anything that is no JSON object.
+    """Return the fields of a document, including its checksum. Raises DamagedTrace if it is not a JSON object.
 
-    `where` and `what` (such as `a writer's state`) are named in errors.
+    `where` and `what` (such as `a writer's state`) appear in errors.
     """
     try:
-        values = json.loads(content.decode(), parse_int=_integer)  # of bytes, json would read UTF-16 as well
+        values = json.loads(content.decode(), parse_int=_integer)  # json would also accept UTF-16 bytes
         _check(values, content)
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a copy") from error
@@ -44,16 +44,16 @@ def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
 
 
 def _check(document: Any, content: bytes) -> None:
-    """Raise ValueError for what no document of ours holds, and what would stop those that read it; `content` is its text."""
+    """Raise ValueError or TypeError for content that readers cannot process; `content` is the document's text."""
     if not isinstance(document, dict):
         raise TypeError(f"it is of type {type(document).__name__}")
     if content.count(b"{") + content.count(b"[") <= MAX_DEPTH and b"\\u" not in content:
-        return  # to look at every value takes longer than to read it
+        return  # visiting every value takes longer than parsing
     waiting: list[tuple[int, Any]] = [(1, document)]
     while waiting:
         depth, value = waiting.pop()
         if isinstance(value, str):
-            value.encode()  # half a surrogate pair is no text, and cannot be printed
+            value.encode()  # raises for a lone surrogate, which cannot be printed
         elif isinstance(value, (dict, list)):
             if depth > MAX_DEPTH:
                 raise ValueError(f"it is nested deeper than {MAX_DEPTH} values")
@@ -69,9 +69,9 @@ def _integer(text: str) -> int:
 
 
 def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool) -> dict[str, Any]:
-    """The fields of a document without its checksum, which was compared.
+    """Return the fields of a document after verifying its checksum, which is left out.
 
-    Raises DamagedTrace for what is not as it was written; a document without a checksum passes where none is needed.
+    Raises DamagedTrace if the content changed after it was written. A missing checksum is accepted unless `needs_checksum`.
     """
     values = read_object(content, where, what)
     checksum = values.pop(CHECKSUM, None)
@@ -82,7 +82,7 @@ def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool
 
 
 def _canonical(values: dict[str, Any]) -> str:
-    """`canonical_json` of what is plain, or was read of JSON, in which numbers that are not finite have to be written otherwise."""
+    """Return `canonical_json(values)`; non-finite numbers, which JSON lacks, take its slower path."""
     try:
         return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -90,7 +90,10 @@ def _canonical(values: dict[str, Any]) -> str:
 
 
 def as_record(values: Mapping[str, Any], kind: type[Record], where: str, what: str) -> Record:
-    """A document's fields as a dataclass, unknown ones left out. Raises DamagedTrace for missing ones and wrong types."""
+    """Convert a document's fields to a dataclass, ignoring unknown fields.
+
+    Raises DamagedTrace for missing fields and wrong types.
+    """
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Every error and warning that tim-trace raises on purpose; anything else is a bug and keeps its traceback."""
+"""Errors and warnings that tim-trace raises deliberately; any other exception is a bug and keeps its traceback."""
 
 import errno
 import os
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 _speaks_options = False
-"""Whether errors are read by somebody who wrote a command."""
+"""True while errors name options as command-line flags."""
 
 
 @contextmanager
 def speaking_options() -> Iterator[None]:
-    """Let errors, warnings and notes name options as the command line has them."""
+    """Make errors, warnings and notes name options as command-line flags."""
     global _speaks_options
     before, _speaks_options = _speaks_options, True
     try:
@@ -23,12 +23,12 @@ def speaking_options() -> Iterator[None]:
 
 
 def speaks_options() -> bool:
-    """Whether `speaking_options` holds: a process that works for this one is to speak the same way."""
+    """Return True inside `speaking_options`, so that worker processes can do the same."""
     return _speaks_options
 
 
 def option(name: str, value: object = True) -> str:
-    """An option as the caller writes it: as a keyword in Python, as a flag on the command line.
+    """Return an option as the caller writes it: a keyword in Python, a flag on the command line.
 
     >>> option("force"), option("by", "step")
     ('force=True', "by='step'")
@@ -47,12 +47,12 @@ def option(name: str, value: object = True) -> str:
 
 
 def options(values: Mapping[str, object]) -> str:
-    """Several options, as the caller writes them one after the other."""
+    """Return several options as the caller writes them."""
     return (" " if _speaks_options else ", ").join(option(name, value) for name, value in values.items())
 
 
 class TimTraceError(Exception):
-    """A condition that the message explains: what, where, what was found, and the way out.
+    """Base of all errors; the message says what is wrong, where, and how to fix it.
 
     >>> error = InvalidOption("got 'hour'; use run or step", option="by")
     >>> str(error), error.message, error.option
@@ -62,13 +62,13 @@ class TimTraceError(Exception):
     exit_code = 2
 
     def __init__(self, *message: object, option: str | None = None):
-        """`option` is the parameter whose value is at fault; None where it is none, or several."""
+        """`option` is the invalid parameter; None if there is none, or several."""
         super().__init__(*message)
         self.option = option
 
     @property
     def message(self) -> str:
-        """What is wrong, without the option's name."""
+        """The message without the option's name."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -76,19 +76,19 @@ class TimTraceError(Exception):
 
 
 class TraceNotFound(TimTraceError, FileNotFoundError):
-    """No trace lies at this path."""
+    """No trace exists at this path."""
 
 
 class TraceExists(TimTraceError, FileExistsError):
-    """Something lies where a trace should be written."""
+    """The output path of a trace already exists."""
 
 
 class FileThere(TimTraceError, FileExistsError):
-    """A file lies where a report or a figure should be written."""
+    """The output file of a report or figure already exists."""
 
 
 class NewerTrace(TimTraceError, ValueError):
-    """The trace has a format version that this build does not know."""
+    """The trace has a newer format version than this build supports."""
 
 
 class DamagedTrace(TimTraceError, ValueError):
@@ -104,59 +104,59 @@ class StorageStalled(StorageError, TimeoutError):
 
 
 class InvalidRecord(TimTraceError, ValueError):
-    """What was handed to the recorder contradicts itself or what was recorded before."""
+    """A recorded value is invalid, or contradicts earlier records."""
 
 
 class ImportFailed(TimTraceError, ValueError):
-    """The file to import does not hold what the format asks for."""
+    """The file to import does not match the format."""
 
 
 class InvalidQuery(TimTraceError, ValueError):
-    """The query is not valid, or asks for what a query may not do."""
+    """The query is invalid or not permitted."""
 
 
 class QueryFailed(TimTraceError, RuntimeError):
-    """No answer could be had: DuckDB lacks memory or room on the disk, or the trace changes faster than it is read."""
+    """DuckDB ran out of memory or disk space, or the trace changes faster than it can be read."""
 
 
 class NothingToCompare(TimTraceError, ValueError):
-    """The two passes share no token."""
+    """The two passes have no token in common."""
 
 
 class WeightsMissing(TimTraceError, LookupError):
-    """The trace does not hold the weights that are asked for."""
+    """The trace does not contain the requested weights."""
 
 
 class CannotReplay(TimTraceError, RuntimeError):
-    """What is asked for cannot be replayed on this trace or this machine."""
+    """The replay is impossible with this trace or on this machine."""
 
 
 class ClusterFailed(TimTraceError, RuntimeError):
-    """A Ray cluster has no room for the work, or its actors die of it."""
+    """A Ray cluster lacks resources for the work, or its actors died."""
 
 
 class InvalidOption(TimTraceError, ValueError):
-    """An option has a value that it cannot take."""
+    """An option has an invalid value."""
 
 
 class WrongType(TimTraceError, TypeError):
-    """An argument is of a type that cannot be taken."""
+    """An argument has the wrong type."""
 
 
 class NotInstalled(TimTraceError, ImportError):
-    """A library that is asked for is not installed."""
+    """A required library is not installed."""
 
 
 _WAYS_OUT = {
-    errno.ENOSPC: "; make room on its disk",
-    errno.EFBIG: "; raise the limit of the size of files (ulimit -f)",
-    errno.EMFILE: "; raise the limit of open files (ulimit -n)",
+    errno.ENOSPC: "; free disk space there",
+    errno.EFBIG: "; raise the file size limit (ulimit -f)",
+    errno.EMFILE: "; raise the open file limit (ulimit -n)",
     errno.EACCES: "; check your access to it",
 }
 
 
 def of_system(error: OSError, where: str | None = None) -> StorageError:
-    """What the operating system refused, as an error of ours; `where` is the file, where the error does not name it."""
+    """Convert an OSError to a StorageError; `where` is the file if the error does not name it."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -167,35 +167,35 @@ def of_system(error: OSError, where: str | None = None) -> StorageError:
 
 
 class TimTraceWarning(UserWarning):
-    """Something went another way than asked; the message says which."""
+    """A request was fulfilled differently than asked; the message says how."""
 
 
 class DamageWarning(TimTraceWarning):
-    """A part of the trace cannot be read or is missing: answers are from the rest."""
+    """Part of the trace is damaged or missing; results cover the rest."""
 
 
 class ColumnsLeftOut(TimTraceWarning):
-    """A table is wider than the terminal; the message names the columns that are not shown."""
+    """A table is wider than the terminal; the message lists the hidden columns."""
 
 
 class SampleWarning(TimTraceWarning):
-    """A pass that was asked for has scores of a sample of the sequences alone."""
+    """A requested pass covers only a sample of the sequences."""
 
 
 def tell_samples(sentences: Iterable[str]) -> None:
-    """Warn of passes that are a sample, a sentence each, as the caller of who calls this."""
+    """Issue a SampleWarning per sentence, attributed to the first caller outside this package."""
     for sentence in sentences:
         warnings.warn(sentence, SampleWarning, stacklevel=_depth())
 
 
 def tell_damage(sentences: Iterable[str]) -> None:
-    """Warn of what is damaged or missing, a sentence each, as the caller of who calls this."""
+    """Issue a DamageWarning per sentence, attributed to the first caller outside this package."""
     for sentence in sentences:
         warnings.warn(sentence, DamageWarning, stacklevel=_depth())
 
 
 def _depth() -> int:
-    """Frames from the caller of this to the first one outside of this package, whose line a warning names."""
+    """Return the number of frames from this function's caller to the first one outside this package."""
     package, depth = __name__.partition(".")[0], 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:

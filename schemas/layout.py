@@ -1,4 +1,4 @@
-"""Where each thing lies in a trace's folder."""
+"""File layout of a trace's folder."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ TABLES = (SEQUENCES, SCORES, METRICS, ENGINE_WEIGHTS, EVAL_SEQUENCES, EVAL_SCORE
 
 TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
 SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SCORES)}
-"""What sequences were sampled for -> the tables of these sequences and of their scores."""
+"""Split -> its tables of sequences and scores."""
 
 HYPERPARAMETER = "hyperparameter/"
-"""What the names of a run's settings begin with, among what was logged."""
+"""Prefix of a run's settings among the names of logged metrics."""
 ROUTING = "_routing"
-"""Before the pass in the name of a Zarr group of router choices; no pass begins with an underscore."""
+"""Prefix of Zarr groups with router choices, followed by the pass; no pass begins with an underscore."""
 TEMPORARY_PREFIX = ".tmp-"
-"""Files and folders under this prefix are not finished; readers pass over them."""
+"""Prefix of unfinished files and folders, which readers skip."""
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
-"""Files that keep a little room on the disk."""
+"""Prefix of files that reserve disk space."""
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
-"""Folders that hold a trace that another one replaces, all of it."""
+"""Prefix of folders that hold a replaced trace, complete."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
-"""Folders that hold a part of a trace that is about to be replaced; the rest still lies beside."""
+"""Prefix of folders to which a trace is being moved for replacement; some of its files are still in place."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
-"""Folders that hold a trace which is being written and is to appear as a whole."""
+"""Prefix of folders in which a trace is written, to be renamed when complete."""
 WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)
 
 _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
@@ -56,7 +56,7 @@ _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """A writer's run of records that is sealed as a whole: one journal first, Parquet and Zarr afterwards."""
+    """A batch of one writer's records: first a journal, sealed later as Parquet and Zarr."""
 
     writer: str
     number: int
@@ -67,7 +67,7 @@ class Segment:
 
     @classmethod
     def parse(cls, name: str) -> Segment | None:
-        """Read `<writer>-<number>`, or None for a name that no writer gives."""
+        """Parse `<writer>-<number>`; None for any other name."""
         match = _SEGMENT.fullmatch(name)
         return cls(match["writer"], int(match["number"])) if match else None
 
@@ -121,7 +121,7 @@ _OF_MODELS = re.compile(
 
 
 def is_tokenizer(name: str) -> bool:
-    """Whether a file of this name can be a tokenizer's: no code, no weights, and no config of a model.
+    """Return True if a file of this name can belong to a tokenizer: not code, weights or a model config.
 
     >>> is_tokenizer("vocab.json"), is_tokenizer("config.json"), is_tokenizer("modeling_x.py")
     (True, False, False)
@@ -130,12 +130,12 @@ def is_tokenizer(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether this is the name of an unfinished file or folder of ours, and not merely one that begins alike."""
+    """Return True if tim-trace gave this name to an unfinished file or folder; the prefix alone is not enough."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_own(relative: str) -> bool:
-    """Whether a path in a trace's folder is one that tim-trace gives. A tokenizer may have files of other names, too.
+    """Return True if tim-trace writes files at this path of a trace. Tokenizers may have further file names.
 
     >>> is_own("scores/p7-0a1b-000003.parquet"), is_own("checkpoints/model.pt")
     (True, False)

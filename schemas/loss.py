@@ -1,4 +1,4 @@
-"""The loss of a run: how tokens, their logprobs and advantages became one number, as far as the trace says."""
+"""The policy loss of a run, as far as the trace records it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ AGGREGATIONS = (
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 VESPO_LOG_RATIO = (math.log(1e-8), 20.0)
-"""Nats that vespo clamps a sequence's log-ratio to; and the logarithm of each weight of the correction."""
+"""Range, in nats, to which vespo clamps a sequence's log-ratio and the log of each correction weight."""
 VESPO_LEAST_LAMBDA = 1e-4
 
 PREFIX = "loss/"
-"""What the names of its hyperparameters begin with where a loop of one's own recorded it."""
+"""Prefix of the hyperparameters that Recorder.add_loss records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,50 +33,50 @@ class Loss:
     """A policy loss: minimise the aggregate of -w f(rho, A) over tokens, rho = current / denominator, A the advantage."""
 
     kind: str = PPO
-    """`ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`: f = rho A without clip, whose
-    gradient at rho = 1 is A grad logprob; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
+    """`ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`: f = rho A, unclipped, with
+    gradient A grad logprob at rho = 1; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
     f = 4 / tau sigmoid(tau (rho - 1)) A (arXiv 2511.20347); `vespo`: f = stop(phi(rho)) A logprob with
     phi = exp(lambda + k ln rho - lambda rho), rho of the sequence (arXiv 2602.10693). The last two have no clip."""
     level: str = TOKEN
-    """rho of `token`s; of sequences by the mean of their log-ratios (GSPO): `sequence_mean`; by the sum: `sequence_sum`."""
+    """`token`: rho per token; `sequence_mean`: per sequence, from the mean log-ratio (GSPO); `sequence_sum`: from the sum."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """Of ppo_clip, the distance from 1; of cispo, the largest ratio itself."""
+    """ppo_clip: distance of the bound from 1; cispo: the largest ratio itself."""
     clip_hard: float | None = None
-    """Of ppo_clip, the largest unclipped ratio, whatever the sign of the advantage (TRL's delta); None: none."""
+    """ppo_clip: upper bound of the ratio for any sign of the advantage (TRL's delta); None: no bound."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
-    """tau of sapo where A > 0, and elsewhere."""
+    """tau of sapo where A > 0 (pos) and elsewhere (neg)."""
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
     """k and lambda of vespo where A >= 0."""
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
-    """The same where A < 0."""
+    """k and lambda of vespo where A < 0."""
     denominator: str = TRAIN
-    """The pass below the ratio: `train` (recomputed), `rollout` (bypass), or `current` itself (rho is 1 in value)."""
+    """Pass in the denominator of the ratio: `train` (recomputed), `rollout` (bypass), or `current` itself (rho has the value 1)."""
     aggregation: str = "token_mean"
     """`token_mean`: over all tokens of an optimizer step; `batch_token_mean`: over those of the whole recorded step, times
     the share of its micro-batches that the optimizer step takes; `micro_token_mean`: over a micro-batch's, then over these;
     `sequence_mean`: over each sequence's tokens, then over sequences; `sequence_sum`: their sums, over sequences;
-    `sequence`: one term a sequence (level sequence_sum), over sequences; `constant`: sum over tokens / (sequences * max_tokens).
+    `sequence`: one term per sequence (level sequence_sum), over sequences; `constant`: sum over tokens / (sequences * max_tokens).
 
-    Tokens are those that count; sequences are all that went through the loss, also those without a token that counts."""
+    Only unmasked tokens count; sequences include those without any."""
     max_tokens: int | None = None
-    """The divisor of aggregation `constant`."""
+    """Divisor of aggregation `constant`."""
     kl_coefficient: float = 0.0
-    """Of the k3 term against the pass `reference`."""
+    """Coefficient of the k3 term against the pass `reference`."""
     kl_weighted: bool = False
-    """Whether that term is multiplied by the ratio, of which it then has a gradient too."""
+    """True if the KL term is multiplied by the ratio and propagates gradients through it."""
     kl_level: str | None = None
-    """The level of that ratio; None: that of the loss."""
+    """Level of the KL term's ratio; None: same as the loss."""
     correction: str = "none"
-    """What multiplies each token's term, of r = train / rollout: `token_truncate` min(r, cap), `token_mask` r where it is
-    at most cap and else 0, and the same of the sequence's product. Of vespo it multiplies rho."""
+    """Weight of each token's term, with r = train / rollout: `token_truncate` min(r, cap), `token_mask` r if r <= cap,
+    else 0; `sequence_*`: same for the product of r over the sequence. vespo multiplies rho by it."""
     correction_low: float | None = None
     correction_high: float | None = None
     unknown: tuple[str, ...] = ()
-    """Settings of the run that change the loss and are not said here."""
+    """Settings of the run that change the loss and are not represented here."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -91,7 +91,7 @@ class Loss:
             raise InvalidRecord(f"kl_level {self.kl_level!r} is unknown; use {', '.join(LEVELS)}", option="loss")
         if self.kind == VESPO and self.level != SEQUENCE_SUM:
             raise InvalidRecord(
-                f"vespo takes one ratio of a sequence, not of level {self.level}: use {SEQUENCE_SUM}", option="loss"
+                f"vespo needs one ratio per sequence, got level {self.level}; use {SEQUENCE_SUM}", option="loss"
             )
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             if not getattr(self, name) > 0:
@@ -99,12 +99,12 @@ class Loss:
 
     @property
     def has_clip(self) -> bool:
-        """Whether a ratio can be beyond a bound: see analysis.statistics.loss.is_clipped."""
+        """True if the loss clips the ratio: see analysis.statistics.loss.is_clipped."""
         return self.kind in (PPO, CISPO)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What is recorded of it, for Recorder.add_hyperparameters; of another kind's own settings what is no default."""
+        """Settings to record with Recorder.add_hyperparameters, without defaults of other kinds' settings."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -116,9 +116,9 @@ class Loss:
 
 
 def read_loss(values: Mapping[str, Any]) -> Loss | None:
-    """The loss that a run's hyperparameters say (names without `hyperparameter/`); None where they say none we know.
+    """Return the loss described by a run's hyperparameters (names without `hyperparameter/`); None if unknown.
 
-    Knows what Recorder.add_loss wrote, and the settings of TRL's GRPO and RLOO trainers.
+    Supports Recorder.add_loss and the settings of TRL's GRPO and RLOO trainers.
     """
     own = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
     if own:
@@ -131,7 +131,7 @@ def read_loss(values: Mapping[str, Any]) -> Loss | None:
 
 
 def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
-    """A loss by its fields, `kind=reinforce,aggregation=sequence_sum`; what the text leaves out is as recorded, or default.
+    """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`; other fields are as in `recorded`, or default.
 
     Raises InvalidOption.
 
@@ -191,11 +191,11 @@ _GRPO_AGGREGATIONS = {
 _GRPO_OPTIONS = (
     "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
 )  # fmt: skip
-"""Its settings that have the same name and default here."""
+"""Settings of TRL with the same name and default in `Loss`."""
 
 
 def _grpo(values: Mapping[str, Any]) -> Loss | None:
-    """TRL 1.16, GRPOTrainer._compute_loss."""
+    """Source: TRL 1.16, GRPOTrainer._compute_loss."""
     kind = str(values["loss_type"])
     if kind not in _GRPO_AGGREGATIONS:
         return None
@@ -224,7 +224,7 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
 
 
 def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
-    """Its token mean is over a generation batch, which may make several optimizer steps."""
+    """TRL's token mean is over a generation batch, which may span several optimizer steps."""
     found = _GRPO_AGGREGATIONS[kind]
     accumulated = _number(values, "gradient_accumulation_steps", None)
     if found == "token_mean" and accumulated != _number(values, "steps_per_generation", accumulated):
@@ -233,7 +233,7 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """TRL 1.16, RLOOTrainer._compute_loss; its KL term is part of the reward."""
+    """Source: TRL 1.16, RLOOTrainer._compute_loss; its KL term is part of the reward."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO,
@@ -252,7 +252,7 @@ _NEUTRAL = {
     "use_adaptive_entropy": 0.0,
     "router_aux_loss_coef": 0.0,
 }
-"""TRL's further settings of the loss -> the value that changes nothing."""
+"""Other TRL settings of the loss -> value without effect."""
 
 
 def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -260,6 +260,6 @@ def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _number(values: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A number; a setting that is absent, empty or the text None has its default."""
+    """Return a setting as a number; `default` if it is missing, None or the text "None"."""
     value = values.get(name)
     return default if value is None or value == "None" else float(value)

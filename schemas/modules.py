@@ -1,4 +1,4 @@
-"""Where in a model a tensor is, by its name."""
+"""Classify a tensor's module by its name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _WORDS = (
     (ATTENTION, r"attn|attention"),
     (MLP, r"mlp|ffn|feed_forward|expert|moe|router|fc\d?|dense_h"),
 )
-"""A kind of module -> what a part of its tensors' names has in it; the first that is found counts."""
+"""Kind of module -> pattern in its tensors' names; the first match wins."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts in configs."""
+"""Config keys of the number of experts."""
 
 
 def module_of(name: str) -> str:
-    """A tensor's module with its layers and experts taken together.
+    """Return a tensor's module name with layer and expert indices replaced by `*`.
 
     >>> module_of("model.layers.11.self_attn.q_proj.weight")
     'model.layers.*.self_attn.q_proj'
@@ -32,9 +32,9 @@ def module_of(name: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The kind of module that a tensor is of: embedding, attention, mlp, norm, head or other.
+    """Return the kind of a tensor's module: embedding, attention, mlp, norm, head or other.
 
-    A norm inside of an attention is a norm; a head that is tied to the embedding has the embedding's name.
+    A norm inside an attention counts as a norm; a tied head has the embedding's name.
 
     >>> kind_of("model.layers.11.self_attn.q_norm.weight"), kind_of("model.layers.0.mlp.up_proj.weight")
     ('norm', 'mlp')
@@ -46,6 +46,6 @@ def kind_of(name: str) -> str:
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """Return whether a model's config describes a mixture of experts."""
+    """Return True if a model's config describes a mixture of experts."""
     text = config.get("text_config") or config
     return any(text.get(name) for name in _EXPERTS)

@@ -1,4 +1,4 @@
-"""The names that a pass may have."""
+"""Valid names of passes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .errors import InvalidRecord
 ROLLOUT, TRAIN, CURRENT, REFERENCE = "rollout", "train", "current", "reference"
 STANDARD = (ROLLOUT, TRAIN, CURRENT, REFERENCE)
 LOGPROBS = "_logprobs"
-"""Suffix of a column of a file to import that holds a pass's logprobs: `train_logprobs`."""
+"""Suffix of an import file's column of a pass's logprobs: `train_logprobs`."""
 REPLAY_PREFIX = "replay/"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNORECASE)
 
 
 def check_pass(name: str, declared: frozenset[str] | set[str] = frozenset()) -> str:
-    """Return `name` when it is a standard pass, a replay, or one that was declared with its contract."""
+    """Return `name`; raise InvalidRecord unless it is a standard pass, a replay or declared with a contract."""
     if not isinstance(name, str):
-        raise InvalidRecord(f"pass {name!r}: is no string; use one of {', '.join(STANDARD)}")
+        raise InvalidRecord(f"pass {name!r}: not a string; use one of {', '.join(STANDARD)}")
     if name in STANDARD or name in declared or (name.startswith(REPLAY_PREFIX) and _NAME.fullmatch(name)):
         return name
     known = ", ".join([*STANDARD, "replay/<arm>", *sorted(declared - set(STANDARD))])
@@ -29,14 +29,14 @@ def check_pass(name: str, declared: frozenset[str] | set[str] = frozenset()) -> 
 
 
 def check_pass_name(name: str) -> str:
-    """Return `name` when it can name a pass: letters, digits and `_.+=-`, with `/` between parts."""
+    """Return `name`; raise InvalidRecord unless it consists of letters, digits and `_.+=-`, with `/` between parts."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRecord(f"pass {name!r}: use letters, digits and _ . + = -, with / between parts, as replay/fp16")
     return name
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Of passes with logprobs train:rollout, else another one beside the rollout, else two of them; None of fewer than two."""
+    """Return the default pair: train:rollout, else another pass with rollout, else the first two; None for fewer than two."""
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

@@ -1,4 +1,4 @@
-"""What results of verbs have in common: they print as text, show themselves in a notebook, and hand out tables."""
+"""Base classes of command results: text, notebook display and conversion to tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .errors import NotInstalled
 
 
 class Result:
-    """What a verb found. It prints as the verb's text, which is what a notebook shows, too."""
+    """A command's result. It prints as the command's text, also in a notebook."""
 
     __slots__ = ()
 
     _text: ClassVar[str]
-    """Module and function that write it, as module:function."""
+    """Renderer of the text, as module:function."""
 
     def __str__(self) -> str:
         return rendered(self, self._text)
@@ -32,16 +32,16 @@ def rendered(result: Result, renderer: str) -> str:
 
 
 class Table(Result):
-    """A result of rows, for pandas, Arrow and Polars."""
+    """A result with rows, convertible to pandas, Arrow and Polars."""
 
     __slots__ = ()
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """Names of the columns, and the rows."""
+        """Return the column names and the rows."""
         raise NotImplementedError
 
     def arrow(self) -> Any:
-        """The rows as a pyarrow.Table. A column whose values have no common type becomes text."""
+        """Return the rows as a pyarrow.Table. Columns of mixed types become text."""
         import pyarrow as pa
 
         names, rows = self._table()
@@ -49,24 +49,24 @@ class Table(Result):
         return pa.Table.from_arrays([_array(column) for column in columns], list(names))
 
     def df(self) -> Any:
-        """The rows as a pandas.DataFrame."""
+        """Return the rows as a pandas.DataFrame."""
         _library("pandas", "df")
         return self.arrow().to_pandas()
 
     def pl(self) -> Any:
-        """The rows as a polars.DataFrame."""
+        """Return the rows as a polars.DataFrame."""
         return _library("polars", "pl").from_arrow(self.arrow())
 
     def _repr_html_(self) -> str:
         names, rows = self._table()
         head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
         body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>" for row in rows[:_MOST_SHOWN])
-        more = f"<p>{len(rows):,} rows, the first {_MOST_SHOWN} shown</p>" if len(rows) > _MOST_SHOWN else ""
+        more = f"<p>{len(rows):,} rows; first {_MOST_SHOWN} shown</p>" if len(rows) > _MOST_SHOWN else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
 
 _MOST_SHOWN = 100
-"""Rows that a notebook shows."""
+"""Maximum number of rows shown in a notebook."""
 
 
 def _cell(value: Any) -> str:
@@ -86,4 +86,4 @@ def _library(name: str, method: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise NotInstalled(f"{method}: needs {name}, which is not installed; pip install {name}") from error
+        raise NotInstalled(f"{method}: {name} is not installed; pip install {name}") from error

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parse file sizes such as 500MB."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[bB]?)\s*")
 
 
 def parse_size(text: str, *, option: str = "size") -> int:
-    """Bytes that a text such as `500MB` or `1.5 GB` names. Raises InvalidOption for the option that has the text.
+    """Parse a size such as `500MB` or `1.5 GB` to bytes. Raises InvalidOption for `option`.
 
     >>> parse_size("1.5GB")
     1500000000

@@ -1,4 +1,4 @@
-"""Which recorded steps are meant, as people write them."""
+"""Parse selections of steps such as `2:8` or `-10:`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ FORMS = "3, 2:8, 2:8:2, -10: (the last ten), all, or several with commas"
 
 
 def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int]:
-    """The recorded steps that a text names: `3`, `2:8` (both ends included), `2:8:2`, `all`, or several with commas.
+    """Return the recorded steps that `text` selects: `3`, `2:8` (both ends included), `2:8:2`, `all`, or several with commas.
 
-    A negative number counts recorded steps from the end: `-1` is the last one, `-10:` the last ten.
+    Negative numbers count recorded steps from the end: `-1` is the last, `-10:` the last ten.
 
-    Raises InvalidOption for a text that names none; `of` is the run that the error names.
+    Raises InvalidOption if no step is selected; `of` is the run, for the message.
 
     >>> parse_steps("1,3:5", [1, 2, 3, 4, 5, 6])
     [1, 3, 4, 5]
@@ -27,13 +27,13 @@ def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int
     if not chosen:
         span = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"
         raise InvalidOption(
-            f"{text!r} names no recorded step{f' of {of}' if of else ''}; recorded: {span}", option="steps"
+            f"{text!r} matches no recorded step{f' of {of}' if of else ''}; recorded: {span}", option="steps"
         )
     return chosen
 
 
 def select_steps(text: str, recorded: Sequence[int]) -> list[int]:
-    """The same, and empty where none is recorded. Raises InvalidOption for a text that cannot be read."""
+    """Return the selected steps as `parse_steps`, or an empty list. Raises InvalidOption for invalid syntax."""
     return sorted(set().union(*(_part(part.strip(), text, recorded) for part in text.split(","))))
 
 
@@ -62,7 +62,7 @@ def _from_end(bound: int | None, recorded: Sequence[int]) -> int | None:
 
 
 def named_range(text: str) -> tuple[int, int | None] | None:
-    """First and last of the steps that a text can name, the last None where it has no end; None where that depends on the recorded ones.
+    """Return the first and last step that `text` can select (last None if open); None if that depends on the recorded steps.
 
     >>> named_range("3,20:40:5")
     (3, 40)

@@ -1,4 +1,4 @@
-"""The columns of sums/: what the statistics of a pair need of each sequence, so that a run is read without its tokens."""
+"""The columns of sums/: per-sequence sums of a pair, so that statistics need not read tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAIR = (
 
 SEQUENCE_SUMS = Table(
     name="sequence_sums",
-    doc="One row a (pair, step, sequence, iterations). Sums run over the tokens that count in the loss and have a "
+    doc="One row per (pair, step, sequence, iterations). Sums run over the tokens that count in the loss and have a "
     "finite logprob in both passes.",
     columns=(
         *_PAIR,
@@ -31,8 +31,8 @@ SEQUENCE_SUMS = Table(
         Column(name="iteration_a", type=pa.int32(), doc="iteration of the row of pass a", null=""),
         Column(name="iteration_b", type=pa.int32(), doc="iteration of the row of pass b", null=""),
         _count("num_tokens", "tokens with a finite logprob in both passes"),
-        _count("num_nan", "tokens with NaN in either pass; in no sum"),
-        _count("num_inf", "tokens with an infinity in either pass and NaN in none; in no sum"),
+        _count("num_nan", "tokens with NaN in either pass, excluded from sums"),
+        _count("num_inf", "tokens with an infinity and no NaN in either pass, excluded from sums"),
         _sum("sum_d", "sum of d", "nats"),
         _sum("sum_abs_d", "sum of |d|", "nats"),
         _sum("sum_d2", "sum of d squared", "nats^2"),
@@ -57,7 +57,7 @@ SEQUENCE_SUMS = Table(
 )
 
 _CUTS = (
-    _count("num_tokens", "tokens that the quantiles are of"),
+    _count("num_tokens", "tokens in the quantiles"),
     _sum("p50_abs_d", "median of |d|", "nats"),
     _sum("p95_abs_d", "95th percentile of |d|", "nats"),
     _sum("p99_abs_d", "99th percentile of |d|", "nats"),
@@ -65,14 +65,14 @@ _CUTS = (
 
 STEP_QUANTILES = Table(
     name="step_quantiles",
-    doc="One row a (pair, step): quantiles do not follow from sums.",
+    doc="One row per (pair, step): quantiles, which cannot be computed from sums.",
     columns=(*_PAIR, Column(name="step", type=pa.int64(), doc="the step", null=""), *_CUTS),
 )
 
 STEP_HISTOGRAMS = Table(
     name="step_histograms",
-    doc="One row a (pair, step, bin that is not empty): how many tokens have |d| in it. Added up over steps they give the "
-    "quantiles of any steps, each within 2^-10 of the exact one, relative to it.",
+    doc="One row per (pair, step, non-empty bin): tokens with |d| in the bin. Summed over any steps they give "
+    "quantiles within a relative error of 2^-10.",
     columns=(
         *_PAIR,
         Column(name="step", type=pa.int64(), doc="the step", null=""),
@@ -86,22 +86,28 @@ STEP_HISTOGRAMS = Table(
 
 RUN_QUANTILES = Table(
     name="run_quantiles",
-    doc="One row a pair: quantiles over the whole run.",
+    doc="One row per pair: quantiles over the whole run.",
     columns=(
         *_PAIR,
         *_CUTS,
         Column(
             name="quantile_error", type=pa.float64(),
-            doc="relative error of the quantiles, at most: 0 where they are exact, 2^-10 from histograms", null="",
+            doc="bound on the relative error of the quantiles: 0 if exact, 2^-10 from histograms", null="",
         ),
     ),
 )  # fmt: skip
 
 _STATISTICS = (
-    Column(name="num_sequences", type=pa.int64(), doc="sequences with a token to compare", unit="sequences", null=""),
+    Column(
+        name="num_sequences",
+        type=pa.int64(),
+        doc="sequences with at least one comparable token",
+        unit="sequences",
+        null="",
+    ),
     _count("num_tokens", "tokens with a finite logprob in both passes"),
     _count("num_nan", "tokens with NaN in either pass"),
-    _count("num_inf", "tokens with an infinity in either pass and NaN in none"),
+    _count("num_inf", "tokens with an infinity and no NaN in either pass"),
     _sum("k1", "mean of -d", "nats"),
     _sum("k2", "mean of d squared / 2", "nats^2"),
     _sum("k3", "mean of exp(d) - 1 - d", "nats"),
@@ -115,28 +121,28 @@ _STATISTICS = (
     _sum("log_ppl_abs_diff_sum", "mean over sequences of |sum of d|", "nats"),
     _sum("log_ppl_abs_diff_mean", "mean over sequences of |mean of d|", "nats"),
     _sum("ess_token", "effective sample size with weights exp(d), as a share"),
-    _sum("ess_sequence", "the same with weights exp(sum of d) of sequences"),
+    _sum("ess_sequence", "effective sample size with weights exp(sum of d) per sequence, as a share"),
     _sum("chi2_token", "mean of exp(2 d) - 1"),
     _sum("chi2_sequence", "mean over sequences of exp(2 sum of d) - 1"),
 )
 
 STEP_STATISTICS = Table(
     name="step_statistics",
-    doc="One row a (pair, step): the statistics that follow from the sums of its sequences.",
+    doc="One row per (pair, step): statistics computed from the sums of its sequences.",
     columns=(*_PAIR, Column(name="step", type=pa.int64(), doc="the step", null=""), *_STATISTICS),
 )
 
 RUN_STATISTICS = Table(
     name="run_statistics",
-    doc="One row a pair: the statistics that follow from the sums of all sequences.",
+    doc="One row per pair: statistics computed from the sums of all sequences.",
     columns=(*_PAIR, *_STATISTICS),
 )
 
 STATISTICS = tuple(column.name for column in _STATISTICS)
-"""The statistics of a group of sequences that are kept, in the order of columns."""
+"""Stored statistics of a group of sequences, in column order."""
 
 OF_RUNS = (RUN_QUANTILES, RUN_STATISTICS)
-"""Kinds that are of a run as a whole."""
+"""Tables with one row per pair for the whole run."""
 
 KINDS = {
     table.name: table
@@ -144,4 +150,4 @@ KINDS = {
         SEQUENCE_SUMS, STEP_QUANTILES, STEP_HISTOGRAMS, STEP_STATISTICS, RUN_QUANTILES, RUN_STATISTICS,
     )
 }  # fmt: skip
-"""What sums/ holds: the first part of a file's name -> its columns."""
+"""Tables of sums/: first part of the file name -> columns."""

@@ -1,4 +1,4 @@
-"""The columns of a trace's Parquet tables, each with its meaning, unit, alignment and neutral value."""
+"""The columns of a trace's Parquet tables: meaning, unit, alignment and NULL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOATS = pa.list_(pa.float32())
 FLAGS = pa.list_(pa.bool_())
 REWARDS = pa.map_(pa.string(), pa.float64())
 
-PER_RESPONSE_TOKEN = "one element a response token"
+PER_RESPONSE_TOKEN = "one element per response token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,26 +23,26 @@ class Column:
     name: str
     type: pa.DataType
     doc: str
-    """What the value says."""
+    """Meaning of the value."""
     unit: str = ""
-    """Unit of the value; empty where it has none."""
-    alignment: str = "one value a row"
-    """What the elements of a list stand for."""
+    """Unit of the value; empty if none."""
+    alignment: str = "one value per row"
+    """What one value or list element corresponds to."""
     null: str = "not recorded"
-    """What NULL says; empty where the column is never NULL, and so in every file. A file may lack any other column, being
-    of a release before that: it is read as NULL."""
+    """Meaning of NULL; empty for a required column, which is never NULL. Other columns may be missing from files of older
+    releases and then read as NULL."""
     keyword: str = ""
-    """Keyword of Recorder.add_sequences that gives the values, where that is not the column's name."""
+    """Keyword of Recorder.add_sequences for the values, if it differs from the column's name."""
     is_made: bool = False
-    """Whether the recorder makes the values: no keyword gives them, and no file to import."""
+    """True if the recorder fills in the values: neither a keyword nor an imported file supplies them."""
     is_sampling: bool = False
-    """Whether it is a setting of the sampler, which two runs are compared by."""
+    """True for a sampler setting; comparisons of runs report differences in it."""
     is_name: bool = False
-    """Whether the text is a name: an integer becomes its digits."""
+    """True if the text is an identifier: integers are accepted and converted to text."""
     takes_flags: bool = False
-    """Whether True and False count as 1 and 0: a reward is often a check that passed."""
+    """True if booleans are accepted as 1 and 0, for rewards that are pass/fail checks."""
     repeats: bool = False
-    """Whether many rows have the same text, so that Parquet keeps each text once."""
+    """True if many rows share the same text, which Parquet then dictionary-encodes."""
 
     @property
     def field(self) -> pa.Field:
@@ -51,23 +51,23 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table of the trace."""
+    """One table of the trace."""
 
     name: str
     doc: str
     columns: tuple[Column, ...]
     schema: pa.Schema = field(init=False, repr=False, compare=False)
     optional: frozenset[str] = field(init=False, repr=False, compare=False)
-    """Columns that a file may lack."""
+    """Columns that may be missing from a file."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", pa.schema([column.field for column in self.columns]))
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """A batch with NULL in the columns that its writer, being of an earlier release, did not know.
+        """Return a batch with NULL in the columns that an older release did not write.
 
-        None for a batch of another table.
+        None if the batch does not belong to this table.
         """
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
@@ -83,7 +83,7 @@ class Table:
 _STEP = Column(
     name="step",
     type=pa.int64(),
-    doc="training step that first trained on the sequence, as the framework numbers it in its logs (the first is 1)",
+    doc="training step that first used the sequence, as numbered in the framework's logs (first: 1)",
     null="",
 )
 _SEQ_ID = Column(
@@ -97,9 +97,9 @@ _SEQ_ID = Column(
 _ATTEMPT = Column(
     name="attempt",
     type=pa.int32(),
-    doc="attempt at training that made the row, from 1: a run that resumes from a checkpoint makes some steps again. Views "
-    "show a step's newest attempt",
-    null="not recorded in training, or by a release that did not say",
+    doc="training attempt that wrote the row, from 1: a run resumed from a checkpoint repeats some steps. Views "
+    "show the newest attempt of each step",
+    null="not recorded in training, or written by an older release",
     is_made=True,
 )
 _WRITER = Column(
@@ -118,7 +118,7 @@ def _setting(name: str, type: pa.DataType, doc: str, unit: str = "") -> Column:
 
 SEQUENCES_TABLE = Table(
     name=SEQUENCES,
-    doc="One row a sequence: a sampled prompt and response.",
+    doc="One row per sequence: a sampled prompt and response.",
     columns=(
         _STEP,
         _SEQ_ID,
@@ -133,17 +133,17 @@ SEQUENCES_TABLE = Table(
         Column(
             name="policy_version",
             type=pa.int64(),
-            doc="optimizer updates that the sampling weights had seen",
+            doc="number of optimizer updates in the sampling weights",
             unit="updates",
         ),
-        Column(name="prompt_ids", type=TOKENS, doc="token ids of the prompt", alignment="one element a prompt token"),
+        Column(name="prompt_ids", type=TOKENS, doc="token ids of the prompt", alignment="one element per prompt token"),
         Column(
             name="response_ids", type=TOKENS, doc="token ids of the response", alignment=PER_RESPONSE_TOKEN, null=""
         ),
         Column(
             name="response_mask",
             type=FLAGS,
-            doc="true where the token counts in the loss, false for tool output and masked parts",
+            doc="true if the token counts in the loss; false for tool output and masked parts",
             alignment=PER_RESPONSE_TOKEN,
             null="every response token counts",
         ),
@@ -165,29 +165,29 @@ SEQUENCES_TABLE = Table(
         Column(
             name="rewards",
             type=REWARDS,
-            doc="each reward function's own value; NaN where the function gave none",
-            alignment="one entry a reward function",
+            doc="value of each reward function; NaN if it returned none",
+            alignment="one entry per reward function",
         ),
         Column(
             name="advantage",
             type=pa.float64(),
-            doc="the advantage, where one value serves the whole response",
+            doc="advantage, if one value applies to the whole response",
             takes_flags=True,
         ),
         Column(
             name="advantages",
             type=FLOATS,
-            doc="the advantage of each token, where it differs by token",
+            doc="advantage of each token, if it differs by token",
             alignment=PER_RESPONSE_TOKEN,
             null="the same for every token: see advantage",
             keyword="advantage",
         ),
         _setting("temperature", pa.float64(), "sampling temperature; neutral: 1.0"),
-        _setting("top_p", pa.float64(), "nucleus mass that sampling kept; neutral: 1.0"),
-        _setting("top_k", pa.int32(), "most probable tokens that sampling kept; neutral: 0 (all)"),
-        _setting("min_p", pa.float64(), "lowest share of the top probability that sampling kept; neutral: 0.0"),
+        _setting("top_p", pa.float64(), "nucleus sampling mass; neutral: 1.0"),
+        _setting("top_k", pa.int32(), "number of most probable tokens sampled from; neutral: 0 (all)"),
+        _setting("min_p", pa.float64(), "minimum probability relative to the most probable token; neutral: 0.0"),
         _setting("repetition_penalty", pa.float64(), "divisor of the logits of repeated tokens; neutral: 1.0"),
-        _setting("max_tokens", pa.int32(), "most tokens that sampling could give", "tokens"),
+        _setting("max_tokens", pa.int32(), "maximum number of response tokens", "tokens"),
         Column(
             name="finish_reason",
             type=pa.string(),
@@ -206,7 +206,7 @@ SCORES_TABLE = Table(
         Column(
             name="pass",
             type=pa.string(),
-            doc="`rollout` (what the engine returned), `train` (the trainer's own at the sampling weights), "
+            doc="`rollout` (returned by the engine), `train` (trainer, at the sampling weights), "
             "`current` (inside the loss), `reference` (of the KL term), or `replay/<arm>`",
             null="",
             repeats=True,
@@ -216,28 +216,28 @@ SCORES_TABLE = Table(
         Column(
             name="iteration",
             type=pa.int32(),
-            doc="how often the loss had used this sequence before; 0 for every pass but `current`",
+            doc="number of earlier uses of the sequence in the loss; 0 for all passes but `current`",
             null="",
         ),
         Column(
             name="policy_version",
             type=pa.int64(),
-            doc="optimizer updates that the scoring weights had seen",
+            doc="number of optimizer updates in the scoring weights",
             unit="updates",
         ),
         Column(name="contract", type=pa.string(), doc="hash of the pass's contract: a file in passes/", repeats=True),
         Column(
             name="logprobs",
             type=FLOATS,
-            doc="log-probability of each taken token, as the framework held it; an element is NULL where the pass "
-            "gave the token none (tool output, masked parts)",
+            doc="log-probability of each sampled token, as the framework had it; an element is NULL if the pass "
+            "has none for the token (tool output, masked parts)",
             unit="nats",
             alignment=PER_RESPONSE_TOKEN,
         ),
         Column(
             name="entropy",
             type=FLOATS,
-            doc="entropy of the distribution that the token was drawn from",
+            doc="entropy of the token's distribution",
             unit="nats",
             alignment=PER_RESPONSE_TOKEN,
         ),
@@ -253,14 +253,14 @@ SCORES_TABLE = Table(
             type=pa.int64(),
             doc="rows with the same (writer, pass, forward_id) went through the model together",
         ),
-        Column(name="forward_row", type=pa.int32(), doc="the row's place in that forward, from 0"),
-        Column(name="forward_rows", type=pa.int32(), doc="rows of that forward", unit="rows"),
+        Column(name="forward_row", type=pa.int32(), doc="index of the row in that forward, from 0"),
+        Column(name="forward_rows", type=pa.int32(), doc="number of rows in that forward", unit="rows"),
         Column(name="pad_left", type=pa.int32(), doc="padding before the prompt in that forward", unit="tokens"),
         Column(
             name="pad_right",
             type=pa.int32(),
-            doc="padding after the response in that forward; the width is pad_left + prompt + response + pad_right, and of packed "
-            "rows their sum",
+            doc="padding after the response in that forward; the width is pad_left + prompt + response + pad_right, summed "
+            "over packed rows",
             unit="tokens",
         ),
         Column(
@@ -273,21 +273,21 @@ SCORES_TABLE = Table(
         Column(
             name="dense_start",
             type=pa.int64(),
-            doc="first row of this sequence in that group's arrays; its response tokens follow each other",
+            doc="first row of this sequence in that group's arrays, followed by one row per response token",
             unit="rows",
             null="none were captured",
         ),
         Column(
             name="routing",
             type=pa.string(),
-            doc="Zarr group below dense/ that holds what the model's routers chose for this row's tokens",
+            doc="Zarr group below dense/ with the routers' expert choices for this row's tokens",
             null="not recorded, or no mixture of experts",
         ),
         Column(
             name="routing_start",
             type=pa.int64(),
-            doc="first row of this sequence in that group's arrays; its prompt's tokens and then its response's follow "
-            "each other",
+            doc="first row of this sequence in that group's arrays, followed by one row per prompt token, then per response "
+            "token",
             unit="rows",
             null="not recorded, or no mixture of experts",
         ),
@@ -298,17 +298,17 @@ SCORES_TABLE = Table(
 
 METRICS_TABLE = Table(
     name=METRICS,
-    doc="One row a (step, name): what the trainer logged. Hyperparameters have names under `hyperparameter/` and step 0, or the step from which a new value holds.",
+    doc="One row per (step, name): a value logged by the trainer. Hyperparameters are named `hyperparameter/...`, at step 0 or the step from which a new value applies.",
     columns=(
-        Column(name="step", type=pa.int64(), doc="the step that the framework logged the value at", null=""),
-        Column(name="name", type=pa.string(), doc="the framework's own name", null="", repeats=True),
+        Column(name="step", type=pa.int64(), doc="step at which the framework logged the value", null=""),
+        Column(name="name", type=pa.string(), doc="name, as logged by the framework", null="", repeats=True),
         Column(
-            name="value", type=pa.float64(), doc="the value; NaN is a value", null="the value is not a number: see text"
+            name="value", type=pa.float64(), doc="the value; may be NaN", null="the value is not a number: see text"
         ),
         Column(
             name="text",
             type=pa.string(),
-            doc="the value, where it is not a number",
+            doc="the value, if it is not a number",
             null="the value is a number, or was None",
         ),
         Column(name="logged_at", type=pa.timestamp("us", tz="UTC"), doc="when it was recorded"),
@@ -319,26 +319,30 @@ METRICS_TABLE = Table(
 
 ENGINE_WEIGHTS_TABLE = Table(
     name=ENGINE_WEIGHTS,
-    doc="One row a (step, tensor): what the trainer held when the engine began to sample for the step, and what the engine was given. "
-    "Digests have 64 bits, are taken in `dtype`, and are equal where the bits are.",
+    doc="One row per (step, tensor): the trainer's tensor when the engine began sampling for the step, and the engine's. "
+    "Digests have 64 bits and are taken in `dtype`; equal bits give equal digests.",
     columns=(
-        Column(name="step", type=pa.int64(), doc="the step that the engine sampled for", null=""),
-        Column(name="policy_version", type=pa.int64(), doc="optimizer updates of the trainer", unit="updates", null=""),
+        Column(name="step", type=pa.int64(), doc="step for which the engine sampled", null=""),
         Column(
-            name="tensor", type=pa.string(), doc="the name under which the engine is given it", null="", repeats=True
+            name="policy_version",
+            type=pa.int64(),
+            doc="number of optimizer updates in the trainer's weights",
+            unit="updates",
+            null="",
         ),
+        Column(name="tensor", type=pa.string(), doc="name under which the engine receives it", null="", repeats=True),
         Column(
             name="dtype",
             type=pa.string(),
-            doc="dtype that the engine computes in, to which every side is rounded before its digest is taken",
-            null="that of the tensor: the engine is in another process",
+            doc="the engine's compute dtype; all tensors are rounded to it before hashing",
+            null="the tensor's own dtype: the engine is in another process",
             repeats=True,
         ),
         Column(
             name="trainer",
             type=pa.uint64(),
             doc="digest of the trainer's tensor, adapters merged",
-            null="not read, or the trainer has none of this name",
+            null="not read, or the trainer has no tensor of this name",
         ),
         Column(
             name="unmerged",
@@ -349,21 +353,21 @@ ENGINE_WEIGHTS_TABLE = Table(
         Column(
             name="given",
             type=pa.uint64(),
-            doc="digest of what the engine was given last, since the step before",
-            null="it was given none",
+            doc="digest of the tensor last sent to the engine since the previous step",
+            null="none was sent",
         ),
         Column(
             name="held",
             type=pa.uint64(),
-            doc="digest of what the engine holds, cut out of the tensors that it fuses",
-            null="not read, or in no known place of the engine's parameters",
+            doc="digest of the engine's tensor, split from fused parameters",
+            null="not read, or not found among the engine's parameters",
         ),
         Column(
             name="cast",
             type=pa.string(),
-            doc="dtype through which the trainer's tensor gives what the engine has; `N values` where each row of the engine's "
-            "rounds the trainer's to N different values at most",
-            null="none, or the engine has what the trainer had at some step",
+            doc="dtype that, applied to the trainer's tensor, yields the engine's; `N values` if each row of the engine's "
+            "tensor is the trainer's rounded to at most N distinct values",
+            null="none, or the engine has the trainer's tensor of some step",
         ),
         _ATTEMPT,
         _WRITER,
@@ -371,21 +375,21 @@ ENGINE_WEIGHTS_TABLE = Table(
 )
 
 _EVAL_STEP = replace(
-    _STEP, doc="optimizer updates that the evaluated weights had seen: global_step (0 before the first)"
+    _STEP, doc="number of optimizer updates in the evaluated weights: global_step (0 before the first)"
 )
 
 EVAL_SEQUENCES_TABLE = replace(
     SEQUENCES_TABLE,
     name=EVAL_SEQUENCES,
-    doc="One row a sequence that was sampled to evaluate, with the columns of `sequences`. No figure of a run is over them.",
+    doc="One row per evaluation sequence, with the columns of `sequences`. Statistics of a run exclude them.",
     columns=(_EVAL_STEP, *SEQUENCES_TABLE.columns[1:]),
 )
 
 EVAL_SCORES_TABLE = replace(
     SCORES_TABLE,
     name=EVAL_SCORES,
-    doc="One row a (pass, step, sequence) of these, with the columns of `scores`; `contract` is NULL: a pass's contract is that "
-    "of training.",
+    doc="One row per (pass, step, evaluation sequence), with the columns of `scores`; `contract` is NULL: the pass's training "
+    "contract applies.",
 )
 
 TABLES = {
@@ -401,8 +405,8 @@ TABLES = {
 }
 
 GIVEN = {column.name: column for column in SEQUENCES_TABLE.columns if not column.is_made}
-"""Columns of a sequence that Recorder.add_sequences takes, and files to import."""
+"""Columns of a sequence that Recorder.add_sequences and imports accept."""
 SAMPLING = tuple(column.name for column in SEQUENCES_TABLE.columns if column.is_sampling)
-"""Settings of the sampler."""
+"""Sampler settings."""
 TOKEN_SCORES = tuple(column.name for column in SCORES_TABLE.columns if column.type == FLOATS)
-"""Columns with a value of each response token, which Recorder.add_scores takes."""
+"""Columns with one value per response token, accepted by Recorder.add_scores."""

@@ -1,8 +1,8 @@
-"""Weights as a trace keeps them: the bits of every tensor, by policy version.
+"""Stored weights: the bits of every tensor, by policy version.
 
-A writer's versions lie in segments. A segment has one array of bits a dtype, one row a version: the first row is a
-keyframe, the bits themselves. Each other row says how the bits of a row before it change: which elements by how much, or where
-many change, the bits XOR those of the row just before.
+A writer's versions are stored in segments. A segment has one bit array per dtype with one row per version. The first row
+is a keyframe with the bits themselves; each later row is a delta: the changed elements relative to an earlier row, or, if
+many changed, the bits XOR those of the previous row.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Bytes an element, for every dtype that can be kept."""
+"""Bytes per element of every supported dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor's place in its segment."""
+    """Location of one tensor in its segment."""
 
     name: str
-    """As the model's state_dict names it."""
+    """Key in the model's state_dict."""
     dtype: str
-    """torch's name of it, such as `bfloat16`."""
+    """torch's name, such as `bfloat16`."""
     shape: tuple[int, ...]
-    """Shape of what this writer holds."""
+    """Shape of this writer's shard."""
     start: int
-    """First element in the array of its dtype; elements follow in row-major order."""
+    """Index of its first element in the array of its dtype; row-major order."""
     whole_shape: tuple[int, ...] | None = None
-    """Shape of the whole tensor, where several writers hold parts of it."""
+    """Shape of the whole tensor, if it is sharded over several writers; else None."""
     offsets: tuple[int, ...] | None = None
-    """Where this part begins in the whole, one per dimension. One number for a whole of another number of dimensions: the part
-    is a run of its elements in row-major order (FSDP1), and this is the first."""
+    """Start of the shard in the whole tensor, one index per dimension. A single index for a tensor of another rank: the shard
+    is a contiguous range of the flattened tensor (FSDP1) starting there."""
 
     @property
     def numel(self) -> int:
@@ -49,15 +49,15 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLayout:
-    """Which tensors a segment holds, and where."""
+    """Tensors of a segment and their locations."""
 
     tensors: tuple[StoredTensor, ...]
     tied: dict[str, str] = field(default_factory=dict)
-    """Name of a tensor that shares its memory with another -> that other, which is kept."""
+    """Name of a tied tensor -> the tensor that is stored."""
 
     @property
     def num_elements(self) -> dict[str, int]:
-        """dtype -> elements of its array."""
+        """dtype -> number of elements in its array."""
         counts: dict[str, int] = {}
         for tensor in self.tensors:
             counts[tensor.dtype] = max(counts.get(tensor.dtype, 0), tensor.start + tensor.numel)
@@ -73,38 +73,38 @@ class WeightLayout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> WeightLayout:
-        """Read it from JSON. Raises ValueError for values of other types."""
+        """Read it from JSON. Raises ValueError for wrong types."""
         return msgspec.convert(values, cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """One version of the weights as one writer kept it; written once all of its chunks are there."""
+    """One version of one writer's weights; its file is written after all its chunks."""
 
     version: int
-    """Optimizer updates that these weights have seen."""
+    """Number of optimizer updates in these weights."""
     segment: str
     """Folder below weights/."""
     row: int
     """Row of the segment's arrays; row 0 is the keyframe."""
     previous: int | None
-    """The version in the row before; None for a keyframe."""
+    """Version in the previous row; None for a keyframe."""
     hashes: dict[str, str]
     """Tensor -> SHA-256 of its bytes."""
     num_changed: dict[str, int] | None
-    """Tensor -> elements whose bits differ from the version before; None where there is no version before."""
+    """Tensor -> number of elements that differ from the previous version; None for the first version."""
     chunks: dict[str, list[int]]
-    """dtype -> chunks that hold something; the others are all zero bits and have no file."""
+    """dtype -> indices of non-zero chunks; all-zero chunks have no file."""
     chain: str
-    """SHA-256 over the chain of the version before and this version's hashes: it names the whole history."""
+    """SHA-256 of the previous version's chain and this version's hashes; identifies the whole history."""
     num_bytes: int
     """Bytes on disk."""
     stored_at: str
     """When it was written, ISO 8601 in UTC."""
     base_row: int | None = None
-    """Row whose elements it changes, a power of 4 before it; None for a keyframe, and for the bits XOR those of the row before."""
+    """Base row of an element delta, a power of 4 rows earlier; None for a keyframe or an XOR of the previous row."""
     layout_hash: str | None = None
-    """XXH3-128 of the segment's zarr.json, which says where each tensor lies; None from releases without checksums."""
+    """XXH3-128 of the segment's zarr.json, which locates each tensor; None if written without checksums."""
 
     @property
     def is_keyframe(self) -> bool:
@@ -112,14 +112,14 @@ class WeightVersion:
 
     @property
     def parent_row(self) -> int | None:
-        """Row that it is rebuilt from; None for a keyframe."""
+        """Row from which it is reconstructed; None for a keyframe."""
         if self.is_keyframe:
             return None
         return self.row - 1 if self.base_row is None else self.base_row
 
     @property
     def writer(self) -> str:
-        """The writer whose segment it is in."""
+        """Writer of its segment."""
         return self.segment.rpartition("-")[0]
 
     def to_json(self) -> str:
@@ -133,6 +133,6 @@ def parse_weight_version(content: bytes, where: str, *, needs_checksum: bool = F
 
 
 def chain_hash(previous: str | None, hashes: Mapping[str, str]) -> str:
-    """SHA-256 over the chain before and every tensor's hash, by name."""
+    """Return the SHA-256 of the previous chain and every tensor's hash, sorted by name."""
     content = "\n".join([previous or "", *(f"{name} {hashes[name]}" for name in sorted(hashes))])
     return sha256(content.encode()).hexdigest()

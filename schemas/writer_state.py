@@ -1,4 +1,4 @@
-"""writers/<id>.json: what one process recorded, with what, and how it ended."""
+"""writers/<id>.json: one process's files, environment and exit state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .documents import as_record, read_document, to_document
 
 OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
-"""What the names of writers begin with that merged other writers' files."""
+"""Name prefix of writers that merged other writers' files."""
 LAUNCHER = "record"
-"""Writer name of `tim-trace record` itself, with an id behind it where one was there before; it notes how the command ended."""
+"""Writer name of `tim-trace record` itself, with an id appended if taken; records the command's exit code."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,74 +23,74 @@ class WriterState:
     writer: str
     """Names the writer's files."""
     run_id: str | None = None
-    """Of the trace that it records to; None from earlier releases."""
+    """Run of the trace; None if written by an older release."""
     state: str = OPEN
-    """`open` while it may still write, `closed` after its last record, `failed` when it stopped recording early."""
+    """`open` while it may still write, `closed` after its last record, `failed` if it stopped recording early."""
     error: str | None = None
     """Why it failed; None otherwise."""
     host: str = ""
     boot_id: str | None = None
-    """Names the start of the machine's kernel; None where the system does not tell."""
+    """Identifies the boot of the machine; None if the system provides none."""
     pid_namespace: str | None = None
-    """Names the set of processes in which `pid` means something; None where the system does not tell."""
+    """PID namespace of `pid`; None if the system provides none."""
     pid: int = 0
     process_start: int | None = None
-    """When the process began, clock ticks since the machine started; with the pid it names one process."""
+    """Start of the process, clock ticks since boot; identifies a process together with the pid."""
     rank: int | None = None
-    """Rank in the process group; None when there is none."""
+    """Rank in the process group; None without one."""
     opened_at: str = ""
     """ISO 8601 in UTC."""
     closed_at: str | None = None
-    """ISO 8601 in UTC; None while it is open or when it was killed."""
+    """ISO 8601 in UTC; None while open or if killed."""
     attempt: int | None = None
-    """Which attempt at training it belongs to, from 1: a run that resumes begins another. None outside of training."""
+    """Training attempt, from 1; a resumed run begins another. None outside training."""
     attempt_key: str | None = None
-    """What all writers of one attempt have in common; of `tim-trace record` itself, what those of its recording begin with."""
+    """Key shared by all writers of one attempt; for `tim-trace record` itself, the common prefix of its recording's keys."""
     files: dict[str, SealedFile] | None = None
-    """Path in the trace -> what was written there; None from releases that did not account for their files."""
+    """Path in the trace -> sealed file; None if written by a release without this list."""
     replaced: tuple[str, ...] = ()
-    """Paths of files of other writers whose rows its own files hold, so that those do not count; they are being removed."""
+    """Other writers' files whose rows were merged into this writer's; readers ignore them until they are removed."""
     journals: tuple[str, ...] = ()
-    """Paths of the journals that are not sealed yet."""
+    """Paths of unsealed journals."""
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """Path of a journal that was sealed after its process died -> bytes at its end that were no whole record."""
+    """Journal sealed after its process died -> bytes of an incomplete record at its end."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """File that was imported, as its folder calls it -> what it held then; `num_rows` are the lines that were read."""
+    """Imported file, relative to its folder -> its state at import; `num_rows` is the number of lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
-    """Options of the import that a later one into the same trace has to repeat."""
+    """Import options that later imports into the same trace must repeat."""
     attached_from: str | None = None
-    """Folder whose weights it attached to a trace that was recorded without; None for every other writer."""
+    """Folder from which weights were attached to the trace; None for other writers."""
     is_removed: bool = False
-    """Whether its files are being removed, so that none of them counts."""
+    """True while its files are being removed; readers ignore them."""
     program: tuple[str, ...] = ()
-    """The process's own arguments."""
+    """The process's arguments."""
     exit_code: int | None = None
-    """Exit code of the recorded command; None for every writer but the one that `tim-trace record` itself is."""
+    """Exit code of the recorded command; None except for `tim-trace record` itself."""
     hooks: dict[str, str] = field(default_factory=dict)
     """Hooked library -> version."""
     not_recorded: tuple[str, ...] = ()
-    """What could not be recorded and why, one sentence each."""
+    """Data that could not be recorded and why, one sentence each."""
     num_sequences: int = 0
     num_tokens: int = 0
     """Response tokens of these sequences."""
     num_eval_sequences: int = 0
-    """Sequences that were sampled to evaluate; in none of the numbers above."""
+    """Evaluation sequences, not included in the counts above."""
     spent_s: float = 0.0
-    """Time that hooks took from the recorded program's own thread, waiting included, seconds."""
+    """Time that hooks spent in the recorded program's thread, including waits, seconds."""
     cpu_s: float | None = None
-    """CPU time that hooks and writing threads of this process took, seconds; None of earlier releases, and before the end."""
+    """CPU time of this process's hooks and writer threads, seconds; None before the end or if written by an older release."""
     waited_s: float = 0.0
-    """Time that the recording thread waited because the disk was slower than training, seconds."""
+    """Time that the recording thread waited for the disk, seconds."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Identity of the trained model: name, class, config, number of parameters, dtypes."""
+    """The trained model: name, class, config, number of parameters, dtypes."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
-    """Identity of the tokenizer: name, class, vocabulary size, hash."""
+    """The tokenizer: name, class, vocabulary size, hash."""
     versions: dict[str, str] = field(default_factory=dict)
     """Every installed library -> version."""
 
     @property
     def is_launcher(self) -> bool:
-        """Whether this is `tim-trace record` itself, which records nothing but how the command ended."""
+        """True for `tim-trace record` itself, which records only the command's exit code."""
         return self.writer == LAUNCHER or self.writer.startswith(f"{LAUNCHER}-")
 
     def to_json(self) -> str:
@@ -101,7 +101,7 @@ class WriterState:
 
 
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
-    """Exit code of the command of the newest recording: the first that is not 0 of its nodes; None while one of them runs."""
+    """Return the newest recording's exit code: the first non-zero one of its nodes, else None while any runs, else 0."""
     launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
     codes = [
         state.exit_code
@@ -112,6 +112,6 @@ def command_exit_code(states: Iterable[WriterState]) -> int | None:
 
 
 def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = False) -> WriterState:
-    """Read writers/<id>.json; fields that this build does not know are passed over. Raises DamagedTrace."""
+    """Parse writers/<id>.json, ignoring unknown fields. Raises DamagedTrace."""
     what = "a writer's state"
     return as_record(read_document(content, where, what, needs_checksum=needs_checksum), WriterState, where, what)

@@ -79,7 +79,9 @@ def _compare(folder, told, killed_at):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DamageWarning)  # a record that was being written when the process died
         there = _whole_steps(folder)
-        assert verify(str(folder)).is_whole or all("no whole record" in told for told in verify(str(folder)).damaged)
+        assert verify(str(folder)).is_whole or all(
+            "an incomplete record" in told for told in verify(str(folder)).damaged
+        )
     wanted = due | flushed
     return Acknowledged(
         added=len(added), due=len(due), flushed=len(flushed), lost=len(wanted - there),

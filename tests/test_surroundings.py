@@ -52,13 +52,13 @@ def no_access(monkeypatch):
 
 URLS = {
     "s3://bucket/run": "Unable to locate credentials",
-    "s3://": "names no folder",
-    "gopher://somewhere/run": "no file system is known for it",
-    "gcs://bucket/run": "no file system is known for it",
+    "s3://": "contains no folder",
+    "gopher://somewhere/run": "unsupported file system",
+    "gcs://bucket/run": "unsupported file system",
     "ftp://127.0.0.1:9/run": "refused",
-    "github://": "no file system is known for it",
+    "github://": "unsupported file system",
     "zip://run::/nonexistent.zip": "No such file",
-    "reference://": "no file system is known for it",
+    "reference://": "unsupported file system",
 }
 
 
@@ -99,7 +99,7 @@ def in_shell(line, cwd):
             ('"$T" info {trace} > /dev/full', "stdout: No space left on device"),
             ('"$T" stats {trace} --csv >&-', "stdout: Bad file descriptor"),
             ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" info run', "the working directory was removed"),
-            ('ulimit -f 1; exec "$T" compact {trace} -o merged', "File too large; raise the limit of the size of files"),
+            ('ulimit -f 1; exec "$T" compact {trace} -o merged', "File too large; raise the file size limit"),
             ('"$T" sql {trace} $\'SELECT \\xff\'', "the query is not UTF-8 from character 8 on"),
             ("printf 'SELECT \\xff' | \"$T\" sql {trace}", "the query is not UTF-8 from character 8 on"),
             ('"$T" info {trace} --json >&-', "stdout: Bad file descriptor"),
@@ -200,9 +200,9 @@ def test_verify_reads_no_more_than_the_account_says(tmp_path, pattern):
     ("name", "format", "begins", "said"),
     rest_slow(
         [
-            ("1.pt", "slime", b"\x80\x04", "this machine a memory of"),
+            ("1.pt", "slime", b"\x80\x04", "but this machine's memory is"),
             ("rows.jsonl", "parquet", b"{", "line 1: does not end within"),
-            ("rows.json", "parquet", b"[", "this machine a memory of"),
+            ("rows.json", "parquet", b"[", "but this machine's memory is"),
             ("rows.csv", "parquet", b"step,", "line 1: does not end within"),
             ("completions.jsonl", "ms-swift", b"{", "line 1: does not end within"),
             ("1.jsonl", "areal", b"{", "line 1: does not end within"),

@@ -1,4 +1,4 @@
-"""Finishing what killed writers left: their journals are sealed, their half-written files removed."""
+"""Recovery of killed writers: seals their journals and removes their half-written files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .whole_file import check_no_links, remove_temporaries, write_part
 
 
 def adopt(folder: Path) -> None:
-    """Seal the journals of writers that are no longer alive; others are left alone.
+    """Seal the journals of writers that are no longer alive.
 
-    A segment that cannot be sealed stays a journal, which is readable too. If several processes do this at once, one of
-    them does the work. Raises StorageError where a folder of the trace is a link.
+    A segment that cannot be sealed stays a journal, which is also readable. If several processes call this at once, one
+    does the work. Raises StorageError if a folder of the trace is a link.
     """
     check_no_links(folder)
     store = Store(folder)
@@ -36,12 +36,12 @@ def adopt(folder: Path) -> None:
         if len(dead) == len(states) and not damaged:
             remove_temporaries(folder)
             remove_unfinished(folder)
-            with contextlib.suppress(OSError):  # something else lies there
+            with contextlib.suppress(OSError):  # not a file of ours
                 (folder / JOURNAL).rmdir()
 
 
 def _adopt(folder: Path, segment: Segment, state: WriterState) -> None:
-    """Seal a segment and have its writer account for it, before its journals go."""
+    """Seal a segment and add it to its writer's state before removing the journals."""
     store, tables = Store(folder), journaled_segments(Store(folder)).get(segment, ())
     torn = {segment.journal(table): read_journal(store, segment, table).torn_bytes for table in tables}
     files = seal(folder, segment)

@@ -1,4 +1,4 @@
-"""Attempts at training: a run that resumes from a checkpoint makes some steps again, and its rows say in which attempt."""
+"""Training attempts: a run resumed from a checkpoint repeats some steps, and each row has its attempt."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from .store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt at training."""
+    """One training attempt."""
 
     number: int
-    """From 1, in the order in which they began."""
+    """Number from 1, in order of start."""
     key: str
-    """Equal in all of its processes."""
+    """Key shared by all of its processes."""
 
 
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
-    """The attempt that this process begins, or takes part in where another process began it.
+    """Return the attempt that this process begins or joins.
 
-    `session` names what started it; `ordinal` counts the trainings in this process before it. `resumes` says that what this
-    process recorded before is of an earlier attempt, though it may not have closed it, as in a notebook.
+    `session` identifies the launch; `ordinal` is the number of earlier trainings in this process. `resumes` means that earlier
+    recordings of this process belong to a previous attempt even if still open, as in a notebook.
 
-    A rank counts its own earlier writers: ranks restart together, and how often torchrun restarted them, each node counts for
-    itself. One that is new in this session takes the number of rank 0, or of a driver, which has no rank. No other rank's state
-    is read.
+    A rank counts its own earlier writers, because ranks restart together while torchrun's restart counts are per node. A rank
+    that is new in this session takes the number of rank 0, or of a driver without a rank. No other state is read.
     """
     rank = environment.rank()
     own = _attempting(store, rank)
@@ -39,7 +38,7 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     beside = next((state for state in before if _is_beside(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
-    # Earlier writers in this place have ended: this count is the only difference between the rounds of a loop around a script.
+    # All earlier writers of this rank have ended: only their number distinguishes iterations of a loop around a script.
     key = f"{base}.{len(before)}"
     if any(_is_of(state, session) for state in own):
         return Attempt(number=_newest(own) + 1, key=key)
@@ -77,7 +76,7 @@ def restarts() -> str:
 
 
 def is_of_this_start(state: WriterState, session: str) -> bool:
-    """Whether a writer's process was started as this one was: torchrun and Slurm did not restart it since."""
+    """Return True if a writer's process belongs to this launch, without a restart by torchrun or Slurm since."""
     return state.attempt_key is None or state.attempt_key.startswith(f"{session}/{restarts()}/")
 
 
@@ -90,7 +89,7 @@ def _base(state: WriterState) -> str:
 
 
 def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:
-    """Whether a writer without a rank, or one of this process, is still recording next to the new one."""
+    """Return True if a writer without a rank, or one of this process, is still recording."""
     if state.state != OPEN:
         return False
     if is_this_process(state):
@@ -99,5 +98,5 @@ def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:
 
 
 def is_this_process(state: WriterState) -> bool:
-    """Whether this process opened a writer."""
+    """Return True if this process opened the writer."""
     return (state.boot_id, state.pid, state.process_start) == (boot_id(), os.getpid(), process_start(os.getpid()))

@@ -1,4 +1,4 @@
-"""Running a command transparently: signals reach it exactly once, and it does not outlive this process."""
+"""Run a command transparently: signals reach it exactly once, and it does not outlive this process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _stop() -> None:
 
 
 class Child:
-    """A command that was started. From `start` to the end of `wait` signals to this process are kept for the command."""
+    """A running command. From `start` to the end of `wait`, signals to this process are held for the command."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Start a command. Raises OSError when it cannot be executed."""
+        """Start a command. Raises OSError if it cannot be executed."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         prctl, parent = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()
 
@@ -39,7 +39,7 @@ class Child:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if prctl is not None:
                 prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-                if os.getppid() != parent:  # it died before this was set
+                if os.getppid() != parent:  # the parent died before prctl took effect
                     os.kill(os.getpid(), signal.SIGTERM)
 
         def unblock() -> None:
@@ -53,7 +53,7 @@ class Child:
         return cls(process, unblock)
 
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
-        """Wait for its end and return its exit code, 128 and the signal's number for one that died of a signal.
+        """Wait for the command to end and return its exit code, 128 + signal number if a signal killed it.
 
         `meanwhile` is called every `every_s` seconds.
 
@@ -69,7 +69,7 @@ class Child:
                     self._process.send_signal(found.si_signo)
                 if found is not None and found.si_signo == signal.SIGTSTP:
                     _stop()
-            while signal.sigtimedwait(_WATCHED, 0) is not None:  # for the command, which has ended
+            while signal.sigtimedwait(_WATCHED, 0) is not None:  # discard signals for the ended command
                 pass
         finally:
             self._unblock()

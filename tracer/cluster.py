@@ -1,4 +1,4 @@
-"""Work divided among the actors of a Ray cluster; besides the recording hook, the only module that imports ray."""
+"""Distribute work over the actors of a Ray cluster; besides the recording hook, the only module that imports ray."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""Used as an address: the cluster that this machine is a node of."""
+"""Address of the cluster that this machine belongs to."""
 LOCAL = "local"
-"""Used as an address: a cluster that is started on this machine and ends with the work."""
+"""Address of a temporary cluster on this machine, stopped after the work."""
 STORE_BYTES = 10**8
-"""Object store of a local cluster, bytes: units and their results are small."""
+"""Object store size of a local cluster, bytes: units and results are small."""
 CONNECT_S = 10.0
-"""Timeout for an address to answer, seconds."""
+"""Connection timeout, seconds."""
 TRIES = 3
 """Number of actors that one unit may kill before the work fails."""
 LOOK_S = 10.0
-"""Seconds without a result before the nodes are checked for room for an actor."""
+"""Seconds without a result before checking whether an actor fits on any node."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
-"""Longest name of a unit in an error."""
+"""Maximum length of a unit's name in an error."""
 PATIENCE = 6
-"""Consecutive checks without room before the work fails: an autoscaling cluster takes a while."""
+"""Consecutive checks without room before the work fails; an autoscaling cluster needs time to grow."""
 
 
 HELD_UP = 3
-"""Consecutive checks without a running actor before a warning names what is missing."""
+"""Consecutive checks without a running actor before a warning reports the missing resources."""
 
 
 class Worker(Protocol):
@@ -53,7 +53,7 @@ class Worker(Protocol):
         """Return the result of one unit; another worker may run the unit again."""
 
     def close(self) -> None:
-        """Finish what was written."""
+        """Finish pending writes."""
 
 
 class _Held:
@@ -65,7 +65,7 @@ class _Held:
         """Unpickle the worker behind a reference, unless this node has another version than the driver."""
         if version != __version__:
             return ClusterFailed(
-                f"node {socket.gethostname()} has tim-trace {__version__}, and this process {version}; install the same on every "
+                f"node {socket.gethostname()} has tim-trace {__version__}, and this process {version}; install the same version on every "
                 f"node (pip install 'tim-trace[ray]=={version}')"
             )
         import ray
@@ -94,9 +94,9 @@ class _Held:
 def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
     """Return an actor's error, with a remedy if the node cannot see or write what the driver can."""
     if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
-        remedy = "every node has to see the trace and what is imported at the same path, or URL, as this process"
+        remedy = "the trace and the imported files must be at the same path or URL on every node"
     elif not isinstance(error, TimTraceError):
-        remedy = "check the disk of the node, and that its user may write there"
+        remedy = "check the node's disk and write permissions"
     else:
         return error
     return ClusterFailed(f"node {socket.gethostname()}: {error}; {remedy}")
@@ -112,7 +112,7 @@ def run_units(
     `worker`; `num_cpus` per actor is capped at the largest node. A unit whose actor or node dies is given to
     another. A worker's errors are raised here. `at_room` is called with the number of actors that fit.
 
-    Raises NotInstalled, InvalidOption where no cluster answers, ClusterFailed where no node has room or a unit kills TRIES actors.
+    Raises NotInstalled, InvalidOption if no cluster answers, and ClusterFailed if no node has room or a unit kills TRIES actors.
     """
     with connected(address) as ray:
         pool = _Pool(ray, worker, num_cpus, num_gpus, len(units))
@@ -125,7 +125,7 @@ def run_units(
 
 
 def check_address(address: str | None) -> None:
-    """Raise InvalidOption for what cannot be an address."""
+    """Raise InvalidOption if the address is malformed."""
     if address not in (None, LOCAL, AUTO) and not (address and _host_and_port(address)):
         before = f"; put RUN before {option('ray')}, which takes the word behind it" if speaks_options() else ""
         raise InvalidOption(
@@ -139,7 +139,7 @@ def check_address(address: str | None) -> None:
 def connected(address: str | None) -> Iterator[Any]:
     """Connect to Ray for the duration of the block; an existing connection is kept. Without an address, do nothing.
 
-    Raises NotInstalled, InvalidOption where no cluster answers.
+    Raises NotInstalled, and InvalidOption if no cluster answers.
     """
     if address is None:
         yield None
@@ -195,7 +195,7 @@ def _check_answers(address: str) -> None:
             # A frame's fourth byte is its type, and a server's first frame holds its settings.
             if connection.recv(4, socket.MSG_WAITALL)[3:] != _SETTINGS:
                 raise OSError(
-                    "what listens there is no Ray cluster; is it the port of ray start --head, 6379 by default?"
+                    "the server there is not a Ray cluster; check the port of ray start --head (default 6379)"
                 )
 
 
@@ -217,14 +217,14 @@ def _last_line(error: Exception) -> str:
 
 @contextmanager
 def _without_tips() -> Iterator[None]:
-    """Ray announces its coming versions as warnings."""
+    """Suppress Ray's warnings about future versions."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
         yield
 
 
 class _Pool:
-    """The actors, and which unit each has."""
+    """The actors and their current units."""
 
     def __init__(self, ray: Any, worker: Worker, num_cpus: int, num_gpus: float, num_units: int):
         self._ray, self._num_gpus = ray, num_gpus
@@ -276,7 +276,7 @@ class _Pool:
                         if stillborn >= TRIES:
                             raise ClusterFailed(
                                 f"{TRIES} actors died before they were ready ({_last_line(error)}); is tim-trace {__version__}, and "
-                                "what the options name, installed on every node?"
+                                "everything the options refer to, installed on every node?"
                             ) from error
                     else:
                         deaths[unit] += 1
@@ -295,7 +295,7 @@ class _Pool:
                     yield unit, result
 
     def close(self) -> None:
-        """Let each worker finish; one that has died had already returned its results."""
+        """Let each worker finish; dead ones had already returned their results."""
         for reference in [actor.close.remote() for actor in self._idle]:
             try:
                 error = self._ray.get(reference)
@@ -315,7 +315,7 @@ class _Pool:
             )(_Held)
             actor = kind.remote()
         self._actors.append(actor)
-        # In a list, so that it is read by the actor itself.
+        # In a list, so that the actor itself dereferences it.
         self._running[actor.ready.remote(__version__, speaks_options(), [self._worker])] = None, actor
 
     def _replace(self, actor: Any) -> None:
@@ -333,7 +333,7 @@ class _Pool:
 
     @property
     def room(self) -> int:
-        """Number of actors that fit on the nodes if these were idle."""
+        """Return the number of actors that fit on idle nodes."""
         total = 0
         for node in self._nodes():
             slots = node.get("CPU", 0.0) // self._num_cpus

@@ -1,4 +1,4 @@
-"""Reading the contracts of a trace's passes: a file's name is the hash of its content."""
+"""Read the contracts of a trace's passes; each file is named by the hash of its content."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def read_contract(store: Store, pass_name: str, digest: str, content: bytes | No
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedTrace(f"{where}: not a contract ({first_line(error)}); restore it from a copy") from error
     if (name, found) != (pass_name, digest):
-        raise DamagedTrace(f"{where}: is not the contract that its name stands for; restore it from a copy")
+        raise DamagedTrace(f"{where}: its content does not match the hash in its name; restore it from a copy")
     return contract

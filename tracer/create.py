@@ -1,4 +1,4 @@
-"""Creating and replacing the folder of a trace. An existing folder is replaced only if it holds a trace and nothing else."""
+"""Create or replace the folder of a trace. Only a folder with a trace and nothing else is replaced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .store import Store
 from .whole_file import check_no_links, write_once, write_part
 
 _NAMED = 3
-"""Number of foreign files that an error names."""
+"""Maximum number of foreign files listed in an error."""
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
     """Create the folder of a new trace and yield its absolute path; on an error the previous content is restored.
 
     With `force` an existing trace is replaced: it is moved aside, and removed once the block succeeds. Until then no other
-    process creates a trace here, so the next one sees any writer that was opened in the block.
+    process can create a trace here, so the next one sees any writer opened in the block.
 
     Raises TraceExists if the folder is in use and `force` is off, if it is not a trace, if it holds files that tim-trace did
     not write, or if it is being recorded.
@@ -53,8 +53,8 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             except OSError:
                 put_back(folder)
                 raise
-            if not is_first:  # possible on a file system without locks
-                raise TraceExists(f"{path}: another process began a trace there just now; name another folder")
+            if not is_first:  # possible without file locks
+                raise TraceExists(f"{path}: another process has just created a trace there; use another folder")
         try:
             yield folder
         except BaseException:
@@ -121,13 +121,13 @@ def _building(folder: Path, manifest: Manifest) -> Iterator[Path]:
 def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None, is_live: bool) -> Manifest:
     """Return the manifest of a trace. Raises TraceExists if another process writes to it, recordings excepted if `is_live`."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
-        raise TraceExists(f"{path}: another process is writing to it; wait for its end")
+        raise TraceExists(f"{path}: another process is writing to it; wait until it ends")
     if building is None:
         remove_unfinished(folder)
     check_no_links(folder)
     store = Store(folder)
     if not is_live:
-        refuse_live(store, path, "takes no import and no weights")
+        refuse_live(store, path, "accepts no imports or weights")
     return store.manifest()
 
 
@@ -139,7 +139,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
-        raise TraceExists(f"{path}: is a file; name a folder that does not exist yet")
+        raise TraceExists(f"{path}: is a file; use a new folder")
     made = [above for above in (folder, *folder.parents) if not above.exists()]
     with ExitStack() as claim:
         with _explained(path):
@@ -182,7 +182,9 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
 def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, building: Path | None = None) -> None:
     """Raise TraceExists unless a trace may be created here. Undoes what killed processes began here."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
-        raise TraceExists(f"{path}: another process is writing a trace there; wait for its end, or name another folder")
+        raise TraceExists(
+            f"{path}: another process is writing a trace there; wait until it ends, or use another folder"
+        )
     if building is None:
         remove_unfinished(folder)
     put_back(folder)
@@ -197,7 +199,7 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
         raise TraceExists(f"{path}: exists and is not a trace, so it is left alone; name another folder") from error
     if not force:
         raise TraceExists(
-            f"{path}: a trace is there already; name another folder, or replace it with {option('force')}"
+            f"{path}: a trace already exists there; use another folder, or replace it with {option('force')}"
         )
     refuse_live(store, path, "is not replaced")
     listed = tokenizer_files(store)
@@ -205,8 +207,8 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
     if foreign:
         more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
         raise TraceExists(
-            f"{path}: holds files that are no part of a trace ({', '.join(foreign[:_NAMED])}{more}), so it is left alone; "
-            "move them away, or name another folder"
+            f"{path}: contains files that do not belong to a trace ({', '.join(foreign[:_NAMED])}{more}) and is not replaced; "
+            "move them away, or use another folder"
         )
 
 
@@ -216,15 +218,15 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
         if liveness(state, store).is_alive:
             raise TraceExists(
                 f"{path}: is being recorded (process {state.pid} on {state.host or 'an unknown host'}), and a trace that "
-                f"grows {what}; end that process, or name another folder"
+                f"grows {what}; end that process, or use another folder"
             )
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the folder that a path names, absolute. Raises StorageError for a URL."""
+    """Return a local path as absolute. Raises StorageError for a URL."""
     if "://" in os.fspath(path):
         raise StorageError(
-            f"{path}: is written to by `tim-trace record` and `tim-trace compact` alone; record to a local folder, and send it "
+            f"{path}: only `tim-trace record` and `tim-trace compact` write to URLs; record to a local folder and upload it "
             f"with: tim-trace compact FOLDER -o {path}"
         )
     with _explained(path):  # fails if the working directory was removed
@@ -239,5 +241,5 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}); name a folder on a disk that you may write to"
+            f"{path}: cannot be written ({error.strerror or error}); use a folder with write permission"
         ) from error

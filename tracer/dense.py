@@ -1,6 +1,6 @@
-"""Captured distributions: top-K with the tail's mass, full logits, or the hidden states that give them, in Zarr v3.
+"""Captured distributions in Zarr v3: top-K with tail mass, full logits, or last hidden states.
 
-Shapes: N rows (one a response token of a captured sequence), K kept tokens, V vocabulary, H hidden width.
+Shapes: N rows (one per response token of a captured sequence), K kept tokens, V vocabulary, H hidden width.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNKS_A_SHARD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The K most probable tokens of each position, most probable first, and the mass of the others.
+    """The K most probable tokens of each position, in descending order, and the mass of all others.
 
     Neutral: a tail of -inf means that the K tokens hold all the mass.
     """
@@ -130,7 +130,7 @@ def _typed(dtype: str, values: np.ndarray) -> str:
 def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch]) -> SealedFile:
     """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows.
 
-    Returns the account of its root, which lists every file below it. Raises DamagedTrace for invalid blocks.
+    Returns the SealedFile of its root, which lists every file below it. Raises DamagedTrace for invalid blocks.
     """
     import zarr
 
@@ -152,7 +152,7 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
 
     dtype, storage, trailing = blocks[0].dtype, blocks[0].values.dtype, blocks[0].values.shape[1:]
     if any((block.dtype, block.values.shape[1:]) != (dtype, trailing) for block in blocks):
-        raise DamagedTrace(f"{name}: its rows are of two shapes")
+        raise DamagedTrace(f"{name}: its rows differ in shape")
     num_rows = sum(len(block.values) for block in blocks)
     row_bytes = storage.itemsize * int(np.prod(trailing, dtype=np.int64))
     chunk = max(1, min(num_rows, CHUNK_BYTES // row_bytes))
@@ -168,9 +168,9 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
             Crc32cCodec(),
         ),
         attributes={"dtype": dtype},
-        config={"write_empty_chunks": True},  # so that a missing chunk is a lost one
+        config={"write_empty_chunks": True},  # so that a missing chunk means data loss
     )
-    # Rows are gathered to whole shards first: a shard is a file, and no file is written twice.
+    # Collect rows into whole shards first: a shard is one file, written once.
     pending: list[np.ndarray] = []
     written = waiting = 0
     for block in sorted(blocks, key=lambda block: block.start):
@@ -189,13 +189,13 @@ def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.
 
     `group` and `start` are the score's columns `dense` and `dense_start`; `rows` is its number of response tokens.
     Arrays: `token_ids`, `logprobs`, `tail_logprob` of a top-K capture, or `logits` (or `logprobs` [rows, V] from an
-    engine that gives no logits), or `hidden`. Raises DamagedTrace when they are not there.
+    engine that gives no logits), or `hidden`. Raises DamagedTrace if they are missing.
     """
     return open_dense(store, group).read(start, rows)
 
 
 def bits(value: Any) -> tuple[np.ndarray, str]:
-    """Return a captured array as NumPy array, bfloat16 as bits in uint16, and the name of its dtype."""
+    """Return a captured array as a NumPy array (bfloat16 as uint16 bits) and its dtype's name."""
     if is_tensor(value):
         name = str(value.dtype).removeprefix("torch.")
         value = value.detach()

@@ -17,12 +17,12 @@ from .journal import BFLOAT16, DATA_TYPES, DENSE_TABLE, journaled_segments, read
 from .store import Store, first_line
 
 Rows = Callable[[int, int], np.ndarray]
-"""(first row, number of rows) -> bits."""
+"""Reads rows: (first row, number of rows) -> bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseArray:
-    """An array of a group."""
+    """One array of a group."""
 
     dtype: str
     """What the bits mean: `bfloat16` comes as uint16."""
@@ -43,15 +43,15 @@ class DenseGroup:
 
 
 def open_dense(store: Store, group: str) -> DenseGroup:
-    """Open a group by the name that a score's column `dense` or `routing` holds.
+    """Open a group by its name in a score's column `dense` or `routing`.
 
-    Raises DamagedTrace if it is missing or not as it was written.
+    Raises DamagedTrace if it is missing or damaged.
     """
     name, _, pass_name = group.partition("/")
     segment = Segment.parse(name)
     if segment is None:
-        raise InvalidRecord(f"{group!r} is no Zarr group of a trace; pass the score's column `dense`")
-    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # so that the path stays inside of the trace
+        raise InvalidRecord(f"{group!r} is not a Zarr group of a trace; pass the score's column `dense`")
+    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # keeps the path inside the trace
     if is_sealed(store, segment):
         return _sealed(store, segment, pass_name)
     if DENSE_TABLE in journaled_segments(store).get(segment, ()):
@@ -59,16 +59,15 @@ def open_dense(store: Store, group: str) -> DenseGroup:
     if is_sealed(store, segment):  # in between
         return _sealed(store, segment, pass_name)
     raise DamagedTrace(
-        f"{store.shown(f'{DENSE}/{group}')}: is not there; scores name it, so the trace was copied without dense/ "
+        f"{store.shown(f'{DENSE}/{group}')}: is missing, but scores refer to it: the trace was copied without dense/ "
         "or the folder was removed"
     )
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Whether distributions are read from their Zarr group rather than from a journal.
+    """Return True if distributions are read from their Zarr group, False if from a journal.
 
-    A process that was killed while sealing leaves both. The group counts once the writer's state accounts for it; until
-    then it may be incomplete.
+    A process killed while sealing leaves both. The group may be incomplete until it is listed in the writer's state.
     """
     where = f"{segment.dense}/zarr.json"
     if not store.exists(where):
@@ -83,7 +82,7 @@ def is_sealed(store: Store, segment: Segment) -> bool:
 
 
 def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:
-    from .dense_store import SealedGroup  # zarr takes a while to import
+    from .dense_store import SealedGroup  # zarr is slow to import
 
     arrays = SealedGroup(store, segment, sealed_root(store, segment)).arrays(pass_name)
     return DenseGroup(
@@ -92,9 +91,9 @@ def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:
 
 
 def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
-    """Return the writer's account of a sealed group; None for a release that kept no accounts.
+    """Return a sealed group's entry in its writer's state; None if written by a release without file lists.
 
-    Raises DamagedTrace for a group that its writer does not know.
+    Raises DamagedTrace if the writer's state lacks the group.
     """
     where = f"{segment.dense}/zarr.json"
     try:
@@ -104,7 +103,7 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
             f"{store.shown(where)}: its writer's state is missing; restore writers/ from a copy"
         ) from error
     if files is not None and where not in files:
-        raise DamagedTrace(f"{store.shown(where)}: its writer did not write it; remove the folder")
+        raise DamagedTrace(f"{store.shown(where)}: not listed in its writer's state; remove the folder")
     return None if files is None else files[where]
 
 
@@ -118,7 +117,7 @@ def _journaled(store: Store, segment: Segment, group: str) -> DenseGroup:
                 block.dtype,
                 block.values.shape[1:],
             ):
-                raise DamagedTrace(f"{store.shown(segment.journal(DENSE_TABLE))}: {group} has rows of two shapes")
+                raise DamagedTrace(f"{store.shown(segment.journal(DENSE_TABLE))}: rows of {group} differ in shape")
 
     def rows_of(name: str) -> Rows:
         def bits(start: int, rows: int) -> np.ndarray:
@@ -158,7 +157,7 @@ def blocks_of(batches: Iterable[pa.RecordBatch], segment: Segment) -> Iterator[B
                 yield _block({name: batch[name][row] for name in batch.schema.names}, segment)
             except (ValueError, TypeError, KeyError, AttributeError, InvalidRecord) as error:
                 raise DamagedTrace(
-                    f"{segment.journal(DENSE_TABLE)}: holds a block that no writer gives ({first_line(error)}); remove the file"
+                    f"{segment.journal(DENSE_TABLE)}: contains an invalid block ({first_line(error)}); remove the file"
                 ) from error
 
 
@@ -178,7 +177,7 @@ def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
 
 
 def widen(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Turn the bits of bfloat16 into the float32 of the same value; leave every other dtype alone."""
+    """Convert bfloat16 bits to float32 of the same value; return other dtypes unchanged."""
     if dtype != BFLOAT16:
         return values
     return (values.astype(np.uint32) << 16).view(np.float32)

@@ -1,6 +1,6 @@
-"""Reading a sealed Zarr group of a trace with zarr: only Zarr v3 and the codecs that tim-trace writes, every byte verified.
+"""Read a sealed Zarr group of a trace: only Zarr v3 and tim-trace's codecs, every byte verified.
 
-The group's root accounts for every file below it, and the writer's state for the root.
+The group's root has the checksums of every file below it, and the writer's state has the root's.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
-"""Attribute of a group's root: path below it -> its bytes, and base64 of its blocks' checksums."""
+"""Attribute of a group's root: path below it -> size in bytes and base64 of its block checksums."""
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""Holds a row of 128 million halves, and is more than any chunk that tim-trace writes."""
+"""Upper bound of a chunk: one row of 128 million 16-bit values, more than tim-trace writes."""
 MAX_CHUNKS_A_SHARD = 1 << 16
 _OF_INDEX = ["bytes", "crc32c"]
 _OF_CHUNK = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
@@ -39,7 +39,7 @@ MAX_DOCUMENT_BYTES = 16 << 20
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
-    """Write a group's files (path below it -> content), listing each in its root; return the root's account."""
+    """Write a group's files (path below it -> content), list each in its root, and return the root's SealedFile."""
     files = {}
     for name, content in sorted(contents.items()):
         if name != DOCUMENT:
@@ -56,19 +56,19 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
 
 
 class SealedGroup:
-    """The files of one segment's group. Raises DamagedTrace for anything that is not as it was written."""
+    """The files of one segment's group. Methods raise DamagedTrace if content changed after it was written."""
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile | None):
-        """`root` is the writer's account of the root; None for a release that kept none."""
+        """`root` is the root's entry in the writer's state; None if the release wrote none."""
         self.store, self.folder = store, segment.dense
         document = self._document(f"{self.folder}/{DOCUMENT}")
         if root is not None and whole_hash(document) != root.hash:
-            raise DamagedTrace(f"{self._shown(DOCUMENT)}: is not what was written; restore it from a copy")
+            raise DamagedTrace(f"{self._shown(DOCUMENT)}: checksum mismatch; restore it from a copy")
         self._files = _accounted(_json(document, self._shown(DOCUMENT)), self._shown(DOCUMENT)) if root else None
         self._open: dict[str, VerifiedFile] = {}
 
     def arrays(self, group: str) -> dict[str, _Array]:
-        """Return name -> array of a group below the root, such as `replay/bf16`."""
+        """Return the arrays by name of a group below the root, such as `replay/bf16`."""
         if self._files is None:
             names = [*self.store.walk(f"{self.folder}/{group}")]
         else:
@@ -119,7 +119,7 @@ class SealedGroup:
         except OSError as error:
             raise unreadable(where, error) from error
         if len(content) > MAX_DOCUMENT_BYTES:
-            raise DamagedTrace(f"{where}: is larger than any that a trace has")
+            raise DamagedTrace(f"{where}: larger than any file of its kind in a trace")
         return content
 
     def _shown(self, name: str) -> str:
@@ -127,7 +127,7 @@ class SealedGroup:
 
 
 class _Array:
-    """An array of a group, its metadata checked before zarr sees them."""
+    """One array of a group; its metadata are validated before zarr reads them."""
 
     def __init__(self, group: SealedGroup, name: str, document: Mapping[str, Any], where: str):
         try:
@@ -136,7 +136,7 @@ class _Array:
             self.shape = tuple(int(size) for size in document["shape"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedTrace(
-                f"{where}: no array that tim-trace writes ({first_line(error)}); it is not opened"
+                f"{where}: not an array written by tim-trace ({first_line(error)}); not opened"
             ) from error
         self._row_bytes = math.prod(self.shape[1:]) * np.dtype(document["data_type"]).itemsize
         self._group, self._name = group, name
@@ -146,14 +146,14 @@ class _Array:
         """Read rows of the array. Raises DamagedTrace if it does not have them."""
         if not 0 <= start <= start + count <= self.shape[0]:
             raise DamagedTrace(
-                f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, and scores name rows {start:,} to "
+                f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, but scores refer to rows {start:,} to "
                 f"{start + count:,}"
             )
         row_bytes, memory = self._row_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if count * row_bytes > memory // 4:
             raise DamagedTrace(
-                f"{self._group._shown(self._name)}: {count:,} rows of {row_bytes:,} bytes are asked for at once, which is more than "
-                "any sequence has"
+                f"{self._group._shown(self._name)}: a read of {count:,} rows of {row_bytes:,} bytes is larger than "
+                "any sequence"
             )
         import zarr
 
@@ -164,7 +164,7 @@ class _Array:
             return np.asarray(self._zarr[start : start + count])
         except DamagedTrace:
             raise
-        except Exception as error:  # whatever zarr and its codecs raise for bytes that are no chunk
+        except Exception as error:  # zarr and its codecs raise arbitrary errors for invalid chunks
             raise DamagedTrace(
                 f"{self._group._shown(self._name)}: rows {start:,} to {start + count:,} cannot be read "
                 f"({first_line(error)}); restore the folder from a copy"
@@ -172,7 +172,7 @@ class _Array:
 
 
 class _Chunks(NamedTuple):
-    """How an array's chunks lie in its files."""
+    """Chunk layout of an array's files."""
 
     num_bytes: int
     """Uncompressed size of a chunk."""
@@ -181,9 +181,9 @@ class _Chunks(NamedTuple):
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:
-        """Raise ValueError for a file, or a chunk of it, that claims to hold more than it can.
+        """Raise ValueError if a file or chunk claims an impossible uncompressed size.
 
-        blosc allocates what a chunk's header says; a shard's index holds the offsets of its chunks.
+        blosc allocates the size in a chunk's header; a shard's index has the offsets of its chunks.
         """
         starts = [0]
         if is_whole and self.num_in_shard is not None:
@@ -191,13 +191,13 @@ class _Chunks(NamedTuple):
             starts = [int(start) for start in np.frombuffer(index, "<u8")[::2] if start < len(content)]
         for start in starts if self.are_compressed else ():
             if int.from_bytes(content[start + 4 : start + 8], "little") > self.num_bytes:
-                raise ValueError("a chunk claims to hold more than a chunk does")
+                raise ValueError("a chunk claims to be larger than the chunk size")
 
 
 def _check_array(document: Mapping[str, Any]) -> _Chunks:
     """Return the layout of an array's chunks. Raises ValueError for metadata that tim-trace does not write."""
     if document["zarr_format"] != 3 or document["node_type"] != "array":
-        raise ValueError("it is no Zarr v3 array")
+        raise ValueError("not a Zarr v3 array")
     shape, data_type = document["shape"], document["data_type"]
     if not _are_sizes(shape) or not 1 <= len(shape) <= 4:
         raise ValueError(f"its shape is {shape!r:.80}")
@@ -205,7 +205,7 @@ def _check_array(document: Mapping[str, Any]) -> _Chunks:
         raise ValueError(f"its data type is {data_type!r:.80}")
     meant = document["attributes"]["dtype"]
     if data_type != ("uint16" if meant == BFLOAT16 else meant):
-        raise ValueError(f"its data type {data_type} does not hold {meant!r:.80}")
+        raise ValueError(f"its data type {data_type} cannot represent {meant!r:.80}")
     if document.get("storage_transformers"):
         raise ValueError("it has storage transformers")
     item = np.dtype(data_type).itemsize
@@ -213,7 +213,7 @@ def _check_array(document: Mapping[str, Any]) -> _Chunks:
         raise ValueError(f"its rows have the shape {shape[1:]!r:.80}")
     grid, chunk = document["chunk_grid"], document["chunk_grid"]["configuration"]["chunk_shape"]
     if grid["name"] != "regular" or document["chunk_key_encoding"]["name"] != "default":
-        raise ValueError("its chunks lie on another grid, or under other names")
+        raise ValueError("its chunk grid or chunk names are unsupported")
     names, num_chunks = _names(document["codecs"]), None
     if names[0] == "sharding_indexed":
         sharding, shard = document["codecs"][0]["configuration"], chunk
@@ -242,7 +242,7 @@ def _names(codecs: Any) -> list[str]:
         raise ValueError("it has no codecs, or too many")
     for codec in codecs:
         if codec["name"] not in CODECS:
-            raise ValueError(f"its codec {codec['name']!r:.80} is none of {', '.join(CODECS)}")
+            raise ValueError(f"its codec {codec['name']!r:.80} is not one of {', '.join(CODECS)}")
     return [codec["name"] for codec in codecs]
 
 
@@ -251,7 +251,7 @@ def _accounted(root: Mapping[str, Any], where: str) -> dict[str, tuple[int, byte
         listed = root["attributes"][FILES]
         return {name: (int(entry["num_bytes"]), base64.b64decode(entry["blocks"])) for name, entry in listed.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedTrace(f"{where}: does not account for the group's files ({first_line(error)})") from error
+        raise DamagedTrace(f"{where}: does not list the group's files ({first_line(error)})") from error
 
 
 def _json(content: bytes, where: str) -> Mapping[str, Any]:
@@ -260,7 +260,7 @@ def _json(content: bytes, where: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedTrace(f"{where}: not JSON ({first_line(error)}); restore it from a copy") from error
     if not isinstance(found, dict):
-        raise DamagedTrace(f"{where}: no JSON object; restore it from a copy")
+        raise DamagedTrace(f"{where}: not a JSON object; restore it from a copy")
     return found
 
 

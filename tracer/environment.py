@@ -51,9 +51,9 @@ def numeric_versions() -> dict[str, str]:
 
 
 def all_versions() -> dict[str, str]:
-    """Every installed distribution, by its normalised name (PEP 503) -> its version.
+    """Return every installed distribution: normalised name (PEP 503) -> version.
 
-    Read from the names of the metadata folders, which is a thousand times faster than reading their content.
+    Reads only the names of the metadata folders, 1000 times faster than their content.
     """
     found = {"python": platform.python_version()}
     for folder in reversed(sys.path):  # the first folder on the path wins, as for imports
@@ -74,7 +74,7 @@ def rank() -> int | None:
 
 
 def torch_settings() -> dict[str, Any]:
-    """Torch's switches that change a number: precision, determinism, threads, attention kernels. Needs torch."""
+    """Return torch settings that affect results: precision, determinism, threads, attention kernels. Needs torch."""
     import torch
 
     matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
@@ -89,7 +89,7 @@ def torch_settings() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
         "cuda": torch.version.cuda,
-        # Asking for a device starts CUDA, and a process that has started it cannot fork engines any more.
+        # Querying a device initialises CUDA, after which a process cannot fork engines.
         "cudnn": cudnn.version() if torch.version.cuda else None,
         "cuda_matmul_allow_tf32": _setting(matmul, "allow_tf32"),
         "cudnn_allow_tf32": _setting(cudnn, "allow_tf32"),
@@ -108,7 +108,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: found) -> Any:
-    # Torch raises when a switch of its old interface is read after the new one was used.
+    # Torch raises if a setting is read by its old interface after the new one was used.
     try:
         return read(getattr(owner, name))
     except (AttributeError, RuntimeError) as error:
@@ -116,7 +116,7 @@ def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: f
 
 
 def device_name(device: Any) -> str:
-    """Name a torch device with its hardware: `cuda NVIDIA H200`, `cpu AMD EPYC`. Needs torch."""
+    """Return a torch device with its hardware: `cuda NVIDIA H200`, `cpu AMD EPYC`. Needs torch."""
     import torch
 
     kind = torch.device(device).type
@@ -129,7 +129,7 @@ def device_name(device: Any) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_model() -> str:
-    """The processor's model as the system names it, else its architecture."""
+    """Return the CPU model as reported by the system, else its architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -141,5 +141,5 @@ def cpu_model() -> str:
 
 
 def program() -> tuple[str, ...]:
-    """This process's arguments."""
+    """Return this process's arguments."""
     return tuple(getattr(sys, "orig_argv", None) or sys.argv)

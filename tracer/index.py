@@ -1,11 +1,11 @@
-"""index/: one file with everything that opening a trace needs from its many files: footers, writers' states and contracts.
+"""index/: one file with all that is needed to open a trace of many files: footers, writers' states and contracts.
 
-An index is a copy and is never trusted by itself. A footer is used if its checksum is in the writer's account, a contract if
-its hash is its name, a writer's state if the state file still has the checksum that it had when the index was written. Anything
-missing or changed since is read from the files, so an index may be stale, and may be removed.
+An index is a cache and is always validated. A footer is used if its checksum is in the writer's state, a contract if its
+hash is its name, a writer's state if the checksum of the state file is unchanged. Anything missing or changed is read from
+the files, so an index may be stale and may be removed.
 
-If the footers of a table do not fit, the index holds the footer's size and the columns of each file; the footer itself is read,
-and compared with the writer's account, when a query needs the file.
+If the footers of a table do not fit, the index holds each file's footer size and columns; the footer itself is read, and
+verified against the writer's state, when a query needs the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .store import Store
 from .whole_file import write_part
 
 MAX_BYTES = 64 << 20
-"""Most bytes that an index holds."""
+"""Maximum size of an index, bytes."""
 
 MANY_FOOTERS = 1024
 """Tables with more files have no footers in the index: a query seldom needs all of them, and every open reads the index."""
@@ -42,7 +42,7 @@ _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
 
 class _State(msgspec.Struct, array_like=True):
-    """A parsed writer's state, without its versions, which most writers of a run share."""
+    """A parsed writer's state without library versions, which most writers of a run share."""
 
     hash: str
     """XXH3-128 of the state file."""
@@ -69,16 +69,16 @@ class KnownFile(msgspec.Struct, array_like=True):
     """Of the whole file."""
     schema: int
     tail_bytes: int
-    """Size of the footer with its length and the magic number."""
+    """Bytes of the footer, its length field and the magic number."""
     hash: str
     """XXH3-64 of these bytes."""
 
 
 class _Contents(msgspec.Struct):
-    """The encoded form of an index, by paths in the trace."""
+    """Encoded form of an index, by path in the trace."""
 
     state_fields: tuple[str, ...] = _STATE_FIELDS
-    """Fields of the states: another release may have written other fields than this one reads."""
+    """Fields of the states, which differ between releases."""
     versions: list[dict[str, str]] = msgspec.field(default_factory=list)
     states: dict[str, _State] = msgspec.field(default_factory=dict)
     schemas: list[bytes] = msgspec.field(default_factory=list)
@@ -89,7 +89,7 @@ class _Contents(msgspec.Struct):
 
 @dataclass(slots=True)
 class Index:
-    """Content of a trace's indexes, by paths in the trace."""
+    """Content of all indexes of a trace, by path in the trace."""
 
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Index:
         return known.state
 
     def named(self, relative: str) -> bytes | None:
-        """Return the content of a file that is named by its hash, for the caller to verify."""
+        """Return the content of a file that is named by its hash; the caller verifies it."""
         return self.documents.get(relative)
 
 
@@ -184,7 +184,7 @@ def _schemas(contents: _Contents) -> list[pa.Schema]:
 def write_index(folder: Path, *, elsewhere: Store | None = None) -> None:
     """Rewrite the index of a trace.
 
-    `elsewhere` holds the table files that the folder lacks.
+    `elsewhere` is where the table files are that the folder lacks.
     """
     store = Store(folder)
     before = store.files(INDEX)
@@ -273,7 +273,7 @@ class _Gathered:
             self.contents.files |= files
 
     def _known_before(self, relative: str, size: int) -> KnownFile | None:
-        """Return the previous index's entry of a file whose account has not changed."""
+        """Return the previous index's entry of a file if its size and checksum are unchanged."""
         record = self._accounts.get(relative)
         found = None if record is None else self._before.known(relative, size, record.footer)
         return None if found is None else msgspec.structs.replace(found[0], schema=self._schema(found[1]))

@@ -1,10 +1,10 @@
-"""The journal: a writer's records since it last sealed, as Arrow IPC streams that survive a killed process.
+"""The journal: a writer's unsealed records, as Arrow IPC streams that survive a killed process.
 
-Each message of a stream ends its metadata with a trailer of 32 bytes in the padding that the format allows there, so that
-any Arrow library reads the stream and this one knows whether it is what was written:
+The metadata of each message end with a 32-byte trailer, placed in the padding that the format allows, so that any Arrow
+library can read the stream and this one can verify it:
 8 bytes `tim-jrnl`, the length of the message's body (int64), XXH3-128 of the checksum of the message before (16 zero bytes for
-the first one) and of this message without its own; all little-endian but the checksums. So no message can be left out, come
-twice or change places.
+the first one) and of this message without its own; all little-endian but the checksums. The chain
+detects missing, duplicated and reordered messages.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ BFLOAT16 = "bfloat16"
 DATA_TYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
-"""dtypes of these arrays, as NumPy and Zarr name them; bits of bfloat16 are stored as uint16."""
+"""dtypes of these arrays, NumPy's and Zarr's names; bfloat16 is stored as uint16 bits."""
 
 IDENTITY = b"tim-trace file"
-"""Metadata key of a stream's schema: the path that it was written under."""
+"""Metadata key of a stream's schema: its path in the trace when written."""
 
 _HEADER_TYPE, _HEADER, _COMPRESSION, _RECORD_BATCH = 1, 2, 3, 3
-"""Numbers of fields in Arrow's Message and RecordBatch, and of the kind of message that is one."""
+"""Field numbers in Arrow's Message and RecordBatch, and the message type of a RecordBatch."""
 _PREFIX = struct.Struct("<II")
 _CONTINUES = 0xFFFFFFFF
 _MAGIC = b"tim-jrnl"
@@ -61,8 +61,7 @@ _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 class JournalStream:
     """Appends record batches of one table of one segment to a file.
 
-    A batch counts as recorded once `append` returned: the operating system has it then, and a killed process
-    loses nothing of it.
+    Once `append` returns, the operating system has the batch, so that it survives a killed process.
     """
 
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
@@ -72,22 +71,22 @@ class JournalStream:
         self.path = folder / relative
         self.path.parent.mkdir(exist_ok=True)
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  (open for as long as the segment)
-        # Some user-space file systems report no link count.
+        # Some FUSE file systems report no link count.
         self._has_links = os.fstat(self._file.fileno()).st_nlink > 0
         self.num_bytes = 0
         self.is_synced = False
-        """Whether its rows, and the files sealed from them, must survive a loss of power."""
+        """True if its rows, and the files sealed from them, must survive a power loss."""
         self._checksum = _FIRST
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Append rows. Raises FileNotFoundError if the file was removed, since the rows would be lost."""
+        """Append rows. Raises FileNotFoundError if the file was removed."""
         if self._has_links and not os.fstat(self._file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "the journal was removed while it was written", str(self.path))
         self._append_message(batch.serialize())
 
     def sync(self) -> None:
-        """Make everything appended survive a loss of power; works after closing too, while the file exists."""
+        """Flush to disk everything appended so far; also works after closing, while the file exists."""
         if self._file.closed:
             sync(self.path)
         else:
@@ -102,7 +101,7 @@ class JournalStream:
             self._file.close()
 
     def _append_message(self, message: pa.Buffer) -> None:
-        """Hand a message with its trailer to the operating system."""
+        """Write a message with its trailer."""
         view = memoryview(message)
         _, length = _PREFIX.unpack(view[: _PREFIX.size])
         metadata, body = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]
@@ -112,7 +111,7 @@ class JournalStream:
         self._write([memoryview(prefix + bytes(metadata) + trailer), body])
 
     def _write(self, parts: list[memoryview]) -> None:
-        """Write parts one after the other, in one call where the system takes them so."""
+        """Write parts in order, in one system call if possible."""
         left = [part for part in parts if len(part)]
         while left:
             written = os.writev(self._file.fileno(), left)
@@ -129,20 +128,20 @@ class JournalContent:
 
     batches: tuple[pa.RecordBatch, ...]
     torn_bytes: int = 0
-    """Size of an incomplete record at the end, which was being appended when the process died, or is being appended now."""
+    """Bytes of an incomplete record at the end: the process died while appending, or is appending now."""
     damage: str | None = None
-    """Why the rest is not read, from the first record on that is not as it was written; None where all is read."""
+    """Why reading stopped at the first damaged record; None if all records were read."""
     has_checksums: bool = True
-    """Whether its records have checksums; those of earlier releases have none."""
+    """True if its records have checksums; older releases wrote none."""
     has_begun: bool = True
-    """Whether its schema is complete; a writer names a journal only after that."""
+    """True if its schema is complete; a writer lists a journal only after that."""
 
 
 def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | None = None) -> JournalContent:
-    """Read every whole record of a journal; each is compared with its checksum and validated before anything uses it.
+    """Read all complete records of a journal, verifying and validating each.
 
     With `num_bytes`, only that many bytes are read. Raises FileNotFoundError if the segment has been sealed since, and
-    DamagedTrace for a link out of the trace.
+    DamagedTrace if it is a link out of the trace.
     """
     relative = segment.journal(table)
     content = memoryview(store.read_bytes(relative, num_bytes))
@@ -164,7 +163,7 @@ def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | No
             torn_bytes = len(content) - position
             return JournalContent(batches=tuple(batches), torn_bytes=torn_bytes, has_begun=schema is not None)
         except (ValueError, OSError, MemoryError, pa.ArrowException) as error:
-            damage = f"the record at byte {position:,} is not as it was written ({first_line(error)})"
+            damage = f"the record at byte {position:,} is damaged ({first_line(error)})"
             return JournalContent(batches=tuple(batches), damage=damage)
         position = stop
     return JournalContent(batches=tuple(batches), has_begun=schema is not None)
@@ -184,7 +183,7 @@ def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, 
     try:
         found = _message_end(content, start, before)
     except _Torn:
-        if content[start:].tobytes().count(_MAGIC) > 1:  # others follow, and a record that is torn is the last one
+        if content[start:].tobytes().count(_MAGIC) > 1:  # more records follow, but only the last one can be torn
             raise ValueError("its length differs") from None
         raise
     if found is not None:
@@ -204,7 +203,7 @@ def _message_end(content: memoryview, start: int, before: bytes) -> tuple[int, b
         raise _Torn
     continues, length = _PREFIX.unpack(content[start : start + _PREFIX.size])
     if continues != _CONTINUES:
-        raise ValueError("no record begins there")
+        raise ValueError("no record starts there")
     if length == 0:
         return None
     if length < _TRAILER.size:
@@ -221,7 +220,7 @@ def _message_end(content: memoryview, start: int, before: bytes) -> tuple[int, b
         raise _Torn
     prefix = content[start : start + _PREFIX.size]
     if _checksum(before, prefix, content[start + _PREFIX.size : trailer], content[body:stop]) != checksum:
-        raise ValueError("its checksum differs, or a record before it is missing or came twice")
+        raise ValueError("checksum mismatch: it was changed, or a previous record is missing or duplicated")
     return int(stop), checksum
 
 
@@ -235,7 +234,7 @@ def _checksum(before: bytes, prefix: bytes | memoryview, metadata: memoryview, b
 
 
 def _checked_schema(message: Any, relative: str) -> pa.Schema:
-    """Return a stream's schema. Raises ValueError if the stream was written under another name."""
+    """Return a stream's schema. Raises ValueError if the stream was written to another path."""
     schema = pa.ipc.read_schema(message)
     name = (schema.metadata or {}).get(IDENTITY, b"").decode("utf-8", "replace")
     if name != relative:
@@ -244,7 +243,7 @@ def _checked_schema(message: Any, relative: str) -> pa.Schema:
 
 
 def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a message's rows, validated. Raises ValueError for compressed ones, which no writer makes and may claim any size."""
+    """Return a message's rows, validated. Raises ValueError if compressed: no writer does so, and it could claim any size."""
     if _is_compressed(bytes(message.metadata)):
         raise ValueError("it is compressed")
     batch = pa.ipc.read_record_batch(message, schema)
@@ -253,7 +252,7 @@ def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _is_compressed(metadata: bytes) -> bool:
-    """Whether a message's RecordBatch has the field `compression` (Message.fbs and FlatBuffers' layout of tables)."""
+    """Return True if a message's RecordBatch has the field `compression` (Message.fbs, FlatBuffers table layout)."""
 
     def field(table: int, number: int) -> int | None:
         """Return the offset of a table's field; None if it is missing."""
@@ -267,14 +266,14 @@ def _is_compressed(metadata: bytes) -> bool:
         message = struct.unpack_from("<I", metadata, 0)[0]
         kind, header = field(message, _HEADER_TYPE), field(message, _HEADER)
         if kind is None or header is None or metadata[kind] != _RECORD_BATCH:
-            raise ValueError("it is no batch of rows")
+            raise ValueError("it is not a record batch")
         return field(header + struct.unpack_from("<I", metadata, header)[0], _COMPRESSION) is not None
     except (struct.error, IndexError) as error:
-        raise ValueError("it is no message of Arrow") from error
+        raise ValueError("it is not an Arrow message") from error
 
 
 def _has_trailer(content: memoryview) -> bool:
-    """Whether the stream's schema, its first message, ends in a trailer; also where the file ends before."""
+    """Return True if the stream's first message, its schema, has a trailer; also if the file ends before it."""
     if len(content) < _PREFIX.size:
         return True
     _, length = _PREFIX.unpack(content[: _PREFIX.size])
@@ -283,7 +282,7 @@ def _has_trailer(content: memoryview) -> bool:
 
 
 def _read_plain(content: memoryview) -> JournalContent:
-    """Read a stream of a release whose records had no checksums."""
+    """Read a stream of an older release, without checksums."""
     source = pa.BufferReader(pa.py_buffer(content))
     batches: list[pa.RecordBatch] = []
     whole = 0

@@ -40,20 +40,20 @@ ENGINE_WEIGHTS_CHOICES = ("given", "held", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """How a recorded command ended, and what it left."""
+    """Outcome of a recorded command."""
 
     folder: Path
-    """Folder of the trace; for a recording to a URL, the removed folder that it was sent from."""
+    """Folder of the trace; for a recording to a URL, the cache folder, which was removed after upload."""
     exit_code: int
     writers: tuple[WriterState, ...]
-    """The processes that recorded something, or tried."""
+    """Processes that recorded, or tried to."""
 
     is_there: bool = True
-    """Whether the folder exists; false if it was removed while the command ran."""
+    """False if the folder was removed while the command ran."""
     note: str | None = None
-    """Why this node recorded nothing, or where the recording goes on; None where it is finished here."""
+    """Why this node recorded nothing, or where recording continues; None if it finished here."""
     is_stuck: bool = False
-    """Whether a thread still waits for a file system that did not answer."""
+    """True if a thread still waits for an unresponsive file system."""
 
     @property
     def num_sequences(self) -> int:
@@ -89,26 +89,26 @@ def record(
 
     `weights` is `delta` (keep every version's weights), `none`, or `auto`: delta for a model of at most
     `weights_below`, a size such as 500MB or 2GB. `weights_from` names the folder of Hugging Face checkpoints that the
-    run saves anyway, to read weights from there instead. `routing` keeps what the routers of a mixture of experts chose
-    in the `train` pass, for every token of prompts and responses. `engine_weights` says which digests of vLLM's weights are
-    kept beside the trainer's: of what it is `given` (what it holds is read once, and wherever the two differ), of what it
-    has `held` at every version, or `none`.
+    run saves anyway, to read weights from there instead. `routing` records the experts chosen by the routers of a mixture of
+    experts in the `train` pass, for every prompt and response token. `engine_weights` selects the digests of vLLM's weights to
+    record with the trainer's: `given` (tensors sent to vLLM; those it holds are read once, and on a mismatch), `held` (tensors
+    it holds, at every version), or `none`.
 
-    `resume` adds to the trace that lies at `output`, where there is one: its steps that are made again stay apart, as another
-    attempt. `force` replaces a trace, once the command has started.
+    `resume` adds to an existing trace at `output`; repeated steps are recorded as another attempt. `force` replaces an existing
+    trace once the command has started.
 
-    Where `output` is a URL, such as s3://bucket/run, the trace is written to a folder of the user's cache first, and what is
-    sealed is sent from there, about once a minute and at the end. That folder is removed when everything has arrived.
-    `compact` merges the files of all writers at the end, as the verb of that name does. A process to which the file system
-    does not answer for `max_wait` seconds stops recording and goes on. Beginning and ending the recording wait equally long: a
-    command whose recording cannot begin starts unrecorded, and a note says how to finish a recording that could not end.
-    `at_end` is called with the recording when the command has ended, before the last of it is sent.
+    If `output` is a URL, such as s3://bucket/run, the trace is first written to the user's cache folder, and sealed files are
+    uploaded from there about once a minute and at the end. The folder is removed after the upload.
+    `compact` merges the files of all writers at the end, like `tim-trace compact`. If the file system does not respond for
+    `max_wait` seconds, a process stops recording and continues. The same timeout applies to starting and ending a recording: if
+    it cannot start, the command runs unrecorded; if it cannot end, a note explains how to finish it.
+    `at_end` is called with the recording when the command has ended, before the final upload.
 
-    On several nodes each runs this with the same `output`: further ones (`nodes.later_node`) join the recording that another
-    began, wait `max_wait` seconds for it, and run their command unrecorded where there is none. The last one to end finishes the trace.
+    On several nodes, run this on each with the same `output`. The first node starts the recording; the others
+    (`nodes.later_node`) wait up to `max_wait` seconds to join it, else run unrecorded. The last node to end finishes the trace.
 
-    Returns when the command has ended; its exit code is passed on, and a process that died leaves what it had
-    recorded. Raises TraceExists, StorageError or InvalidOption before the command is started, and leaves what was there.
+    Returns when the command has ended, with its exit code; records of processes that died are kept. Raises TraceExists,
+    StorageError or InvalidOption before starting the command, leaving existing files unchanged.
     """
     if not command:
         raise InvalidOption(
@@ -116,7 +116,7 @@ def record(
         )
     if resume and force:
         raise InvalidOption(
-            f"record: {option('resume')} adds to the trace that lies there and {option('force')} replaces it; choose one"
+            f"record: {option('resume')} adds to an existing trace and {option('force')} replaces it; choose one"
         )
     spec = Capture.parse(capture, capture_fraction)
     spec.check_records()
@@ -141,23 +141,23 @@ def record(
     if number is not None:
         if is_url:
             return _run_unrecorded(command, output, _none_found(number, output, max_wait))
-        _tell(f"{number}: waiting up to {max_wait:g} s for the recording that another node begins")
+        _tell(f"{number}: waiting up to {max_wait:g} s for another node to start the recording")
     elif is_url:
         if resume or force:
             raise InvalidOption(
-                f"{output}: nothing on object storage is replaced or added to; name another URL",
+                f"{output}: traces on object storage cannot be replaced or extended; use another URL",
                 option="resume" if resume else "force",
             )
         sender = Sender(os.fspath(output), max_wait=max_wait)
         output = sender.folder
-    # Only the worker touches the folder, so that this thread can serve the command whatever the file system does.
+    # Only the worker touches the folder, so that this thread serves the command even if the file system hangs.
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
         """Begin or join a recording. Return its order, its run id, whether this is its first launcher, and the writers of earlier
         recordings; None if there is none to join.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread sends them on
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread forwards them
         first = None
         if number is not None:
             first = next(iter(running_launchers(output, max_wait)), None)
@@ -174,7 +174,7 @@ def record(
                 if first is None:
                     raise
         if first is not None:
-            _tell(f"joining the recording that began on {first.host} at {first.opened_at}")
+            _tell(f"joining the recording started on {first.host} at {first.opened_at}")
         folder = local_folder(output)
         store = Store(folder)
         trace, states = store.manifest(), store.writers()[0]
@@ -230,7 +230,7 @@ def record(
         if hosts:
             so_far = f"recorded {recording.num_sequences:,} sequences so far"
             return replace(
-                recording, note=f"{so_far}; {hosts} still records, and the last node to end finishes the trace"
+                recording, note=f"{so_far}; {hosts} still recording; the last node to end finishes the trace"
             )
         if compact:
             _merge(folder)
@@ -244,7 +244,7 @@ def record(
     except StorageStalled as error:
         files.abandon()
         remedy = f"tim-trace compact {shlex.quote(str(folder))}" if sender is None else sender.remedy
-        note = f"{error}, so the recording is not finished: `{remedy}` does that once it answers"
+        note = f"{error}, so the recording is not finished: run `{remedy}` once it responds"
         return Recording(folder=folder, exit_code=exit_code, writers=(), note=note, is_stuck=True)
     if sender is not None and recording.is_there and recording.note is None:
         sender.finish()
@@ -252,17 +252,17 @@ def record(
 
 
 def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> str:
-    """Say why a further node found no recording to join."""
-    way = "object storage takes the recording of one node: name a folder that every node sees"
+    """Return why a further node found no recording to join."""
+    way = "object storage supports one recording node: use a folder shared by all nodes"
     if "://" not in os.fspath(output):
-        way = f"none was found there in {wait_s:g} s: start every node with the same folder, one that all of them see"
-    by_itself = f"; unset {number.partition('=')[0]} where this command records by itself" if number[0] != "-" else ""
-    return f"{number} says that another node begins the recording to {output}, and {way}{by_itself}"
+        way = f"none was found there in {wait_s:g} s: start every node with the same shared folder"
+    by_itself = f"; unset {number.partition('=')[0]} if this command records alone" if number[0] != "-" else ""
+    return f"{number} means that another node starts the recording to {output}, but {way}{by_itself}"
 
 
 def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], why: str) -> Recording:
-    """Run the command without recording it, and say why before and after."""
-    _tell(f"NOT RECORDED on this node, where the command starts now: {why}")
+    """Run the command without recording it, and print why before and after."""
+    _tell(f"NOT RECORDED on this node; the command starts now: {why}")
     exit_code = _started(command, os.environ).wait(lambda: None, SIGN_S)
     return Recording(folder=Path(output), exit_code=exit_code, writers=(), note=f"NOT RECORDED on this node: {why}")
 
@@ -279,7 +279,7 @@ def _tell(sentence: str) -> None:
 
 
 class Launcher:
-    """`tim-trace record` itself as a writer of the trace: shows that the command runs, and how it ended."""
+    """`tim-trace record` itself as a writer of the trace: heartbeat and exit code of the command."""
 
     def __init__(self, folder: Path, run_id: str, command: Sequence[str], session: str, *, is_alone: bool):
         self.folder, self.run_id = folder, run_id
@@ -294,15 +294,15 @@ class Launcher:
         )
 
     def give_sign(self) -> None:
-        """Show that the command runs."""
+        """Update the heartbeat."""
         with contextlib.suppress(OSError):
             os.utime(self._path)
 
     def close(self, exit_code: int) -> str:
-        """Note how the command ended, and return the hosts that still record: the last one finishes the trace."""
+        """Record the exit code, and return the hosts that still record; the last one finishes the trace."""
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
-        # Under the lock, the second of two that end at once sees that the first has ended.
+        # Under the lock: if two end at once, the second sees that the first has ended.
         with contextlib.suppress(OSError), alone(self.folder):
             self.save()
             same = [state for state in launchers(self.folder) if state.attempt_key == self.state.attempt_key]
@@ -314,13 +314,13 @@ class Launcher:
         return self.folder / WRITERS / f"{self.state.writer}.json"
 
     def save(self) -> None:
-        """Write the state. A full disk or a removed folder does not end the command."""
+        """Write the state, ignoring a full disk or a removed folder."""
         with contextlib.suppress(OSError):
             write_part(self.folder, f"{WRITERS}/{self.state.writer}.json", self.state.to_json().encode())
 
 
 def _is_there(folder: Path, run_id: str) -> bool:
-    """Whether the folder still holds the trace that was begun, and not another one since, or none."""
+    """Return True if the folder still holds the trace of this recording."""
     with contextlib.suppress(TimTraceError):
         return Store(folder).manifest().run_id == run_id
     return False
@@ -328,7 +328,7 @@ def _is_there(folder: Path, run_id: str) -> bool:
 
 @contextmanager
 def _resumed(output: str | os.PathLike[str], manifest: Manifest) -> Iterator[Path]:
-    """Claim the folder of a trace that a resumed run adds to. Raises TraceExists."""
+    """Claim the folder of the trace that a resumed run extends. Raises TraceExists."""
     found = join_trace(output, manifest)
     _check_resumable(found, output, manifest)
     _adopt(found)
@@ -338,12 +338,12 @@ def _resumed(output: str | os.PathLike[str], manifest: Manifest) -> Iterator[Pat
 
 
 def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Raise TraceExists unless a run may add to a trace."""
+    """Raise TraceExists unless a resumed run can extend this trace."""
     store = Store(folder)
     known = store.manifest()
     if not known.is_checked:
         raise TraceExists(
-            f"{output}: was recorded by an earlier release, and cannot be added to; record to another folder"
+            f"{output}: was recorded by an older release and cannot be extended; record to another folder"
         )
     if (known.capture, known.capture_fraction) != (manifest.capture, manifest.capture_fraction):
         raise TraceExists(
@@ -354,23 +354,23 @@ def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Man
 
 
 def _adopt(folder: Path) -> None:
-    from .adopt import adopt  # here, so that the command starts before Arrow is loaded
+    from .adopt import adopt  # imported here, so that the command starts before Arrow is loaded
 
     adopt(folder)
 
 
 def _merge(folder: Path) -> None:
-    """Merge the trace's files. A trace that cannot be merged is reported and stays as it is."""
+    """Merge the trace's files. If that fails, report it and leave the trace unchanged."""
     from .compaction.merge import FILE_BYTES, merge
 
     try:
         merge(str(folder), FILE_BYTES, no_progress)
     except TimTraceError as error:
-        _tell(f"{error}; its files stay as they were recorded")
+        _tell(f"{error}; its files were not merged")
 
 
 def _environment(order: Order) -> dict[str, str]:
-    """Return the command's environment, in which Python finds the bootstrap's sitecustomize first, and the order to record."""
+    """Return the command's environment: bootstrap's sitecustomize first on Python's path, and the recording order."""
     paths = [BOOTSTRAP, *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), ENVIRONMENT: order.to_environment()}
 

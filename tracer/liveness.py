@@ -1,4 +1,4 @@
-"""Whether a writer may still write, and how this was determined."""
+"""Determine whether a writer may still write."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..schemas.writer_state import OPEN, WriterState
 from .store import Store
 
 HEARTBEAT_S = 60.0
-"""How often an open writer touches its state file."""
+"""Interval at which an open writer touches its state file, seconds."""
 SILENT_S = 900.0
-"""Time without a sign after which a writer on another machine counts as ended."""
+"""Time without a heartbeat after which a writer on another machine counts as ended, seconds."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""How it was determined: closed by itself, by its process, by a restart of its machine, or by the age of its last sign."""
+"""Basis of a verdict: closed by itself, its process, a reboot of its machine, or the age of its last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """Whether a writer may still write."""
+    """Verdict on whether a writer may still write."""
 
     is_alive: bool
     how: str
     """CLOSED_ITSELF, PROCESS, RESTARTED or AGE."""
     silent_s: float | None = None
-    """Seconds since its last sign if its age decided; None if unknown."""
+    """Seconds since its last heartbeat if that decided; None if unknown."""
 
 
 class Process(TypedDict):
@@ -57,7 +57,7 @@ def this_process() -> Process:
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:
-    """Judge a writer by its process if that is visible from here, else by the age of its last sign."""
+    """Judge a writer by its process if visible from here, else by the age of its last heartbeat."""
     if state.state != OPEN:
         return Liveness(is_alive=False, how=CLOSED_ITSELF)
     if store.is_local and state.host == socket.gethostname():
@@ -98,7 +98,7 @@ def process_start(pid: int) -> int | None:
 
 
 def _runs(state: WriterState) -> bool:
-    """Whether the writer's process runs, and not another one with its pid."""
+    """Return True if the writer's process runs, and not another one with its pid."""
     try:
         os.kill(state.pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -112,14 +112,14 @@ def _runs(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on, which is the third."""
+    """Return the fields of /proc/<pid>/stat from the third, the state, on."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 
 
 @cache
 def _boot_time() -> float:
-    """When this machine started, seconds since 1970."""
+    """Return the boot time of this machine, seconds since 1970."""
     for line in (_text("/proc/stat") or "").splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])

@@ -1,4 +1,4 @@
-"""One process at a time in a folder, where the file system has locks."""
+"""Exclusive access to a folder, if the file system supports locks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..schemas.errors import TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX
 
 LOCK = f"{BUILT_PREFIX}{'0' * 32}"
-"""File that is locked instead on file systems that cannot lock folders, such as NFS; its name keeps it out of the trace."""
+"""Lock file for file systems that cannot lock folders, such as NFS; its name excludes it from the trace."""
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds a folder in `alone`; false if the file system has no locks."""
+    """Return True if a process holds a folder in `alone`; false if the file system has no locks."""
     for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, os.O_RDWR)):
         try:
             descriptor = os.open(path, flags)
@@ -49,7 +49,7 @@ def is_held(folder: Path) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # the folder cannot be locked, but perhaps a file in it
+        except OSError:  # folders cannot be locked here, but perhaps files
             continue
         finally:
             os.close(descriptor)
@@ -70,8 +70,10 @@ def _locked_file(folder: Path) -> int | None:
             if file is not None:
                 (folder / LOCK).unlink(missing_ok=True)
                 os.close(file)
-            advice = "see that no two commands write there at once"
-            warnings.warn(f"{folder}: gives no locks ({error.strerror}); {advice}", TimTraceWarning, stacklevel=3)
+            advice = "make sure that no two commands write there at once"
+            warnings.warn(
+                f"{folder}: does not support locks ({error.strerror}); {advice}", TimTraceWarning, stacklevel=3
+            )
             return None
         os.close(file)
 

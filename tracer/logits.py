@@ -1,4 +1,4 @@
-"""Scaling and capping logits after the projection, and reducing them to the top K.
+"""Scale and cap logits after the projection, and reduce them to the top K.
 
 Shapes: T tokens, V vocabulary, K kept tokens.
 """
@@ -11,7 +11,7 @@ _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 def scaled(logits_TV: Any, config: Any) -> Any:
-    """Apply the multiplier and soft cap that some models put on their logits; `config` is that of the text model."""
+    """Apply a model's logit multiplier and soft cap, if any; `config` is that of the text model."""
     import torch
 
     scale = multiplier(config)
@@ -22,7 +22,7 @@ def scaled(logits_TV: Any, config: Any) -> Any:
 
 
 def multiplier(config: Any) -> float | None:
-    """Return the factor that a model multiplies its logits with; None if there is none."""
+    """Return a model's logit multiplier; None if it has none."""
     scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
     divisor = getattr(config, "logits_scaling", None)
     if scale is None and divisor is not None:
@@ -31,10 +31,10 @@ def multiplier(config: Any) -> float | None:
 
 
 def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, Any, Any]:
-    """The K most probable tokens of each row, their logprobs, and the log of the probability of all others.
+    """Return the K most probable tokens of each row, their logprobs, and the log of the total probability of all others.
 
-    Returns ids [T, K] int32, logprobs [T, K] float32 and tail [T] float32, nats; a tail of -inf where K is the whole
-    vocabulary. Computed in float32, and in float64 where the logits are.
+    Returns ids [T, K] int32, logprobs [T, K] float32 and tail [T] float32, nats; the tail is -inf if K is the whole
+    vocabulary. Computed in float32, or float64 if the logits are.
     """
     import torch
 

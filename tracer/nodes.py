@@ -1,4 +1,4 @@
-"""Several nodes of one job, each under its own `tim-trace record`: one begins the trace, the others join it."""
+"""Multi-node jobs with one `tim-trace record` per node: one starts the trace, the others join it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NUMBERS = (
 )  # fmt: skip
 """Environment variables in which launchers number nodes and processes from 0; PET_ is torchrun's."""
 SIGN_S = 5.0
-"""How often `tim-trace record` shows that it runs, seconds."""
+"""Heartbeat interval of `tim-trace record`, seconds."""
 SIGNED_S = 2 * SIGN_S
-"""How long one without a sign is watched before it counts as ended, seconds."""
+"""Time without a heartbeat after which a launcher counts as ended, seconds."""
 _LOOK_S = 0.2
 
 _NUMBER = re.compile(r"--(?:node|machine)[-_]rank[ =](\d+)")
@@ -29,7 +29,7 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting that shows that an earlier node or process begins the trace, such as RANK=1; None without.
+    """Return the setting, such as RANK=1, by which an earlier node or process starts the trace; None if this one does.
 
     The command's arguments take precedence over the environment.
     """
@@ -40,17 +40,17 @@ def later_node(command: Sequence[str]) -> str | None:
 
 
 def has_several_nodes(command: Sequence[str]) -> bool:
-    """Whether a command starts a job on several nodes, by its arguments or torchrun's variable."""
+    """Return True if a command starts a job on several nodes, by its arguments or torchrun's variable."""
     return bool(_COUNT.search(" ".join([f"PET_NNODES={os.environ.get('PET_NNODES')}", *command])))
 
 
 def is_same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two commands differ only in their node rank."""
+    """Return True if two commands differ only in their node rank."""
     return _NUMBER.sub("", " ".join(one)) == _NUMBER.sub("", " ".join(other))
 
 
 def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
-    """Return the states of all launchers of a trace, the first one first; empty without a trace."""
+    """Return the states of all launchers of a trace, oldest first; empty without a trace."""
     with contextlib.suppress(TimTraceError, OSError):
         found = [state for state in Store(folder).writers_named(LAUNCHER) if state.is_launcher]
         return sorted(found, key=lambda state: state.opened_at)
@@ -60,11 +60,11 @@ def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
 def running_launchers(
     folder: str | os.PathLike[str], wait_s: float, beside: Collection[str] | None = None
 ) -> list[WriterState]:
-    """Wait up to `wait_s` for a `tim-trace record` that records to a folder; return those found running.
+    """Wait up to `wait_s` for `tim-trace record` processes that record to a folder; return the running ones.
 
-    One counts as running if its process is visible from here, or if it gave a sign after the first look, since one killed
-    on another machine looks alive at first. With `beside` only these are watched, as long as one may run; one that closes
-    normally counts too.
+    One counts as running if its process is visible from here, or if it sent a heartbeat since the first check, because one
+    killed on another machine first looks alive. With `beside` only these are watched, while any may run; one that closes
+    normally also counts.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:

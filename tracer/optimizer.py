@@ -1,4 +1,4 @@
-"""Statistics of the last update, from an optimizer's state, which is only read."""
+"""Statistics of the last update, read from an optimizer's state."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ PREFIX = "optimizer/"
 """Prefix of the metrics' names."""
 
 CHUNK_BYTES = 56 << 20
-"""Bytes of one chunk on a GPU, where one temporary tensor of that size is needed. A CPU needs up to three, so its chunks are a
-third as large, counted in float32 at least."""
+"""Bytes per chunk on a GPU, which needs one temporary tensor of that size. A CPU needs up to three, so its chunks are a third
+as large, counted as at least float32."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
     """Return norms of the last update and of the weights in this process, as metrics: 0-d tensors on their device.
 
-    Of Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + weight decay, where it is decoupled), as the state
-    has it after the step; of SGD with momentum lr times its buffer (Nesterov's look-ahead left out).
+    For Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + decoupled weight decay) with the state after the step;
+    for SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
 
-    - optimizer/update_to_weight: norm of the update over that of the weights after it.
-    - optimizer/update_norm, optimizer/weight_norm: these two.
-    - optimizer/second_moment: mean of v_hat over all elements; of Adam and its kin alone.
-    - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: the settings that it has now, of several groups the largest.
+    - optimizer/update_to_weight: norm of the update divided by the norm of the weights after it.
+    - optimizer/update_norm, optimizer/weight_norm: these two norms.
+    - optimizer/second_moment: mean of v_hat over all elements; Adam variants only.
+    - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: current settings, the largest over parameter groups.
 
-    Empty for an optimizer that has made no step, or whose state is of another kind. Nothing waits for a device.
+    Empty before the first step, and for other optimizers. Does not synchronise with a device.
     """
     import torch
 
@@ -113,7 +113,7 @@ def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Se
     beta1, beta2 = group["betas"]
     step = _step(states[0])
     scale1, scale2 = 1 - beta1**step, 1 - beta2**step
-    # With amsgrad the largest second moment so far divides.
+    # amsgrad divides by the largest second moment so far.
     largest = "max_exp_avg_sq" if "max_exp_avg_sq" in states[0] else "exp_avg_sq"
     update = torch._foreach_sqrt([_local(state[largest]) for state in states])
     torch._foreach_div_(update, scale2**0.5)

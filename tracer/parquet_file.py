@@ -1,6 +1,6 @@
-"""Parquet files of a trace, with block checksums that are verified on reading.
+"""Parquet files of a trace, with block checksums verified on read.
 
-A file's metadata hold its name and a checksum of each block before the footer; the writer's account holds the footer's.
+A file's metadata have its path and a checksum of each block before the footer; the writer's state has the footer's.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .verified_file import FileChecksums, VerifiedFile, unreadable_checksums
 BLOCKS = b"tim-trace blocks"
 """Metadata: base64 of XXH3-64 of each block before the footer, 8 bytes each."""
 BLOCK_SIZE = b"tim-trace block bytes"
-"""Metadata: bytes of a block; 256 KiB by default."""
+"""Metadata: block size in bytes; 256 KiB by default."""
 IDENTITY = b"tim-trace file"
-"""Metadata: the path that the file was written under."""
+"""Metadata: path of the file in the trace when written."""
 
 MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Most values that a column may claim: a constant plus a multiple of the file's bytes. Tokens take more than half a byte."""
+"""Maximum values of a column: a constant plus a multiple of the file's bytes. Tokens take more than half a byte."""
 
 
 def write_checked(
@@ -45,7 +45,7 @@ def write_checked(
     block_bytes: int = BLOCK_BYTES,
     **options: Any,
 ) -> SealedFile:
-    """Write each part as a row group, and return the account of the file, without its step range.
+    """Write each part as a row group, and return the file's SealedFile without step range.
 
     `identity` is its path in the trace; `options` are those of pyarrow's ParquetWriter.
     """
@@ -56,13 +56,13 @@ def write_checked(
 
 
 class CheckedWriter:
-    """A Parquet file that is being written."""
+    """A Parquet file under construction."""
 
     def __init__(self, parquet: pq.ParquetWriter):
         self._parquet = parquet
         self.num_rows = 0
         self.sealed: SealedFile
-        """Account of the file once it is closed, without its step range."""
+        """SealedFile once closed, without step range."""
 
     def write(self, part: pa.Table) -> None:
         """Add a part as a row group."""
@@ -90,7 +90,7 @@ def checked_writer(
 
 
 class _HashedFile(io.RawIOBase):
-    """Hashes what is written to a file, and also keeps it once `footer` is a bytearray."""
+    """Hashes bytes written to a file, and also collects them once `footer` is a bytearray."""
 
     def __init__(self, file: io.FileIO, block_bytes: int):
         self._file = file
@@ -127,7 +127,7 @@ class ParquetFooter:
 
     @property
     def identity(self) -> str | None:
-        """The path that it was written under; None from releases that did not say."""
+        """Path in the trace when written; None if not recorded by an older release."""
         name = self.metadata.get(IDENTITY)
         return None if name is None else name.decode("utf-8", "replace")
 
@@ -144,9 +144,9 @@ class ParquetFooter:
         return size
 
     def verified(self, store: Store, relative: str, *, keeps_tail: bool = False) -> VerifiedFile:
-        """Open the file for verified reading; `keeps_tail` keeps the footer in memory instead of reading it again.
+        """Open the file for verified reading; `keeps_tail` caches the footer in memory.
 
-        Raises DamagedTrace where the checksums cannot be read.
+        Raises DamagedTrace if the checksums cannot be read.
         """
         checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
         return VerifiedFile(store, relative, self.num_bytes, checksums)
@@ -187,7 +187,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
     try:
         tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
         if len(tail) < 12 or tail[-4:] != MAGIC:
-            raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
+            raise DamagedTrace(f"{where}: not readable as Parquet (no Parquet magic number at the end)")
         length = struct.unpack("<i", tail[-8:-4])[0] + 8
         if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
             raise DamagedTrace(f"{where}: not readable as Parquet (its footer cannot have {length - 8:,} bytes)")
@@ -199,9 +199,9 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
 
 
 def _check_counts(found: Any, num_bytes: int) -> None:
-    """Raise ValueError for a footer that claims implausibly many rows or values, or whose totals do not add up.
+    """Raise ValueError if a footer claims implausibly many rows or values, or its totals do not add up.
 
-    Runs of one value take no space, so a few bytes could claim any number of them.
+    Run-length encoding takes almost no space, so a few bytes could claim any number of values.
     """
     most = _FREE_VALUES + _VALUES_A_BYTE * num_bytes
     groups = [found.row_group(number) for number in range(found.num_row_groups)]

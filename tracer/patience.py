@@ -14,7 +14,7 @@ from typing import Any
 from ..schemas.errors import InvalidOption, StorageStalled
 
 MAX_WAIT_S = 60.0
-"""Default of the longest wait for a file system that does not answer, seconds."""
+"""Default timeout for an unresponsive file system, seconds."""
 _TELLS_EVERY_S = 5.0
 _LOOKS_EVERY_S = 0.5
 
@@ -28,12 +28,12 @@ class Patience:
         max_wait_s: float = math.inf,
         meanwhile: Callable[[], None] = lambda: None,
     ):
-        """`path` lies on the file system; "" prints nothing. `meanwhile` is called every few seconds of a wait. Raises InvalidOption."""
+        """`path` is on the file system; "" prints nothing. `meanwhile` is called every few seconds of a wait. Raises InvalidOption."""
         if not max_wait_s > 0:
             raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
         self.max_wait_s = max_wait_s
         self.waited_s = 0.0
-        """Seconds that callers have waited so far; grows while they wait."""
+        """Total wait of callers so far, seconds; updated during waits."""
         self._path, self._meanwhile = os.fspath(path), meanwhile
 
     def wait(
@@ -48,8 +48,8 @@ class Patience:
     ) -> None:
         """Wait, with `changed` held, while `is_blocked`. Raises StorageStalled.
 
-        While `is_excused`, time does not count as waiting for the file system. With `signs` of progress, the bound is on the
-        time in which they do not change. `counts` decides whether `waited_s` grows.
+        Time during `is_excused` does not count. With `signs` of progress, the limit applies to the time in which they do not
+        change. `counts` selects whether `waited_s` is updated.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
         while is_blocked():
@@ -65,7 +65,7 @@ class Patience:
             if signs is not None and (new := signs()) != seen:
                 seen, still_s, told_s = new, 0.0, 0.0
             if still_s >= self.max_wait_s and is_blocked():
-                raise StorageStalled(f"{self._path}: did not answer within {self.max_wait_s:g} s ({self._mount()})")
+                raise StorageStalled(f"{self._path}: did not respond within {self.max_wait_s:g} s ({self._mount()})")
             if self._path and still_s >= told_s + _TELLS_EVERY_S:
                 told_s = still_s
                 self._tell(still_s)
@@ -74,7 +74,7 @@ class Patience:
         bound = (
             "" if self.max_wait_s == math.inf else f"; after {self.max_wait_s:g} s this process continues without it"
         )
-        text = f"waiting for {self._path} ({self._mount()}) to answer, {waited_s:.0f} s so far{bound}"
+        text = f"waiting for {self._path} ({self._mount()}) to respond, {waited_s:.0f} s so far{bound}"
         print(f"tim-trace: {text}", file=sys.stderr, flush=True)
         self._meanwhile()
 

@@ -1,4 +1,4 @@
-"""Reporting progress of long work. Computations take a Progress; only the command line draws one."""
+"""Progress reporting for long computations; only the command line displays it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 Advance = Callable[[int], None]
-"""Called with the number of units done since the last call."""
+"""Called with the number of units completed since the last call."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Called with a name of the work and the total number of units."""
+"""Called with a description and the total number of units."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Computing the kept distributions from a model's last hidden states, in chunks of tokens.
+"""Compute captured distributions from a model's last hidden states, in chunks of tokens.
 
 Shapes: N tokens, C tokens of a chunk, H hidden width, V vocabulary.
 """
@@ -14,17 +14,17 @@ from .dense import Distribution, Hidden, Logits, TopK
 from .logits import scaled, top_k_with_tail
 
 CHUNK_BYTES = 256 << 20
-"""Bytes of float32 logits that exist at a time, beyond what is kept."""
+"""Maximum size of temporary float32 logits, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """A model's head, as a pass applies it."""
+    """A model's output head as applied by a pass."""
 
     model: Any
-    """None if the rows are logits already."""
+    """The model; None if the rows are logits already."""
     dtype: Any = None
-    """torch's dtype of the product; None for that of the hidden states."""
+    """torch dtype of the matrix product; None for that of the hidden states."""
     then: Callable[[Any], Any] | None = None
     """Applied to the logits after scale and soft cap, before dividing by the temperature."""
 
@@ -49,7 +49,7 @@ class Projection:
     def distribution(
         self, hidden: Sequence[Any], capture: Capture, temperature: float, device: Any = None
     ) -> Distribution:
-        """Return what a capture keeps of rows of hidden states [T, H], concatenated; on `device` if given."""
+        """Return the captured distributions of rows of hidden states [T, H], concatenated; on `device` if given."""
         import torch
 
         with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Replacing a trace in its folder such that one of the two traces survives if the process dies at any moment.
+"""Replace a trace in its folder, so that one of the two traces survives if the process dies at any moment.
 
-The old trace is moved into `.tmp-replacing-*`, its manifest first, and this becomes `.tmp-replaced-*` when all of it is there.
-The new trace's manifest comes last. So a folder without a manifest holds either a part of the old trace, the other part being
-in `.tmp-replacing-*`, or a part of the new one, all of the old one being in `.tmp-replaced-*`; `put_back` undoes both.
+The old trace is moved to `.tmp-replacing-*`, manifest first, which is renamed to `.tmp-replaced-*` when complete. The new
+trace's manifest is written last. So a folder without a manifest holds either part of the old trace, with the rest in
+`.tmp-replacing-*`, or part of the new one, with the complete old one in `.tmp-replaced-*`; `put_back` undoes both.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def move_all(source: Path, target: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Undo a replacement that was not finished, or finish it if the new trace is complete."""
+    """Undo an interrupted replacement, or finish it if the new trace is complete."""
     if (folder / MANIFEST).exists():
         for aside in [*_aside(folder, REPLACED_PREFIX), *_aside(folder, REPLACING_PREFIX)]:
             if not (aside / MANIFEST).exists():
@@ -110,7 +110,7 @@ def move_part(building: Path, folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes were building; finish moving what they had begun to move."""
+    """Remove traces that killed processes were building, and finish moves that they had started."""
     for building in _aside(folder, BUILT_PREFIX):
         if not is_held(building):
             if (folder / MANIFEST).exists() and not (building / MANIFEST).exists():
@@ -119,7 +119,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def tokenizer_files(store: Store) -> set[str]:
-    """Return the tokenizer's files by the writers' accounts, since their names vary."""
+    """Return the tokenizer's files from the writers' states, since their names vary."""
     if not os.path.isdir(store.path(TOKENIZER)):
         return set()
     with contextlib.suppress(TimTraceError):

@@ -1,4 +1,4 @@
-"""The passes of a trace that have logprobs, read from footers, without tokens or a database."""
+"""The passes of a trace with logprobs, read from Parquet footers only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
-    """Return the pair of a replay and the trainer's pass, or another one if the trainer has no logprobs."""
+    """Return the pair of a replay and the trainer's pass, or of another pass if the trainer has no logprobs."""
     names = scored_passes(trace)
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 

@@ -1,4 +1,4 @@
-"""A writer's files: the journal that it appends to, sealed whenever enough has gathered."""
+"""A writer's files: a journal, sealed whenever it is large enough."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
-"""Journal bytes that are sealed together: about four million tokens with ids and three passes."""
+"""Journal size at which a segment is sealed, bytes: about four million tokens with ids and three passes."""
 
 
 class HeldRows:
-    """Keeps record batches in memory, with the interface of JournalStream: a killed process leaves nothing of them."""
+    """Keeps record batches in memory, with JournalStream's interface; lost if the process is killed."""
 
     is_synced = False
 
@@ -32,16 +32,16 @@ class HeldRows:
         self.num_bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Keep rows after validating them, as reading a journal does."""
+        """Keep rows after validation, as when reading a journal."""
         batch.validate(full=True)
         self.batches.append(batch)
         self.num_bytes += batch.nbytes
 
     def sync(self) -> None:
-        """Do nothing: no row is on the disk."""
+        """Do nothing: no row is on disk."""
 
     def close(self) -> None:
-        """Do nothing: rows stay until they are sealed."""
+        """Do nothing: rows are kept until sealed."""
 
 
 _Stream = JournalStream | HeldRows
@@ -50,8 +50,8 @@ _Stream = JournalStream | HeldRows
 class SegmentWriter:
     """Appends rows and distributions of one writer; not thread-safe.
 
-    One segment is sealed while the next is appended to, its scores on one thread and the rest on another: `account` is called
-    from these, too. Appending never waits for sealing; who gives it more asks `is_behind` first.
+    A segment is sealed, scores on one thread and the rest on another, while the next is appended to; `account` is called from
+    these threads too. Appending never waits for sealing; callers check `is_behind` first.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Streams being sealed, by journal. Files replace a journal under `_handover`, so that its holder finds every row in one
-        or the other."""
+        """Streams being sealed, by journal. Files replace a journal while holding `_handover`, so that its holder finds every
+        row in one or the other."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -94,17 +94,17 @@ class SegmentWriter:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of the threads that seal, so far, seconds."""
+        """CPU time of the sealing threads so far, seconds."""
         return sum(sealer.cpu_s for sealer in self._sealers.values())
 
     @property
     def signs(self) -> list[Any]:
-        """Changes as long as the sealing threads make progress."""
+        """Values that change as long as the sealing threads make progress."""
         return [sealer.signs for sealer in self._sealers.values()]
 
     @property
     def is_behind(self) -> bool:
-        """Whether the journal has grown to `seal_bytes` while the segment before is still being sealed; from any thread."""
+        """True if the journal has reached `seal_bytes` while the previous segment is still being sealed; thread-safe."""
         return self._num_bytes >= self.seal_bytes and self._is_sealing
 
     @property
@@ -112,18 +112,18 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal when the journal has grown to `seal_bytes`; call it between records that belong together.
+        """Seal if the journal has reached `seal_bytes`; call it between groups of related records.
 
-        Does nothing while the segment before is being sealed.
+        Does nothing while the previous segment is being sealed.
         """
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()
 
     def seal(self, *, distributions: bool = True) -> None:
-        """Turn the journal into Parquet and Zarr, and begin the next segment; waits for the segment before.
+        """Convert the journal to Parquet and Zarr, and begin the next segment; waits for the previous one.
 
-        Without `distributions` theirs stays a journal.
+        Without `distributions` these stay in the journal.
         """
         if self._streams:
             streams, segment = self._streams, self.segment
@@ -141,13 +141,13 @@ class SegmentWriter:
         self._raise_sealing()
 
     def close(self, *, distributions: bool = True) -> None:
-        """Seal all rows and wait for it."""
+        """Seal all rows, and wait until done."""
         self.seal(distributions=distributions)
         self._end_sealers()
         self._raise_sealing()
 
     def abandon(self) -> None:
-        """Close the journal as it is, after an error; what was appended stays readable."""
+        """Close the journal after an error; appended rows stay readable."""
         try:
             self._close_streams()
         except (OSError, pa.ArrowException):
@@ -173,7 +173,7 @@ class SegmentWriter:
         return self._streams[table]
 
     def sync(self) -> None:
-        """Make everything appended survive a loss of power, including what is being sealed."""
+        """Flush to disk everything appended, including segments being sealed."""
         for stream in self._streams.values():
             stream.sync()
         with self._handover:

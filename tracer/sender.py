@@ -1,4 +1,4 @@
-"""Sending a trace to object storage while it is recorded, from a folder of the user's cache."""
+"""Upload a trace to object storage during recording, from the user's cache folder."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from .patience import MAX_WAIT_S, Patience
 from .worker import Worker
 
 _QUIET_S = 5.0
-"""Seconds of waiting at the end before a message."""
+"""Wait at the end before printing a message, seconds."""
 
 
 def cache_folder(url: str) -> Path:
-    """Return the folder in which a recording to a URL is written before it is sent."""
+    """Return the cache folder of a recording to a URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "tim-trace" / short_hash(url.encode()) / url.rstrip("/").rpartition("/")[2]
 
 
 def forget(folder: str | os.PathLike[str], url: str) -> None:
-    """Remove a folder that was sent to the URL, if it is the cache of a recording to this URL."""
+    """Remove an uploaded folder if it is the cache folder of a recording to this URL."""
     if Path(folder).resolve() == cache_folder(url).resolve():
         shutil.rmtree(cache_folder(url).parent, ignore_errors=True)
 
 
 class Sender:
-    """Sends a trace that is recorded to a URL from the folder that it is written to first."""
+    """Uploads a recording to a URL from its cache folder."""
 
     def __init__(self, url: str, *, max_wait: float = MAX_WAIT_S):
-        """Raises TraceExists if the URL is in use, or if the cache folder still holds an earlier recording that was not sent."""
-        from .upload import Upload  # here, so that a command starts before the file systems' libraries are loaded
+        """Raises TraceExists if the URL is in use, or if the cache folder still holds an earlier recording."""
+        from .upload import Upload  # imported here, so that a command starts before file system libraries are loaded
 
         self.url, self._max_wait = url, max_wait
         self.folder = cache_folder(url)
         if self.folder.exists():
             raise TraceExists(
-                f"{url}: an earlier recording that was not sent whole lies in {self.folder}; send it with `{self.remedy}`, "
+                f"{url}: an earlier recording was not uploaded completely and is in {self.folder}; upload it with `{self.remedy}`, "
                 "or remove it"
             )
         self._upload = Upload(self.folder, url)
@@ -55,12 +55,12 @@ class Sender:
 
     @property
     def remedy(self) -> str:
-        """The command that sends what was not sent."""
+        """Command that uploads the rest."""
         return f"tim-trace compact {self.folder} -o {self.url}"
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """Send what is sealed about once a minute, on a thread of its own. A failure is reported once, and tried again."""
+        """Upload sealed files about once a minute on a separate thread. A failure is reported once and retried."""
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # each failed request would print a traceback
         worker = self._worker(idle=self._send_sealed, idle_s=HEARTBEAT_S)
         try:
@@ -72,11 +72,11 @@ class Sender:
         return Worker(max_bytes=0, patience=Patience("", self._max_wait), **options)
 
     def _end(self, worker: Worker) -> None:
-        """Wait until a thread that sends has ended; no longer than `max_wait` seconds in which no byte is sent."""
+        """Wait for the upload thread to end, for at most `max_wait` seconds without progress."""
         note = Timer(
             _QUIET_S,
             self._print,
-            [f"sending the rest of the trace to {self.url}; gives up after {self._max_wait:.0f} s without progress"],
+            [f"uploading the rest of the trace to {self.url}; gives up after {self._max_wait:.0f} s without progress"],
         )
         note.daemon = True
         note.start()
@@ -95,7 +95,7 @@ class Sender:
                 self._upload.send_index()
         except (StorageError, OSError) as error:
             if not self._has_failed:
-                self._print(f"{error}; recording goes on in {self.folder}, and is sent later")
+                self._print(f"{error}; recording continues in {self.folder} and is uploaded later")
             self._has_failed = True
 
     def _send_all(self) -> None:
@@ -103,9 +103,9 @@ class Sender:
         self._upload.send_index()
 
     def finish(self) -> None:
-        """Send all that is left, and remove the folder.
+        """Upload the rest, and remove the folder.
 
-        Raises StorageError, and leaves the folder, if sending fails or nothing could be sent for `max_wait` seconds.
+        Raises StorageError, keeping the folder, if the upload fails or makes no progress for `max_wait` seconds.
         """
         error: BaseException | None = None
         if not self._is_stuck:
@@ -114,10 +114,10 @@ class Sender:
             self._end(worker)
             error = worker.error
         if self._is_stuck:
-            error = StorageError(f"{self.url}: has taken nothing for {self._max_wait:.0f} s")
+            error = StorageError(f"{self.url}: accepted no data for {self._max_wait:.0f} s")
         if isinstance(error, (StorageError, OSError)):
             raise StorageError(
-                f"{error}; the whole trace lies in {self.folder}: send it with `{self.remedy}`"
+                f"{error}; the complete trace is in {self.folder}: upload it with `{self.remedy}`"
             ) from error
         if error is not None:
             raise error

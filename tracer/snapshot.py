@@ -43,23 +43,23 @@ from .store import Store
 from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
 _LOOKS = 100
-"""Attempts at reading a trace that changes while it is read."""
+"""Maximum attempts at reading a trace that changes meanwhile."""
 _NAMED = 8
-"""Number of files that a message on a lost writer's state names."""
+"""Maximum number of files listed in a message about a missing writer's state."""
 _RESTORE = "restore the file from a copy"
 
 
 @dataclass(slots=True)
 class TableFile:
-    """A sealed file of a table that can be read."""
+    """A readable sealed file of a table."""
 
     relative: str
     file: VerifiedFile
     lacking: tuple[str, ...]
-    """Columns that it lacks, since an earlier release wrote it."""
+    """Columns that it lacks because an older release wrote it."""
     rows: int
     steps: tuple[int, int] | None = None
-    """First and last step of its rows by the writer's account; None if unknown, or without rows."""
+    """First and last step of its rows from the writer's state; None if unknown or empty."""
     newest: dict[int, int] | None = None
     """Step -> newest attempt at training of its rows; None until read."""
 
@@ -91,9 +91,9 @@ class Snapshot:
     contracts: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     """Pass, hash and content of every contract."""
     damaged: list[str] = field(default_factory=list)
-    """Damaged or missing parts, which are in no answer, a sentence each."""
+    """Damaged or missing parts, excluded from all results, one sentence each."""
     ignored: list[str] = field(default_factory=list)
-    """Files that are not part of the trace, a sentence each."""
+    """Files that are not part of the trace, one sentence each."""
     torn_bytes: int = 0
     """Bytes of incomplete records at the end of journals."""
     examined: Examined = field(default_factory=dict)
@@ -107,12 +107,12 @@ class Snapshot:
 
     @property
     def is_live(self) -> bool:
-        """Whether a writer may still add to the trace."""
+        """True if a writer may still add to the trace."""
         return any(found.is_alive for found in self.liveness.values())
 
     @property
     def accounted(self) -> dict[str, SealedFile]:
-        """Path -> account, for every file of a writer that counts."""
+        """Path -> SealedFile, for every valid file of a writer."""
         counting = [state for state in self.writers if not state.is_removed]
         replaced = self.replaced
         return {
@@ -121,12 +121,12 @@ class Snapshot:
 
     @property
     def replaced(self) -> set[str]:
-        """Files that were merged into others, and no longer count."""
+        """Files that were merged into others and are ignored."""
         return {name for state in self.writers for name in state.replaced}
 
     @property
     def unchecked(self) -> list[str]:
-        """Writers of an earlier release, whose files have no checksums."""
+        """Writers of an older release, whose files have no checksums."""
         return [state.writer for state in self.writers if state.files is None]
 
 
@@ -143,16 +143,16 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
         try:
             with _no_collection():
                 _look(snapshot)
-        except FileNotFoundError:  # a segment was sealed between listing and reading: look again
+        except FileNotFoundError:  # a segment was sealed between listing and reading: retry
             continue
         if not _has_changed(snapshot):
             return snapshot
-    raise QueryFailed(f"{store.url}: is being written faster than it can be read; ask again")
+    raise QueryFailed(f"{store.url}: is being written faster than it can be read; try again")
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause garbage collection: all objects of tens of thousands of files stay, and would be scanned again and again."""
+    """Pause garbage collection, which would repeatedly scan the objects of tens of thousands of files."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -174,7 +174,7 @@ def _look(snapshot: Snapshot) -> None:
     snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)
     snapshot.damaged += damaged
     snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
-    # Journals are listed first: anything sealed after that is found below, as Parquet.
+    # List journals first: anything sealed afterwards is found below, as Parquet.
     journals = _journals_of_one_moment(store)
     lost: dict[str, list[str]] = {}
     for table in TABLES:
@@ -186,27 +186,27 @@ def _look(snapshot: Snapshot) -> None:
             continue
         more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
         snapshot.damaged.append(
-            f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so that nobody can say what its writer wrote: "
-            f"{', '.join(files[:_NAMED])}{more} are in no answer; restore it from a copy, or remove them"
+            f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so the files of this writer cannot be verified: "
+            f"{', '.join(files[:_NAMED])}{more} are excluded from results; restore it from a copy, or remove them"
         )
     _read_contracts(snapshot)
     _find_missing(snapshot)
     for name in store.aside():
         snapshot.ignored.append(
-            f"{store.shown(name)}: the trace that lay here before; the process that replaced it died before it removed it. Read "
+            f"{store.shown(name)}: a replaced trace, left by a process that died before removing it. Read "
             "it there, or remove it"
         )
     for state in snapshot.writers:
         if state.state == FAILED:
             snapshot.damaged.append(
-                f"writer {state.writer} stopped recording early, and training went on: {state.error}"
+                f"writer {state.writer} stopped recording early while training continued: {state.error}"
             )
         for name, num_bytes in state.torn_journals.items():
             snapshot.damaged.append(torn_record(store.shown(name), num_bytes))
 
 
 def _journals_of_one_moment(store: Store) -> Journals:
-    """Return the journals once two listings in a row agree, so that no writer appended in between.
+    """Return the journals once two consecutive listings agree, so that no writer appended in between.
 
     If they grow too fast for that, sequences are as in the last listing, so that every score has its sequence.
     """
@@ -223,7 +223,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[str, list[str]]) -> None:
-    """Read a table's files and journals, and collect in `lost` the files of writers whose state is lost."""
+    """Read a table's files and journals; add files of writers with a missing state to `lost`."""
     store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
     replaced = snapshot.replaced
     snapshot.files[table] = []
@@ -233,7 +233,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
         snapshot._seen.add(relative)
         segment = Segment.parse(name.removesuffix(".parquet")) if name.endswith(".parquet") else None
         if segment is None:
-            snapshot.ignored.append(f"{store.shown(relative)}: no file of a trace; it was passed over, remove it")
+            snapshot.ignored.append(f"{store.shown(relative)}: not a trace file; ignored, remove it")
             continue
         state = states.get(segment.writer)
         if state is None and snapshot.manifest.is_checked:
@@ -249,14 +249,14 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
             ):  # otherwise the writer was killed while sealing: the journal counts
                 snapshot._suspects.add(segment.writer)
                 snapshot.ignored.append(
-                    f"{store.shown(relative)}: not in its writer's account, and its rows do not count; remove it"
+                    f"{store.shown(relative)}: not listed in its writer's state, so its rows are ignored; remove it"
                 )
             continue
         sealed.add(segment)
         try:
             snapshot.files[table].append(_examined(snapshot, relative, num_bytes, record, TABLE_SPECS[table]))
         except DamagedTrace as error:
-            snapshot.damaged.append(f"{error}; its rows are missing from every answer{_rows_lost(record)}")
+            snapshot.damaged.append(f"{error}; its rows are excluded from all results{_rows_lost(record)}")
     rows: list[pa.RecordBatch] = []
     for segment, tables in journals.items():
         state = states.get(segment.writer)
@@ -282,12 +282,12 @@ def _rows_lost(record: SealedFile | None) -> str:
 
 
 def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile | None, spec: Table) -> TableFile:
-    """Return a sealed file after checking its size, footer and columns against its account. Raises DamagedTrace."""
+    """Return a sealed file after checking size, footer and columns against its SealedFile. Raises DamagedTrace."""
     known = snapshot.examined.get(relative)
     if known is None or known.file.num_bytes != num_bytes:
         if record is not None and num_bytes != record.num_bytes:
             raise DamagedTrace(
-                f"{snapshot.store.shown(relative)}: has {num_bytes:,} bytes where its writer wrote {record.num_bytes:,}; {_RESTORE}"
+                f"{snapshot.store.shown(relative)}: has {num_bytes:,} bytes, but its writer wrote {record.num_bytes:,}; {_RESTORE}"
             )
         known = _later(snapshot, relative, record, spec) or _now(snapshot, relative, num_bytes, record, spec)
         snapshot.examined[relative] = known
@@ -295,7 +295,7 @@ def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedF
 
 
 def _now(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile | None, spec: Table) -> TableFile:
-    """Return a file whose footer is in the index or is read now."""
+    """Return a file with its footer from the index or read now."""
     store, where = snapshot.store, snapshot.store.shown(relative)
     indexed = None if record is None else snapshot.index.footer(relative, num_bytes, record.footer)
     footer = indexed or read_footer(store, relative, num_bytes)
@@ -310,7 +310,7 @@ def _now(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile |
 
 
 def _later(snapshot: Snapshot, relative: str, record: SealedFile | None, spec: Table) -> TableFile | None:
-    """Return a file whose footer is read only when a query needs it; None if the index does not know the file."""
+    """Return a file whose footer is read on demand; None if it is not in the index."""
     known = None if record is None else snapshot.index.known(relative, record.num_bytes, record.footer)
     if known is None or record is None or record.num_rows is None:
         return None
@@ -326,13 +326,13 @@ def _later(snapshot: Snapshot, relative: str, record: SealedFile | None, spec: T
 def _read_checksums(
     store: Store, relative: str, record: SealedFile, tail_bytes: int, spec: Table, lacking: tuple[str, ...]
 ) -> FileChecksums:
-    """Read the checksums of a file from its footer, after checking the footer against account and index."""
+    """Read a file's checksums from its footer, after verifying the footer against writer state and index."""
     where = store.shown(relative)
     footer = read_footer(store, relative, record.num_bytes, tail_bytes=tail_bytes)
     _check_footer(footer, relative, where, record, is_checked=True)
     if _lacking_columns(footer.schema, spec, where) != lacking:
         raise DamagedTrace(
-            f"{where}: has other columns than the index says; remove the folder {INDEX}, which is only a copy"
+            f"{where}: its columns differ from the index; remove the folder {INDEX}, which is only a cache"
         )
     return footer.checksums(where, keeps_tail=not store.is_local)
 
@@ -351,15 +351,15 @@ def _check_footer(
     if footer.identity not in (None, relative):
         raise DamagedTrace(f"{where}: was written as {footer.identity}; remove it")
     if record is not None and (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
-        raise DamagedTrace(f"{where}: its footer is not what its writer wrote; {_RESTORE}")
+        raise DamagedTrace(f"{where}: its footer is damaged; {_RESTORE}")
     if is_checked and record is None and footer.identity is None:
-        raise DamagedTrace(f"{where}: no writer accounts for it; remove it")
+        raise DamagedTrace(f"{where}: listed in no writer's state; remove it")
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
-    """Return the columns that a file of an earlier release lacks. Raises DamagedTrace if other columns do not match."""
+    """Return the columns that a file of an older release lacks. Raises DamagedTrace if other columns do not match."""
     if len(set(found.names)) != len(found.names):
-        raise DamagedTrace(f"{where}: names a column twice; {_RESTORE}")
+        raise DamagedTrace(f"{where}: has a duplicate column; {_RESTORE}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
     missing = [f.name for f in spec.schema if f.name not in (*found.names, *lacking)]
     if missing:
@@ -371,7 +371,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether two types hold the same values, whatever the names of list elements."""
+    """Return True if two types are equal up to the names of list elements."""
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found)) and _same_type(found.value_type, wanted.value_type)
     if pa.types.is_map(wanted):
@@ -392,19 +392,19 @@ def _journal_rows(
     if not is_named:
         snapshot._suspects.add(segment.writer)
         if content.batches or content.damage is not None:
-            snapshot.ignored.append(f"{where}: its writer does not name it, and its rows do not count; remove it")
+            snapshot.ignored.append(f"{where}: not listed in its writer's state, so its rows are ignored; remove it")
         return
     if not content.has_begun and state is not None and state.files is not None:
         snapshot.damaged.append(
-            f"{where}: is cut to {content.torn_bytes:,} bytes, and its rows are in no answer; {_RESTORE}"
+            f"{where}: is truncated to {content.torn_bytes:,} bytes, and its rows are excluded from results; {_RESTORE}"
         )
         return
     snapshot.torn_bytes += content.torn_bytes
     completed = [TABLE_SPECS[table].completed(batch) for batch in content.batches]
     if None in completed:
-        snapshot.damaged.append(f"{where}: holds records of another schema; they were passed over, remove the file")
+        snapshot.damaged.append(f"{where}: holds records of another schema, which are ignored; remove the file")
     if content.damage is not None:
-        snapshot.damaged.append(f"{where}: {content.damage}; what follows is in no answer, {_RESTORE}")
+        snapshot.damaged.append(f"{where}: {content.damage}; everything after it is excluded from results, {_RESTORE}")
     found = snapshot.liveness.get(segment.writer)
     has_stopped = any(state.state == FAILED for state in snapshot.writers if state.writer == segment.writer)
     if content.torn_bytes and not has_stopped and not (found is not None and found.is_alive):
@@ -413,9 +413,9 @@ def _journal_rows(
 
 
 def torn_record(where: str, num_bytes: int) -> str:
-    """Return a sentence on a journal that ends within a record and is no longer written."""
+    """Return a message about a closed journal that ends in an incomplete record."""
     return (
-        f"{where}: its last {num_bytes:,} bytes are no whole record: the process died while it wrote them, or the file was cut; "
+        f"{where}: its last {num_bytes:,} bytes are an incomplete record: the process died while writing, or the file was truncated; "
         "everything before is read"
     )
 
@@ -426,9 +426,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
     for name in store.walk(PASSES):
         pass_name, _, file = name.rpartition("/")
         if not file.endswith(".json"):
-            snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')}: no file of a trace; it was passed over, remove it"
-            )
+            snapshot.ignored.append(f"{store.shown(f'{PASSES}/{name}')}: not a trace file; ignored, remove it")
             continue
         digest = file.removesuffix(".json")
         try:
@@ -436,12 +434,12 @@ def _read_contracts(snapshot: Snapshot) -> None:
         except DamagedTrace as error:
             snapshot.damaged.append(str(error))
             continue
-        # A live writer may already score under a contract that its state does not list yet.
+        # A live writer may already use a contract that its state does not list yet.
         if not snapshot.manifest.is_checked or f"{PASSES}/{name}" in accounted or snapshot.is_live:
             snapshot.contracts.append((pass_name, digest, contract))
         else:
             snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')}: no writer accounts for it; it was passed over, remove it"
+                f"{store.shown(f'{PASSES}/{name}')}: listed in no writer's state; ignored, remove it"
             )
 
 
@@ -454,7 +452,7 @@ def _contract(snapshot: Snapshot, pass_name: str, digest: str) -> dict[str, Any]
 
 
 def _find_missing(snapshot: Snapshot) -> None:
-    """Note files in writers' accounts that are missing."""
+    """Report missing files that writers' states list."""
     store = snapshot.store
     there = {f"{folder}/{name}" for folder in (WEIGHTS, JOURNAL) for name in store.files(folder)}
     there |= snapshot._seen
@@ -475,21 +473,23 @@ def _find_missing(snapshot: Snapshot) -> None:
                 snapshot._suspects.add(state.writer)
                 if found is not None and found[1] in TABLES and (since := found[0].parquet(found[1])) in there:
                     snapshot.damaged.append(
-                        f"{store.shown(f'{WRITERS}/{state.writer}.json')}: is older than {since}, which its writer sealed since, "
-                        "and whose rows are in no answer; restore it from a copy"
+                        f"{store.shown(f'{WRITERS}/{state.writer}.json')}: is older than {since}, which its writer sealed later, "
+                        "and whose rows are excluded from results; restore it from a copy"
                     )
                     continue
-                snapshot.damaged.append(f"{store.shown(journal)}: is missing, with what was not sealed yet; {_RESTORE}")
+                snapshot.damaged.append(
+                    f"{store.shown(journal)}: is missing, with rows that were not sealed yet; {_RESTORE}"
+                )
 
 
 def _has_changed(snapshot: Snapshot) -> bool:
-    """Whether a writer whose files did not match its state has changed the state since."""
+    """Return True if a writer whose files did not match its state has updated it since."""
     used = {state.writer: state for state in snapshot.writers}
     for writer in snapshot._suspects:
         try:
             now = snapshot.store.writer(writer, snapshot.manifest)
         except (FileNotFoundError, DamagedTrace):
-            if writer not in used:  # it was lost before
+            if writer not in used:  # it was missing before
                 continue
             return True
         if writer not in used:

@@ -1,4 +1,4 @@
-"""Reading a trace's folder on any file system. Nothing outside of the folder is read, whatever its files say."""
+"""Read a trace's folder on any file system. Nothing outside the folder is read, whatever its files contain."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
 
 _DEEP = (PASSES, TOKENIZER)
-"""Folders with few files at any depth."""
+"""Folders that are listed recursively, since they have few files."""
 _READ_BYTES = 64 << 20
-"""Bytes per read: the system allocates the whole request."""
+"""Maximum bytes per read, since the system allocates the whole request."""
 
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Tries of s3fs, squared for a read, and multiplied by botocore's: 4 tries of 15 s are enough."""
+"""Retries of s3fs; they are squared for reads and multiplied by botocore's. 4 attempts of 15 s are enough."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -55,15 +55,15 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         raise of_system(error, url) from error
     except Exception as error:  # whatever a file system's library raises
         raise StorageError(
-            f"{url}: no file system is known for it ({first_line(error)}); name a folder, or a URL as s3://bucket/run"
+            f"{url}: unsupported file system ({first_line(error)}); use a folder, or a URL such as s3://bucket/run"
         ) from error
     if not path.strip("/"):
-        raise StorageError(f"{url}: names no folder; name one, as s3://bucket/run")
+        raise StorageError(f"{url}: contains no folder; use a URL such as s3://bucket/run")
     return filesystem, path
 
 
 class _Reached:
-    """A remote file system whose libraries' errors become StorageError."""
+    """A remote file system that converts its libraries' errors to StorageError."""
 
     def __init__(self, filesystem: fsspec.AbstractFileSystem, url: str):
         self._filesystem, self._url = filesystem, url
@@ -89,8 +89,8 @@ class _Reached:
 class Store:
     """Reads a trace's folder on any file system that fsspec knows.
 
-    `url` is a local path or a URL such as `s3://bucket/runs/7`; no character of a path is a pattern.
-    Nothing is read before a method asks for it.
+    `url` is a local path or a URL such as `s3://bucket/runs/7`; wildcards are not expanded.
+    Files are read on demand.
     """
 
     def __init__(self, url: str | os.PathLike[str]):
@@ -115,13 +115,13 @@ class Store:
 
     @property
     def name(self) -> str:
-        """The folder's name, which names the run; bytes that are not UTF-8 are replaced, since no table can hold them."""
+        """The folder's name, used as the run's name; bytes that are not UTF-8 are replaced, since tables cannot hold them."""
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def look(self) -> None:
-        """List the folders of a trace on object storage in parallel, and answer later listings from that.
+        """List the folders of a trace on object storage in parallel, and cache the result for later listings.
 
-        Does nothing for a local trace, which is always listed anew.
+        Does nothing for a local trace, whose listings are not cached.
         """
         if self.is_local:
             return
@@ -145,11 +145,11 @@ class Store:
         return found
 
     def path(self, relative: str) -> str:
-        """Return the path of a file of the trace on this store's file system."""
+        """Return a file's path on this store's file system."""
         return f"{self.root}/{relative}"
 
     def shown(self, relative: str) -> str:
-        """Return the path of a file of the trace for messages."""
+        """Return a file's path for messages."""
         return f"{self.url.rstrip('/')}/{relative}"
 
     @cached_property
@@ -157,10 +157,10 @@ class Store:
         return os.path.realpath(self.root)
 
     def checked_path(self, relative: str) -> str:
-        """Return `path`. Raises DamagedTrace for a link that leads out of the folder."""
+        """Return a file's path. Raises DamagedTrace for a link out of the folder."""
         path = self.path(relative)
         if "\0" in relative:
-            raise DamagedTrace(f"{self.shown(relative)}: is the name of no file; is the trace damaged?")
+            raise DamagedTrace(f"{self.shown(relative)}: not a valid file name; is the trace damaged?")
         if (real := self.link_out(relative)) is not None:
             raise DamagedTrace(
                 f"{self.shown(relative)}: is a link that leads out of the trace, to {real}; it is not followed: put a "
@@ -197,7 +197,7 @@ class Store:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise DamagedTrace(f"{self.shown(relative)}: is no regular file, and is not read; remove it")
+                raise DamagedTrace(f"{self.shown(relative)}: not a regular file; remove it")
             parts = []
             while start < stop and (part := os.pread(descriptor, min(stop - start, _READ_BYTES), start)):
                 parts.append(part)
@@ -214,21 +214,21 @@ class Store:
         except OSError as error:
             if error.errno not in (errno.ENXIO, errno.ELOOP):
                 raise
-            raise DamagedTrace(f"{self.shown(relative)}: is no regular file ({error.strerror}); remove it") from error
+            raise DamagedTrace(f"{self.shown(relative)}: not a regular file ({error.strerror}); remove it") from error
 
     def read_json(self, relative: str) -> bytes:
         """Read a JSON document. Raises DamagedTrace if it is larger than any that tim-trace writes."""
-        if not self.is_local:  # one request, and none for its size
+        if not self.is_local:  # a single request, without querying the size
             content = self.read_range(relative, 0, MAX_BYTES + 1)
             size = len(content)
         else:
             size = self.file_size(relative)
         if size > MAX_BYTES:
-            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, which no JSON document of a trace has")
+            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, too many for a JSON document of a trace")
         return self.read_bytes(relative) if self.is_local else content
 
     def _listed_entry(self, relative: str) -> dict[str, Any] | None:
-        """Return a file's entry from the last `look`; None if it is not in there."""
+        """Return a file's entry from the last `look`; None if missing."""
         first = relative.partition("/")[0]
         folder = first if first in _DEEP else relative.rpartition("/")[0]
         path = self.path(relative)
@@ -258,7 +258,7 @@ class Store:
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
     def aside(self) -> list[str]:
-        """Return the folders of traces that this one replaces, the newest last; local traces only."""
+        """Return the folders of traces that this one replaces, newest last; local traces only."""
         if not self.is_local:
             return []
         names = [f"{REPLACED_PREFIX}*", f"{REPLACING_PREFIX}*"]
@@ -308,7 +308,7 @@ class Store:
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Whether a part of a path below the trace's folder is a link or `..`; ten times faster than resolving the path."""
+        """Return True if a part of a path below the trace's folder is a link or `..`; ten times faster than resolving the path."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"
@@ -358,17 +358,17 @@ class Store:
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self.filesystem.exists(self.root):
                 raise TraceNotFound(
-                    f"{self.url}: nothing is there; record a run with `tim-trace record -o {self.url} -- COMMAND`"
+                    f"{self.url}: does not exist; record a run with `tim-trace record -o {self.url} -- COMMAND`"
                 ) from error
             if aside := self.aside():
                 raise TraceNotFound(
-                    f"{self.url}: a process died while it replaced the trace here, and nothing is lost: the next `tim-trace "
+                    f"{self.url}: a process died while replacing the trace here; no data is lost: the next `tim-trace "
                     f"record` or `import` to this folder puts it back, or: mv {shlex.quote(self.shown(aside[-1]))}/* "
                     f"{shlex.quote(self.url)}"
                 ) from error
             raise TraceNotFound(
-                f"{self.url}: holds no {MANIFEST}, so it is not a trace; name the folder that `tim-trace record -o` or "
-                "`tim-trace import` wrote"
+                f"{self.url}: has no {MANIFEST}, so it is not a trace; pass the folder written by `tim-trace record -o` or "
+                "`tim-trace import`"
             ) from error
         except StorageError:
             raise
@@ -379,9 +379,9 @@ class Store:
     def writers(
         self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
     ) -> tuple[list[WriterState], list[str]]:
-        """Read every writer's state; also return a sentence for each that cannot be read.
+        """Read every writer's state; also return one sentence per unreadable state.
 
-        `manifest` is the trace's if it was read already; `known_state` is `Index.state`, for states that have not changed.
+        `manifest` is the trace's if already read; `known_state` is `Index.state`, for unchanged states.
         """
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
@@ -407,9 +407,9 @@ class Store:
         return states, damaged
 
     def writers_named(self, *prefixes: str) -> list[WriterState]:
-        """Read the states of a local trace's writers by name prefix; unreadable ones are left out.
+        """Read the states of a local trace's writers by name prefix; unreadable ones are skipped.
 
-        No other file is touched, since every rank calls this at its start, on a shared file system.
+        No other file is accessed, since every rank calls this at startup on a shared file system.
         """
         manifest, states = self.manifest(), []
         with suppress(FileNotFoundError):
@@ -422,7 +422,7 @@ class Store:
         return states
 
     def _read_many(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
-        """Read small files of a folder, on object storage in parallel; unreadable ones are left out."""
+        """Read small files of a folder, in parallel on object storage; unreadable ones are skipped."""
         if not names:
             return {}
         if self.is_local:
@@ -459,7 +459,7 @@ class Store:
             os.close(directory)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
-        """Read a writer's state; `manifest` and `content` are given if they were read already.
+        """Read a writer's state; `manifest` and `content` are passed if already read.
 
         Raises DamagedTrace and FileNotFoundError.
         """
@@ -477,14 +477,14 @@ class Store:
         return state
 
     def _check_writer(self, state: WriterState, name: str, manifest: Manifest) -> None:
-        """Raise DamagedTrace for a state of another name or another trace."""
+        """Raise DamagedTrace if a state belongs to another writer or trace."""
         where = self.shown(f"{WRITERS}/{name}.json")
         if state.writer != name:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
         if state.run_id not in (None, manifest.run_id):
             raise DamagedTrace(
-                f"{where}: is of run {state.run_id}, and {self.shown(MANIFEST)} of run {manifest.run_id}; restore from a copy "
-                "the one that is not of this trace"
+                f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; restore from a copy "
+                "the file that belongs to another trace"
             )
 
 
@@ -496,9 +496,9 @@ def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
 
 
 def too_large(size: int, times: int = 2) -> str | None:
-    """Return a sentence if `times` as many bytes exceed this machine's memory; else None."""
+    """Return a message if `times` as many bytes exceed this machine's memory; else None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"has {size:,} bytes, and this machine a memory of {memory:,}" if size * times > memory else None
+    return f"has {size:,} bytes, but this machine's memory is {memory:,}" if size * times > memory else None
 
 
 def first_line(error: BaseException) -> str:

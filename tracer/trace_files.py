@@ -1,4 +1,4 @@
-"""The finished files of traces as a file system for DuckDB and Arrow; every byte is verified."""
+"""An fsspec-style file system of traces' finished files for DuckDB and Arrow; every byte is verified."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROTOCOL = "tim"
 
 
 class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Files under added names, such as tim://0/scores/12, and patterns that stand for chosen files."""
+    """Registered files, such as tim://0/scores/12, and patterns that expand to selected files."""
 
     protocol = PROTOCOL
     cachable = False
@@ -30,26 +30,26 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         """Pattern -> number of times it was expanded."""
 
     def add(self, name: str, file: VerifiedFile) -> str:
-        """Give a file a name, and return its URL."""
+        """Register a file under a name, and return its URL."""
         self._files[name] = file
         return self.url(name)
 
     def add_content(self, name: str, content: bytes) -> None:
-        """Give a file that is in memory a name."""
+        """Register an in-memory file under a name."""
         self._contents[name] = content
 
     def choose(self, pattern: str, names: Sequence[str]) -> None:
-        """Let a pattern stand for these files from now on."""
+        """Set the files that a pattern expands to."""
         self._chosen[pattern] = names
 
     @staticmethod
     def url(name: str) -> str:
-        """URL of a file or a pattern."""
+        """Return the URL of a file or a pattern."""
         return f"{PROTOCOL}://{name}"
 
     @property
     def error(self) -> DamagedTrace | QueryFailed | None:
-        """The error of the first failed read; None without one."""
+        """Return the error of the first failed read, or None."""
         return next((file.error for file in self._files.values() if file.error is not None), None)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
     def modified(self, path: str) -> Any:
         from datetime import UTC, datetime
 
-        return datetime.fromtimestamp(0.0, UTC)  # no file of a trace changes
+        return datetime.fromtimestamp(0.0, UTC)  # trace files never change
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         name = self._strip_protocol(path)

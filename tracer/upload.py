@@ -1,4 +1,4 @@
-"""Sending a local trace to object storage: every file once, then the states that account for it, and the manifest last."""
+"""Upload a local trace to object storage: each file once, then the writers' states that list it, the manifest last."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .store import Store, first_line
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
 _FEW_FILES, _GROWTH = 32, 1.25
 _TRIES = 5
-"""Attempts at sending a file; the file system also retries by itself."""
+"""Attempts per file; the file system library also retries."""
 
 
 class Upload:
-    """Sends a local trace to a URL, where readers find only complete files that are accounted for."""
+    """Uploads a local trace to a URL, where readers see only complete, listed files."""
 
     def __init__(self, folder: Path, url: str):
         self.folder, self.url = folder, url
         self._store = Store(url)
         self._sent: dict[str, str | int] = {}
-        """Path -> size of a sent file, or hash of a sent writer's state."""
+        """Path -> size of an uploaded file, or hash of an uploaded writer's state."""
         self._num_indexed = 0
-        """Number of files sent when the index was."""
+        """Number of uploaded files at the last index upload."""
         self.num_bytes = 0
-        """Bytes sent so far, including files in progress; grows while the storage answers."""
+        """Bytes uploaded so far, including files in progress."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
-        """Return whether the URL holds some of a run's `files` and nothing else, as an interrupted upload leaves it.
+        """Return True if the URL holds some of a run's `files` and nothing else, as after an interrupted upload.
 
         Raises TraceExists if it holds anything else, and StorageError if it cannot be reached.
         """
@@ -46,13 +46,13 @@ class Upload:
         names = {path.removeprefix(self._store.root).strip("/") for path in found}
         others = {name for name in names if name not in files and not name.startswith(f"{INDEX}/")}
         if others or (MANIFEST in names and self._store.manifest().run_id != run_id):
-            raise TraceExists(f"{self.url}: something lies there already; name another URL, or remove it")
+            raise TraceExists(f"{self.url}: already exists; use another URL, or remove it")
         return bool(names)
 
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
-        """Send finished files that were not sent yet. Raises StorageError after `tries` attempts at one file.
+        """Upload new finished files. Raises StorageError after `tries` attempts at one file.
 
-        Files are sent before the states that account for them, and a segment once none of its journals is left.
+        Files are uploaded before the states that list them, and a segment only when all of its journals are sealed.
         """
         source = Store(self.folder)
         states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
@@ -80,7 +80,7 @@ class Upload:
             self._sent[MANIFEST] = 1
 
     def send_index(self, *, elsewhere: Store | None = None) -> None:
-        """Send an index of what was sent, replacing the previous one; `elsewhere` as in `write_index`."""
+        """Upload an index of the uploaded files, replacing the previous one; `elsewhere` as in `write_index`."""
         write_index(self.folder, elsewhere=elsewhere)
         names = Store(self.folder).files(INDEX)
         for name, size in names.items():
@@ -95,28 +95,28 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """Whether enough files were sent since the last index to send another; growing by a factor bounds the total."""
+        """True if the number of files has grown by a factor since the last index, which bounds the total cost of indexes."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     @property
     def _has_buckets(self) -> bool:
-        """Whether the file system has buckets instead of folders."""
+        """True if the file system has buckets instead of folders."""
         protocol = self._store.filesystem.protocol
         return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove all other files of a folder at the URL, which killed processes have sent."""
+        """Remove all other files of a folder at the URL, left by killed processes."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")
 
     def _remove(self, path: str) -> None:
-        """Try to remove a file; a leftover does no harm."""
+        """Try to remove a file; failure is harmless."""
         with contextlib.suppress(Exception):
             self._store.filesystem.rm_file(self._store.path(path))
 
     def put(self, path: str, content: bytes | None = None, *, tries: int = _TRIES) -> None:
-        """Send a file, or what is given as its content. Raises StorageError after `tries` attempts."""
+        """Upload a file, or `content` if given. Raises StorageError after `tries` attempts."""
         from fsspec.callbacks import Callback
 
         target, filesystem = self._store.path(path), self._store.filesystem
@@ -145,9 +145,9 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Return a writer's state as it is sent, without journals, and the files that are left out with them.
+    """Return a writer's state for upload, without journals, and the files omitted with them.
 
-    Journals stay on this machine. Of a segment that is sealed in part, a reader would find sequences without their scores.
+    Journals stay local, and so do partly sealed segments, since readers would find sequences without scores.
     """
     state = parse_writer_state(content, where)
     if not state.journals:

@@ -1,4 +1,4 @@
-"""Reading a finished file of a trace; every byte is verified against a checksum first."""
+"""Read a finished file of a trace; every byte is first verified against a checksum."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _KEPT_BYTES = 64 << 20
-"""Cache of blocks from object storage, per process: neighbours are often read one after the other."""
+"""Cache of object storage blocks per process, bytes: consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
 """Bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
 """Requests to object storage for a file before reading ahead, twice as far each time."""
 _MAX_AHEAD_BYTES = 8 << 20
-"""Most bytes of read-ahead."""
+"""Maximum read-ahead, bytes."""
 _SMALL_BYTES = 256 << 10
 """Reads up to this size run one at a time."""
 _MAX_SPAN_BYTES = 64 << 20
@@ -33,10 +33,10 @@ class FileChecksums:
     """The checksums of a file."""
 
     blocks: bytes | None = None
-    """Checksums of the blocks, DIGEST_BYTES each; None if it has none, so that only its length is verified."""
+    """Checksums of the blocks, DIGEST_BYTES each; None if there are none, so that only the length is verified."""
     block_bytes: int = BLOCK_BYTES
     tail_bytes: int = 0
-    """Bytes at the file's end that belong to no block."""
+    """Bytes at the file's end outside blocks."""
     tail_hash: str = ""
     """Checksum of the tail."""
     tail: bytes | None = None
@@ -49,7 +49,7 @@ def unreadable_checksums(where: str, error: ValueError) -> DamagedTrace:
 
 
 class VerifiedFile:
-    """Reads ranges of a file. Raises DamagedTrace, which names the file, for damaged bytes.
+    """Reads ranges of a file. Raises DamagedTrace for damaged bytes.
 
     A block is verified once. `checksums` may be a function that reads the checksums from the file's end when they are needed.
     """
@@ -77,7 +77,7 @@ class VerifiedFile:
         self._seen = bytearray(count)
 
     def _need_checksums(self) -> None:
-        """Read them, where that was not done yet."""
+        """Read the checksums if not done yet."""
         if self._read_checksums is None:
             return
         with self._alone:
@@ -93,7 +93,9 @@ class VerifiedFile:
                 self._read_checksums = None
 
     def _gone(self) -> QueryFailed:
-        return QueryFailed(f"{self.store.shown(self.relative)}: was there and is gone: merged, or removed; ask again")
+        return QueryFailed(
+            f"{self.store.shown(self.relative)}: disappeared while reading: it was merged or removed; try again"
+        )
 
     @property
     def has_checksums(self) -> bool:
@@ -148,7 +150,7 @@ class VerifiedFile:
         self._need_checksums()
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
             raise DamagedTrace(
-                f"{self.store.shown(self.relative)}: has {size - self.num_bytes:,} bytes more than were written; restore it from a "
+                f"{self.store.shown(self.relative)}: is {size - self.num_bytes:,} bytes longer than when written; restore it from a "
                 "copy"
             )
         whole = xxhash.xxh3_128()
@@ -165,7 +167,7 @@ class VerifiedFile:
         if stop <= start:
             return b""
         if not self.store.is_local:
-            # Small reads wait for each other, so that read-ahead of one serves the next ones.
+            # Small reads are serialised, so that later ones profit from read-ahead.
             with self._alone if stop - start <= _SMALL_BYTES else nullcontext():
                 return self._read_blocks(start, stop)
         content = self._fetch(start, stop)
@@ -213,7 +215,7 @@ class VerifiedFile:
         tail = self._fetch(self._end, self.num_bytes)
         if short_hash(tail) != self._tail_hash:
             raise DamagedTrace(
-                f"{self.store.shown(self.relative)}: its last {len(tail):,} bytes are not those that were there before; "
+                f"{self.store.shown(self.relative)}: its last {len(tail):,} bytes have changed since they were first read; "
                 "restore it from a copy"
             )
         return tail
@@ -239,7 +241,7 @@ class VerifiedFile:
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: damaged between bytes {begin:,} and "
                 f"{begin + sum(map(len, parts)):,} (the checksum differs); restore it from a copy, or "
-                "move it away to ask the rest"
+                "move it away to use the rest of the trace"
             )
         with self._lock:
             self._seen[index] = 1

@@ -1,4 +1,4 @@
-"""Writing files into a trace atomically."""
+"""Write files to a trace atomically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..schemas.errors import StorageError
 from ..schemas.layout import TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
-"""Longest time that a writer's first state is a temporary file, seconds."""
+"""Maximum time for which a writer's first state is a temporary file, seconds."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -38,7 +38,7 @@ def write_once(path: Path, content: bytes) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
-    except OSError:  # a file system without hard links: the last of several equal writers wins
+    except OSError:  # no hard links: if several write the same file, the last one wins
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -60,7 +60,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def trace_file(folder: Path, relative: str) -> Iterator[Path]:
-    """`whole_file` in a trace. Raises FileNotFoundError if the trace's folder was removed, which is not created again.
+    """`whole_file` in a trace. Raises FileNotFoundError if the trace's folder was removed; it is not re-created.
 
     Raises StorageError if a link leads elsewhere.
     """
@@ -108,12 +108,12 @@ def check_no_links(folder: Path) -> None:
 
 def _is_link(place: Path) -> StorageError:
     return StorageError(
-        f"{place}: is a link, and a trace is written in its own folders alone; put a copy of what it leads to in its place"
+        f"{place}: is a link, and traces are written only to their own folders; replace it with a copy of its target"
     )
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or a folder's entries, survive a loss of power."""
+    """Flush a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,9 +122,9 @@ def sync(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove temporary files of killed writers; call it only if no writer of the trace is alive. Whole traces stay.
+    """Remove temporary files, but not whole traces, of killed writers; call it only if no writer of the trace is alive.
 
-    A new state file stays too, since its writer may be about to move it into place.
+    A recent state file is kept too, since its writer may be about to move it into place.
     """
     for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
         is_left = path.parent != folder / WRITERS or _age_s(path) > _MOVED_WITHIN_S

@@ -1,4 +1,4 @@
-"""The thread that writes, and the bounded queue in front of it."""
+"""The writer thread and its bounded queue."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Task = Callable[[], Any]
 _Given = TypeVar("_Given")
 
 _TASK_BYTES = 16 << 10
-"""The fixed cost of a task, as bytes."""
+"""Fixed cost of a task, in equivalent bytes."""
 _REMEMBERED_S = 0.5
 """Time constant of the pace, seconds of work."""
 _FIRST_PACE = 64 << 20
 """Initial pace, bytes per second."""
 _SHARE = 0.75
-"""Share of the longest wait that the queue is filled to, since tasks differ in duration."""
+"""Share of the maximum wait to which the queue is filled, since tasks differ in duration."""
 _LOOKS_EVERY_S = 0.01
 """Interval at which a waiting caller checks `is_behind`, seconds."""
 
@@ -34,8 +34,8 @@ _LOOKS_EVERY_S = 0.01
 class Worker:
     """Runs tasks in order on a thread of its own.
 
-    The queue holds at most `max_bytes` of tasks' data, and no more than the last tasks' pace handles in `max_wait_s`. A
-    caller waits, and the wait is counted, while the queue is full, its first task is older than that, or `is_behind`
+    The queue holds at most `max_bytes` of tasks' data, and no more than can be processed in `max_wait_s` at the recent pace.
+    Callers wait, and the wait is counted, while the queue is full, its first task is older than `max_wait_s`, or `is_behind`
     returns true. Nothing is dropped. After a task raised, the others are discarded, and `error` holds the exception.
     `idle` is called after every `idle_s` seconds without a task.
 
@@ -63,7 +63,7 @@ class Worker:
         self._cpu_s, self._num_done = 0.0, 0
         self._busy = self._awaits_device = False
         self._device_at = 0.0
-        """When it last stopped waiting for a device."""
+        """Time when it last stopped waiting for a device."""
         self._closing = self._has_ended = self._is_abandoned = False
         self._changed = threading.Condition()
         self._running = threading.Lock()
@@ -73,7 +73,7 @@ class Worker:
         _workers.add(self)
 
     def submit(self, task: Task, num_bytes: int, *, ready: Task | None = None) -> None:
-        """Queue a task; wait first while the queue is full. A task larger than the queue goes in alone.
+        """Queue a task; wait first while the queue is full. A task larger than the queue is queued alone.
 
         `ready` waits, on the worker's thread, for the device that computes the task's data; this does not count as disk time.
         """
@@ -94,13 +94,13 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a task is queued or running."""
+        """True if a task is queued or running."""
         with self._changed:
             return bool(self._tasks) or self._busy
 
     @property
     def signs(self) -> tuple[int, list[str]]:
-        """Changes as long as its thread makes progress: finished tasks, and its CPU time from the system."""
+        """Values that change as long as its thread makes progress: finished tasks and CPU time."""
         task = Path(f"/proc/self/task/{self._thread.native_id}")
         # schedstat is in nanoseconds, but not every kernel has it.
         for name, times in (("schedstat", slice(1)), ("stat", slice(11, 13))):
@@ -109,7 +109,7 @@ class Worker:
         return self._num_done, []
 
     def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until every queued task ran, and count the wait. With `signs`, wait as long as they change."""
+        """Wait until every queued task has run, and count the wait. With `signs`, wait as long as they change."""
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
@@ -123,7 +123,7 @@ class Worker:
         return given[0]
 
     def close(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Run what is queued and end the thread."""
+        """Run all queued tasks and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -132,7 +132,7 @@ class Worker:
             self._thread.join()
 
     def abandon(self, last: Task | None = None) -> None:
-        """Stop waiting: drop queued tasks, and run `last` instead if the current task ever ends."""
+        """Drop queued tasks, and run `last` instead if the current task ever ends."""
         with self._changed:
             self._fail(StorageStalled("abandoned"))
             self._closing = self._is_abandoned = True
@@ -153,7 +153,7 @@ class Worker:
         return pending and (self._is_late() or self._queued_bytes + num_bytes > self.max_bytes)
 
     def _is_late(self) -> bool:
-        """Whether queued tasks wait too long, or are about to."""
+        """Return True if queued tasks wait too long, or are about to."""
         if not self._tasks or self._awaits_device:
             return False
         expected_s = self._pace.expected_s(len(self._tasks), self._queued_bytes)
@@ -180,7 +180,7 @@ class Worker:
                     if ready is not None:
                         begin = self._await_device(ready)
                     task()
-            except BaseException as error:  # the training thread must go on
+            except BaseException as error:  # the training thread must continue
                 self._fail(error)
             is_work = task is not self._idle
             del task, ready
@@ -248,8 +248,8 @@ class _Pace:
         return self._seconds / self._weight * (num_bytes + num_tasks * _TASK_BYTES)
 
 
-# A child that is forked while a thread holds a library's locks, such as Arrow's, can never release them. So a fork waits
-# until no task runs.
+# A forked child could never release library locks, such as Arrow's, held by a thread of the parent. So forks wait until no
+# task runs.
 
 _FORK_WAITS_S = 10.0
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()

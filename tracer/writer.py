@@ -1,4 +1,4 @@
-"""One process's part in a trace: its thread, files and state, and how recording ends after an error."""
+"""One process's writer: its thread, files and state, and how recording ends after an error."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from .worker import Worker, run_within
 _T = TypeVar("_T")
 
 QUEUE_BYTES = 128 << 20
-"""Bytes that may be queued for the disk before the training thread waits."""
+"""Maximum queued data before the training thread waits, bytes."""
 QUEUE_S = 1.0
-"""Time that data may be queued for the disk before the training thread waits, seconds."""
+"""Maximum age of queued data before the training thread waits, seconds."""
 RESERVE_BYTES = 64 << 10
-"""Reserved for the state that reports a full disk."""
+"""Disk space reserved to write a state that reports a full disk, bytes."""
 
 
 class Part(StrEnum):
-    """Parts of a recording beside sequences and passes. An error in a part ends only that part."""
+    """Optional parts of a recording, besides sequences and passes. An error in a part ends only that part."""
 
     METRICS = "metrics"
     OPTIMIZER = "statistics of the optimizer"
@@ -57,11 +57,11 @@ class Part(StrEnum):
 
 
 class TraceWriter:
-    """Writes to a trace from its own thread, and keeps account of every finished file.
+    """Writes to a trace from its own thread, and lists every finished file in its state.
 
-    An error of the disk or of tim-trace ends the recording and not the training: it is reported on stderr, the writer's
-    state becomes `failed`, and later records are discarded. A file system that does not answer for `max_wait_s` is such an
-    error; the thread is then abandoned.
+    Disk errors and bugs end the recording, not the training: they are reported on stderr, the writer's state becomes `failed`,
+    and later records are discarded. The same happens if the file system does not respond for `max_wait_s`; the thread is then
+    abandoned.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class TraceWriter:
         versions: Mapping[str, str] | None = None,
         max_wait_s: float = math.inf,
     ):
-        """`attempt` is the attempt at training that it belongs to; None outside of training.
+        """`attempt` is its training attempt; None outside training.
 
-        `versions` are those of the libraries that computed the numbers; None for this process's.
+        `versions` are the versions of the libraries that computed the numbers; None for this process's.
 
-        Without `journals` a killed process loses the rows that were not sealed yet.
+        Without `journals` a killed process loses unsealed rows.
         """
         self.folder = folder
         rank = environment.rank()
@@ -108,7 +108,7 @@ class TraceWriter:
         """Parts whose recording has ended."""
         self.patience = Patience(folder, max_wait_s, meanwhile=self._save_beside)
         self.has_stalled = False
-        """Whether recording stopped because the file system did not answer."""
+        """True if recording stopped because the file system did not respond."""
         self._beside: threading.Thread | None = None
         """Thread that saves the state while the writing thread cannot."""
         if journals:
@@ -127,12 +127,12 @@ class TraceWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether submitted tasks are still run."""
+        """True if submitted tasks are still run."""
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
-        """Run a task on the writing thread, after `ready`, which waits for a device; wait first when too much is queued, or
-        for too long.
+        """Run a task on the writing thread, after `ready`, which waits for a device; wait first if the queue is too large or
+        too old.
 
         Raises InvalidRecord if an earlier task found contradictory values.
         """
@@ -173,21 +173,21 @@ class TraceWriter:
             return
         self._ended.add(part)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        sentence = f"tim-trace: not recorded from here on: {part} ({reason}); everything else goes on"
+        sentence = f"tim-trace: not recorded from here on: {part} ({reason}); everything else continues"
         print(sentence, file=sys.stderr, flush=True)
         self.note(f"{part} after an error ({reason})")
 
     def note(self, sentence: str) -> None:
-        """Keep a note in the trace that something is not recorded."""
+        """Record a note that something is not recorded."""
         self.state.not_recorded += (sentence,)
         self.submit(self.save_state, 0)
 
     def append(self, table: str, batch: pa.RecordBatch) -> None:
-        """Append rows; on the writing thread."""
+        """Append rows; called on the writing thread."""
         self.segments.append(table, batch)
 
     def contract(self, pass_name: str, contract: Contract) -> str:
-        """Keep a pass's contract, once, and return its hash."""
+        """Record a pass's contract, once, and return its hash."""
         digest = contract_hash(contract)
         if (pass_name, digest) not in self._contracts:
             self._contracts.add((pass_name, digest))
@@ -197,7 +197,7 @@ class TraceWriter:
         return digest
 
     def keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Keep a version of the weights (names of a state_dict -> tensors), once; the caller may change them then.
+        """Record a version of the weights (state_dict name -> tensor), once; the caller may change the tensors afterwards.
 
         Raises InvalidRecord for a dtype that cannot be kept.
         """
@@ -214,7 +214,7 @@ class TraceWriter:
         self._check_weights()
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Keep a transformers tokenizer, unless the trace has one."""
+        """Record a transformers tokenizer, unless the trace has one."""
         if self.is_open:
             with self._bounded():
                 run_within(self.patience, partial(self._keep_tokenizer, tokenizer))
@@ -230,9 +230,9 @@ class TraceWriter:
         self.account(account, saves=False)
 
     def flush(self, *, sync: bool, weights: bool = True) -> bool:
-        """Wait until everything submitted is with the operating system; with `sync`, until it is on the disk.
+        """Wait until everything submitted is written; with `sync`, until it is flushed to disk.
 
-        Without `weights`, these may still be queued. Returns false if recording has stopped, which is reported again. Raises
+        Without `weights`, these may still be queued. Returns False if recording has stopped, which is reported again. Raises
         InvalidRecord if a task found contradictory values.
         """
         with self._bounded():
@@ -253,9 +253,9 @@ class TraceWriter:
         saves: bool = True,
         sync: bool = False,
     ) -> None:
-        """Account for files, for a journal that was `begun`, and for one that `ended` since it was sealed into the files.
+        """List files in the state, add a journal that was `begun`, and remove one that `ended` by being sealed into the files.
 
-        Without `saves` the state is saved with the next journal or segment. With `sync` the files survive a loss of power.
+        Without `saves` the state is saved with the next journal or segment. With `sync` the files are flushed to disk.
         """
         with self._saving:
             assert self.state.files is not None
@@ -273,7 +273,7 @@ class TraceWriter:
             write_part(self.folder, f"{WRITERS}/{self.name}.json", self.state.to_json().encode())
 
     def stop(self, error: BaseException) -> None:
-        """End recording because of an error outside of the writing thread."""
+        """End recording because of an error outside the writing thread."""
         with self._bounded():
             self._worker.submit(lambda: self._fail(error), 0)
 
@@ -281,7 +281,7 @@ class TraceWriter:
         """Write queued records, seal them, and mark the writer closed; does nothing in a forked child.
 
         At interpreter exit distributions stay in the journal, since Zarr can no longer start threads; readers use the journal,
-        and `tim-trace record` seals it. Waits as long as writing makes progress. Returns false if recording has stopped, which
+        and `tim-trace record` seals it. Waits as long as writing makes progress. Returns False if recording has stopped, which
         is reported again.
         """
         if self.state.pid != os.getpid():
@@ -299,7 +299,7 @@ class TraceWriter:
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Give up recording if the block waits too long for the file system."""
+        """Abort recording if the block waits too long for the file system."""
         try:
             yield
         except StorageStalled as error:
@@ -328,7 +328,7 @@ class TraceWriter:
         self.account({relative: sealed(content)})
 
     def _sync(self, *, weights: bool) -> None:
-        """Make everything recorded survive a loss of power."""
+        """Flush everything recorded to disk."""
         self.segments.sync()
         with self._saving:
             self.save_state()
@@ -339,7 +339,7 @@ class TraceWriter:
         self._sync_files((MANIFEST, *names, *below), beside=journals)
 
     def _sync_files(self, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
-        """Make files, the state, and the folders of these and of files `beside` survive a loss of power."""
+        """Flush files, the state, and the folders of these and of files `beside` to disk."""
         paths = {self.folder / name for name in names} - self._synced
         groups = [path.parent for path in paths if path.parent.parent == self.folder / DENSE]
         files = {*paths, self._state_path, *(path for group in groups for path in group.rglob("*") if path.is_file())}
@@ -358,14 +358,14 @@ class TraceWriter:
             return
         self._say_stopped(error)
         there = self._state_path.parent.exists()
-        readable = f"what was recorded before is readable: tim-trace info {self.folder}"
-        _say(readable if there else f"{self.folder} was removed, and nothing of this process is readable")
+        readable = f"earlier records are readable: tim-trace info {self.folder}"
+        _say(readable if there else f"{self.folder} was removed, with all records of this process")
         self.segments.abandon()
         if there:
             self._end()
 
     def _give_up(self, error: StorageStalled) -> None:
-        """End recording from the thread that waited in vain, abandoning running tasks."""
+        """End recording from the thread whose wait timed out, abandoning running tasks."""
         if self.state.state != FAILED:
             self.has_stalled = True
             self._say_stopped(error)
@@ -375,13 +375,13 @@ class TraceWriter:
         self._save_beside()
 
     def _finish_abandoned(self) -> None:
-        """Close what was abandoned, if the file system answers after all."""
+        """Close abandoned files if the file system recovers."""
         self.segments.abandon()
         self._end()
 
     def _say_stopped(self, error: BaseException) -> None:
         self.state.state, self.state.error = FAILED, f"{type(error).__name__}: {error}"
-        _say(f"RECORDING STOPPED in process {self.state.pid}, training goes on: {self.state.error}")
+        _say(f"RECORDING STOPPED in process {self.state.pid}, training continues: {self.state.error}")
 
     def _save_beside(self) -> None:
         """Save the state on a separate thread, which may wait indefinitely."""
@@ -422,7 +422,7 @@ class TraceWriter:
             _say(f"the trace could not be marked ({error})")
 
     def _give_sign(self) -> None:
-        """Show that this writer is alive."""
+        """Update this writer's heartbeat."""
         with contextlib.suppress(OSError):
             os.utime(self._state_path)
 

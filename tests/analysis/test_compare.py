@@ -217,7 +217,7 @@ def test_steps_of_a_comparison(plain, tmp_path):
     other = write(tmp_path / "other", Planted(at=9, train=0.25))
     assert compare(plain, other, steps=":8").differences == ()
     assert compare(plain, other, steps="12:").first.step == 12
-    with pytest.raises(InvalidOption, match="steps: '99' names no recorded step"):
+    with pytest.raises(InvalidOption, match="steps: '99' matches no recorded step"):
         compare(plain, other, steps="99")
 
 

@@ -252,9 +252,9 @@ def test_stats_of_top_k_says_bounds(tmp_path):
 def test_a_group_that_is_gone_is_named(tmp_path):
     trace = record(tmp_path / "run", Logits(logits=logits(0)), Logits(logits=logits(1)))
     (trace / "dense").rename(tmp_path / "gone")
-    with pytest.warns(DamageWarning), pytest.raises(InvalidQuery, match="is not there; scores name it"):
+    with pytest.warns(DamageWarning), pytest.raises(InvalidQuery, match="is missing, but scores refer to it"):
         ask(trace)
-    with pytest.warns(DamageWarning), pytest.raises(DamagedTrace, match="is not there; scores name it"):
+    with pytest.warns(DamageWarning), pytest.raises(DamagedTrace, match="is missing, but scores refer to it"):
         stats(trace)
 
 

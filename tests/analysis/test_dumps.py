@@ -481,8 +481,8 @@ def test_the_command_says_it_and_refuses_what_is_not_for_dumps(tmp_path, exact):
     assert len(done.stdout.split("\n\n")[2].splitlines()) == 7
     assert tim_trace("locate", "--from-dumps", a, a, "--by", "layer", "--csv").code == 0
     for arguments, message in (
-        (("--from-dumps", a, b, "--steps", "3"), "--steps is not for it"),
-        (("run", "--from-dumps", a, b), "run is not for it"),
+        (("--from-dumps", a, b, "--steps", "3"), "--steps is not supported"),
+        (("run", "--from-dumps", a, b), "run is not supported"),
         (("--from-dumps", a, b, "--by", "patch"), "--by operator or layer"),
         ((), "give RUN, or two folders"),
         (("--from-dumps", a, tmp_path / "none"), "is not a folder"),

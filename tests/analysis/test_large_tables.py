@@ -143,7 +143,7 @@ def test_a_file_under_another_s_name_and_of_another_s_columns_is_told_when_it_is
             open_database(trace).ask("SELECT sum(len(logprobs)) FROM scores WHERE step = 1")
     for path in (trace / "sequences").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.warns(DamageWarning, match="bytes where its writer wrote"):
+    with pytest.warns(DamageWarning, match="bytes, but its writer wrote"):
         assert len(open_database(trace).damaged) == STEPS
 
 

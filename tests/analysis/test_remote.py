@@ -44,7 +44,7 @@ def test_the_command_line_takes_urls(s3, trace):
     assert tim_trace("stats", "s3://bucket/cli/run", trace, "--json").code == 0
     missing = tim_trace("info", "s3://bucket/cli/nothing")
     assert missing.code == 2
-    assert "s3://bucket/cli/nothing: nothing is there" in missing.stderr
+    assert "s3://bucket/cli/nothing: does not exist" in missing.stderr
 
 
 RECORDS = PROGRAMS / "records.py"
@@ -63,7 +63,7 @@ def test_a_run_is_recorded_straight_to_object_storage(s3, tmp_path):
     assert s3.ls("bucket/recorded/run/index")
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     again = tim_trace("record", "-o", "s3://bucket/recorded/run", "--", sys.executable, RECORDS, env=env)
-    assert (again.code, "something lies there already" in again.stderr) == (2, True)
+    assert (again.code, "already exists; use another URL" in again.stderr) == (2, True)
     assert "ran" not in again.stdout
     for option in ("--force", "--resume"):
         refused = tim_trace("record", "-o", "s3://bucket/new/run", option, "--", sys.executable, RECORDS, env=env)
@@ -150,7 +150,7 @@ def test_the_rest_of_a_killed_recording_is_sent_by_the_command_that_is_named(hal
     assert info(url).num_response_tokens == whole == 5
     assert verify(url).is_whole
     assert not folder.exists()
-    with pytest.raises(TraceExists, match="something lies there already"):
+    with pytest.raises(TraceExists, match="already exists; use another URL"):
         Sender(url)
 
 
@@ -158,7 +158,7 @@ def test_another_run_at_a_url_is_never_replaced(half_sent, tmp_path):
     url, _ = half_sent
     with Recorder(tmp_path / "other") as recorder:
         recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
-    with pytest.raises(TraceExists, match="something lies there already"):
+    with pytest.raises(TraceExists, match="already exists; use another URL"):
         compact(str(tmp_path / "other"), output=url)
 
 
@@ -170,9 +170,7 @@ def test_storage_that_takes_nothing_ends_the_wait_and_names_the_remedy(s3, tmp_p
     with Recorder(sender.folder) as recorder:
         recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
     monkeypatch.setattr(sender._upload, "put", lambda *_, **__: never.wait())
-    with pytest.raises(
-        StorageError, match=f"has taken nothing for 1 s; .*`tim-trace compact {sender.folder} -o {url}`"
-    ):
+    with pytest.raises(StorageError, match=f"accepted no data for 1 s; .*`tim-trace compact {sender.folder} -o {url}`"):
         sender.finish()
     never.set()
     assert "gives up after 1 s without progress" in capsys.readouterr().err

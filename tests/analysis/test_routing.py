@@ -108,7 +108,7 @@ def test_a_confined_query_may_compare_routing_and_reads_nothing_else(tmp_path):
     for run, wrong in (("run", f"{group}/../../../../other"), ("other", group)):
         with pytest.raises(InvalidQuery, match="has no such rows"):
             sql(tmp_path / "run", f"SELECT routing_sums_of('{run}', '{wrong}', {start}, '{group}', {start}, 4)")
-    with pytest.raises(InvalidQuery, match="has 4 rows, and scores name rows 2 to 6"):
+    with pytest.raises(InvalidQuery, match="has 4 rows, but scores refer to rows 2 to 6"):
         sql(tmp_path / "run", f"SELECT routing_sums_of('run', '{group}', 2, '{group}', 2, 4)")
 
 
@@ -119,7 +119,7 @@ def test_a_trace_without_its_routing_is_named(tmp_path):
     shutil.rmtree(tmp_path / "run" / "dense")
     with (
         pytest.warns(DamageWarning, match="is missing"),
-        pytest.raises(DamagedTrace, match="is not there; scores name it"),
+        pytest.raises(DamagedTrace, match="is missing, but scores refer to it"),
     ):
         stats(tmp_path / "run")
 

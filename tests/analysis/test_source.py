@@ -71,7 +71,7 @@ def test_a_truncated_file_is_named_and_the_rest_is_read(trace, cut):
     file.write_bytes(file.read_bytes()[:cut])
     (sentence,) = info(str(trace)).damaged
     assert f"scores/{file.name}: has" in sentence
-    assert "bytes where its writer wrote" in sentence
+    assert "bytes, but its writer wrote" in sentence
     assert "restore the file from a copy" in sentence
     assert "(16 rows of steps 1 to 2)" in sentence
     check_readable(trace, 24, damaged=True)
@@ -125,8 +125,8 @@ def test_a_writer_s_files_of_another_run_do_not_count(trace, tmp_path):
     for file in [*(tmp_path / "other").rglob("*.parquet"), *(tmp_path / "other" / "writers").iterdir()]:
         shutil.copy(file, trace / file.parent.name)
     foreign, lost = info(str(trace)).damaged
-    assert "is of run" in foreign
-    assert "are in no answer" in lost
+    assert "belongs to run" in foreign
+    assert "are excluded from results" in lost
     check_readable(trace, 40, damaged=True)
 
 
@@ -158,7 +158,9 @@ def test_a_broken_writer_state_or_contract_is_named(trace):
     (contract,) = (trace / "passes" / "train").iterdir()
     contract.write_text(contract.read_text().replace("trl", "mrl"))
     damaged = info(str(trace)).damaged
-    assert ["writers/x.json" in damaged[0], "is not the contract that its name stands for" in damaged[1]] == [True] * 2
+    assert ["writers/x.json" in damaged[0], "its content does not match the hash in its name" in damaged[1]] == [
+        True
+    ] * 2
     check_readable(trace, 40, damaged=True)
 
 
@@ -189,7 +191,7 @@ def test_a_contract_that_no_writer_accounts_for_does_not_count(trace, tmp_path):
     shutil.copytree(tmp_path / "other" / "passes", trace / "passes", dirs_exist_ok=True)
     found = info(str(trace))
     assert [one.name for one in found.passes] == ["rollout", "train"]
-    assert "no writer accounts for it" in found.ignored[0]
+    assert "listed in no writer's state" in found.ignored[0]
 
 
 def test_a_writer_s_state_of_an_earlier_moment_is_named(tmp_path):
@@ -224,7 +226,7 @@ def test_verify_names_a_captured_chunk_with_bytes_behind_its_end(tmp_path):
     chunk.write_bytes(chunk.read_bytes() * 2)
     done = tim_trace("verify", tmp_path / "run", "--json")
     assert done.code == 2
-    assert "bytes more than were written" in json.loads(done.stdout)["damaged"][0]
+    assert "bytes longer than when written" in json.loads(done.stdout)["damaged"][0]
 
 
 @pytest.mark.slow
@@ -269,7 +271,7 @@ def test_files_of_the_first_format_are_checked_as_far_as_they_go(trace_v1):
 
 
 def test_no_trace_is_told_apart_from_nothing(tmp_path):
-    with pytest.raises(TraceNotFound, match="nothing is there; record a run with"):
+    with pytest.raises(TraceNotFound, match="does not exist; record a run with"):
         open_source(str(tmp_path / "missing"))
     with pytest.raises(TraceNotFound, match=r"holds no trace.json, so it is not a trace"):
         open_source(str(tmp_path))
@@ -285,7 +287,7 @@ def test_no_trace_is_told_apart_from_nothing(tmp_path):
 def test_every_command_names_a_missing_trace_in_one_line(tmp_path, command):
     done = tim_trace(command[0], tmp_path / "no" / "run", *command[1:])
     assert done.code == 2
-    assert done.stderr.startswith(f"Error: {tmp_path}/no/run: nothing is there")
+    assert done.stderr.startswith(f"Error: {tmp_path}/no/run: does not exist")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
 

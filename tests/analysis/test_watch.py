@@ -201,7 +201,7 @@ def test_it_waits_for_a_run_and_ends_with_it(tmp_path):
     views = watch(tmp_path / "run", every=0.01)
     seen = next(views)
     assert (seen.state, seen.is_over) == ("waiting", False)
-    assert "nothing is there; record a run with" in seen.notes[0]
+    assert "does not exist; record a run with" in seen.notes[0]
     with Recorder(tmp_path / "run") as recorder:
         seen = next(views)
         assert (seen.state, seen.notes) == ("live", ("no sequence recorded yet",))
@@ -239,7 +239,7 @@ def test_options_that_mean_nothing_are_refused(tmp_path, options, told):
 
 
 def test_once_refuses_a_run_that_is_not_there(tmp_path):
-    with pytest.raises(TraceNotFound, match="nothing is there"):
+    with pytest.raises(TraceNotFound, match="does not exist"):
         watch(tmp_path / "run", once=True)
 
 

@@ -599,7 +599,7 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
         ({"operators": "q_proj,"}, InvalidOption, "give comma-separated words of names"),
         ({"against": "mode=decode"}, CannotReplay, "leave mode decode out"),
         ({"sequences": "nobody"}, InvalidOption, "'nobody' is not a scored sequence of step 1"),
-        ({"steps": "7"}, InvalidOption, "names no recorded step"),
+        ({"steps": "7"}, InvalidOption, "matches no recorded step"),
         ({"layers": "a"}, InvalidOption, "give a layer, or FIRST:LAST"),
         ({"patch": "some"}, InvalidOption, "use kinds, layers, all or none"),
     ],

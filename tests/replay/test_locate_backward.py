@@ -304,7 +304,7 @@ def test_the_parameters_differences_are_those_of_the_gradients_by_hand(traces):
     [
         ({"arm": "engine=vllm"}, InvalidOption, "has no backward"),
         ({"against": "padding=packed"}, CannotReplay, "use padding=left"),
-        ({"steps": "7"}, InvalidOption, "names no recorded step"),
+        ({"steps": "7"}, InvalidOption, "matches no recorded step"),
         ({"sequences": "nobody"}, InvalidOption, "is not a scored sequence"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_trace_that_cannot_be_written_to_is_located_and_says_why_nothing_is_ke
     done = CliRunner().invoke(cli.main, asked)
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("Only rounding")
-    assert "not kept in the trace: " in done.stderr
+    assert "not stored in the trace: " in done.stderr
 
 
 @pytest.mark.slow

@@ -276,7 +276,7 @@ def test_a_trainer_that_is_killed_and_resumes_from_its_checkpoint_counts_once(tm
     died = trained(tmp_path, "--steps", 6, "--die-after", 5, config=SAVES)
     assert died.code == 128 + 9, died.stderr[-3000:]
     refused = trained(tmp_path, "--steps", 6, "--resume", config=SAVES)
-    assert (refused.code, "a trace is there already" in refused.stderr) == (2, True)
+    assert (refused.code, "a trace already exists there" in refused.stderr) == (2, True)
     done = trained(tmp_path, "--steps", 6, "--resume", options=["--resume"], config=SAVES)
     assert done.code == 0, done.stderr[-3000:]
     assert attempts_of(tmp_path / "run") == ({1: [1, 2, 3, 4, 5], 2: [5, 6]}, {1: [1, 2, 3, 4], 2: [5, 6]})

@@ -77,7 +77,7 @@ def test_something_else_that_listens_is_no_cluster(answer):
         threading.Thread(target=answering, args=(server, answer), daemon=True).start()
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with (
-            pytest.raises(InvalidOption, match=f"no cluster answers at .{address}. .*ray start --head, 6379"),
+            pytest.raises(InvalidOption, match=f"no cluster answers at .{address}. .*default 6379"),
             connected(address),
         ):
             pass
@@ -139,7 +139,9 @@ def test_nodes_with_another_release_of_tim_trace_are_named(tmp_path, monkeypatch
     changed = text.replace(f'__version__ = "{tim_trace.__version__}"', '__version__ = "0.0.9"')
     assert changed != text
     (package / "__init__.py").write_text(changed)
-    told = f"node .* has tim-trace 0.0.9, and this process {tim_trace.__version__}; install the same on every node"
+    told = (
+        f"node .* has tim-trace 0.0.9, and this process {tim_trace.__version__}; install the same version on every node"
+    )
     with two_nodes(env_vars={"PYTHONPATH": str(package.parent)}) as (made, _), pytest.raises(ClusterFailed, match=told):
         list(run_units(made.address, None, [1], num_cpus=1, num_gpus=0))
 
@@ -149,7 +151,10 @@ def test_a_trace_that_nodes_do_not_see_is_named_with_its_node(tmp_path, address,
     make_run(tmp_path / "run", writers=1, steps=3)
     shutil.rmtree(tmp_path / "run" / "sums", ignore_errors=True)
     monkeypatch.chdir(tmp_path)  # which is another folder for each process
-    with pytest.raises(ClusterFailed, match=r"node .*: /proc/self/cwd/run: .*; every node has to see the trace"):
+    with pytest.raises(
+        ClusterFailed,
+        match=r"node .*: /proc/self/cwd/run: .*; the trace and the imported files must be at the same path",
+    ):
         stats("/proc/self/cwd/run", ray=address)
 
 
@@ -162,7 +167,7 @@ def test_a_disk_that_cannot_be_written_is_told_in_a_sentence(tmp_path, address):
     below = str(tmp_path / "file" / "other")
     for unit, last in ((below, str(tmp_path / "last")), (str(tmp_path / "unit"), below)):
         with pytest.raises(
-            ClusterFailed, match=r"node .*Not a directory: .*; check the disk of the node, and that its user"
+            ClusterFailed, match=r"node .*Not a directory: .*; check the node's disk and write permissions"
         ):
             list(run_units(address, Writer(last), [unit], num_cpus=1, num_gpus=0))
     done = list(run_units(address, Writer(str(tmp_path / "last")), [str(tmp_path / "unit")], num_cpus=1, num_gpus=0))

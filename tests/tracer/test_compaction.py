@@ -265,7 +265,7 @@ def test_object_storage_gets_the_merged_trace(tmp_path, s3):
     assert s3.ls("bucket/merged/run/index")
     assert answers("s3://bucket/merged/run") == before
     again = tim_trace("compact", trace, "-o", "s3://bucket/merged/run")
-    assert (again.code, "something lies there already" in again.stderr) == (2, True)
+    assert (again.code, "already exists; use another URL" in again.stderr) == (2, True)
     compact("s3://bucket/merged/run", output=tmp_path / "back" / "run")
     assert answers(tmp_path / "back" / "run") == before
 
@@ -399,5 +399,5 @@ def test_two_nodes_send_their_files_to_object_storage(tmp_path, s3, cluster):
     assert len([name for name in files if name.startswith("scores/compact-")]) > 2
     assert "scores/compact-0-7.parquet" not in files
     assert read_index(store).footers.keys() == files
-    with pytest.raises(TraceExists, match="something lies there already; name another URL, or remove it"):
+    with pytest.raises(TraceExists, match="already exists; use another URL, or remove it"):
         compact(trace, output="s3://bucket/divided/run", ray=cluster[0].address)

@@ -29,9 +29,9 @@ def check_replacing(death, made):
     """Either trace is there; where neither is, a sentence says how to get at the old one, and the next command does."""
     there, then = death["there"], death["then"]
     if "error" in there:
-        assert "nothing is lost" in there["error"], death
+        assert "no data is lost" in there["error"], death
         assert held(then) == OLD, death
-        assert "a trace is there already" in death["next"]
+        assert "a trace already exists there" in death["next"]
     else:
         assert held(there) in (OLD, *made), death
     for aside in death["aside"]:  # one whose removal had begun has no manifest any more

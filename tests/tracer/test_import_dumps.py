@@ -294,7 +294,7 @@ def test_zig_zag_parts_are_every_token_once(total):
 def test_miles_without_a_context_parallel_rank_is_refused(tmp_path):
     dumps.write_miles_train(tmp_path / "dump", make_steps(1), tensor=1)
     (tmp_path / "dump" / "train_data" / "1_1.pt").unlink()
-    with pytest.raises(ImportFailed, match="lacks the context-parallel rank 1 of 2"):
+    with pytest.raises(ImportFailed, match="lacks context-parallel rank 1 of 2"):
         import_dump("miles", tmp_path / "dump", output=tmp_path / "run")
     import_dump("miles", tmp_path / "dump", output=tmp_path / "run", partial=True)
 
@@ -571,7 +571,7 @@ def test_the_command_says_what_came_and_what_did_not(tmp_path):
     assert "imported 6 sequences of verl" in done.stderr
     assert "no logprobs of pass train: no old_log_probs" in done.stderr
     done = tim_trace("import", "auto", tmp_path / "dump", "-o", tmp_path / "run")
-    assert "1 files were in the trace before" in done.stderr
+    assert "1 files were already imported" in done.stderr
 
 
 def test_every_format_says_what_it_is():

@@ -208,9 +208,9 @@ def test_a_long_cell_of_csv_is_read_whole(tmp_path):
         ),
         (
             "step,prompt_ids,response_ids,train_logprobs\none,[1],[1],[-1]\n",
-            r"'step' holds string, .*\(line 2: 'one'\)",
+            r"'step' holds string; .*\(line 2: 'one'\)",
         ),
-        ("step,prompt_ids,response_ids,train_logprobs\n,[1],[1],[-1]\n", r"'step' holds null, .*\(line 2: NULL\)"),
+        ("step,prompt_ids,response_ids,train_logprobs\n,[1],[1],[-1]\n", r"'step' holds null; .*\(line 2: NULL\)"),
         ("step,step,prompt_ids,response_ids,train_logprobs\n1,1,[1],[1],[-1]\n", "has two columns 'step'"),
         ('step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],"[-1]\n', "not readable as CSV"),
         ("step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],[\udcff]\n", "not readable as CSV"),
@@ -308,5 +308,5 @@ def test_columns_passed_over_are_named_so_that_a_terminal_shows_them(tmp_path):
     many = {f"extra{number}": 1 for number in range(30)}
     path = write_jsonl(tmp_path / "dump.jsonl", [rows_of()[0] | {"a\nb": 1, "": 2} | many])
     done = tim_trace("import", "parquet", path, "-o", tmp_path / "run")
-    assert r"columns passed over: 'a\nb', '', extra0, " in done.stderr
+    assert r"ignored columns: 'a\nb', '', extra0, " in done.stderr
     assert "extra17 and 12 more\n" in done.stderr

@@ -149,7 +149,7 @@ def test_a_cut_file_there_waits_for_its_end(s3, tmp_path):
     [
         ("s3://bucket/nothing/here", "not found; name the folder"),
         ("s3://no-such-bucket/dump", "s3://no-such-bucket/dump: "),
-        ("gopher://somewhere/dump", "no file system is known for it"),
+        ("gopher://somewhere/dump", "unsupported file system"),
     ],
 )
 def test_a_url_that_cannot_be_read_is_named(s3, tmp_path, url, said):

@@ -137,7 +137,7 @@ def test_a_recording_is_live_before_anything_is_recorded_and_is_not_replaced(tmp
         for options in (["--force"], ["--resume"], []):
             done = tim_trace("record", "-o", tmp_path / "run", *options, "--", "true")
             assert done.code == 2
-            assert ("is being recorded" if options else "a trace is there already") in done.stderr
+            assert ("is being recorded" if options else "a trace already exists there") in done.stderr
         process.communicate("\n")
     assert process.returncode == 0
     assert info(str(tmp_path / "run")).state == "finished"

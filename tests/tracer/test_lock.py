@@ -63,7 +63,7 @@ def test_a_trace_is_made_and_replaced_where_only_files_are_locked(tmp_path, monk
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     as_nfs(monkeypatch, errno.ENOSYS, files=False)
     with (
-        pytest.warns(TimTraceWarning, match="gives no locks .Function not implemented.; see that no two"),
+        pytest.warns(TimTraceWarning, match="does not support locks .Function not implemented.; make sure that no two"),
         alone(tmp_path),
     ):
         assert not is_held(tmp_path)

@@ -101,7 +101,7 @@ def check_whole(output, results, steps, attempt=1):
     found = info(str(output))
     assert (found.state, found.exit_code, found.damaged, found.missing) == ("finished", 0, (), ())
     assert sum("next: tim-trace info" in stderr for _, _, stderr in results) == 1, results
-    assert sum("still records, and the last node to end finishes" in stderr for _, _, stderr in results) == 1, results
+    assert sum("still recording; the last node to end finishes" in stderr for _, _, stderr in results) == 1, results
     assert (output / "index").exists()
     assert tim_trace("verify", output).code == 0
 
@@ -136,7 +136,7 @@ def test_a_trace_is_whole_whoever_ends_first(tmp_path, last):
     results = ended(first, second)
     assert (while_one_runs.state, while_one_runs.damaged, while_one_runs.missing) == ("live", (), ())
     check_whole(output, results, 3)
-    assert "joining the recording that began on" in results[1][2]
+    assert "joining the recording started on" in results[1][2]
 
 
 @pytest.mark.parametrize("option", ["--force", "--resume"])
@@ -158,11 +158,11 @@ def test_a_node_does_not_join_an_old_trace_and_starts_its_command(tmp_path):
     ended(ranked(0, output, tmp_path / "meet", 2))
     before = rows(output)
     (refused,) = ended(ranked(0, output, tmp_path / "meet", 2))
-    assert (refused[0], "a trace is there already" in refused[2]) == (2, True)
+    assert (refused[0], "a trace already exists there" in refused[2]) == (2, True)
     (alone,) = ended(ranked(1, output, tmp_path / "meet", 2, wait_s=1))
     assert alone[:2] == (0, "rank 1 trained\n")
     assert alone[2].count("NOT RECORDED on this node") == 2
-    assert "NODE_RANK=1 says that another node begins the recording" in alone[2]
+    assert "NODE_RANK=1 means that another node starts the recording" in alone[2]
     assert rows(output) == before
 
 
@@ -170,7 +170,7 @@ def test_a_node_that_does_not_see_the_folder_starts_its_command(tmp_path):
     second = ranked(1, tmp_path / "no" / "mount" / "run", tmp_path / "meet", 2, wait_s=1)
     results = ended(ranked(0, tmp_path / "run", tmp_path / "meet", 2), second)
     assert [code for code, _, _ in results] == [0, 0], results
-    assert "start every node with the same folder, one that all of them see; unset NODE_RANK" in results[1][2]
+    assert "start every node with the same shared folder; unset NODE_RANK" in results[1][2]
     assert not (tmp_path / "no").exists()
     assert {seq_id for _, seq_id, _, _ in rows(tmp_path / "run")} == {f"r0-{row}" for row in range(4)}
 
@@ -178,7 +178,7 @@ def test_a_node_that_does_not_see_the_folder_starts_its_command(tmp_path):
 def test_a_further_node_does_not_record_to_object_storage_and_starts_its_command(tmp_path):
     (done,) = ended(node(1, "memory://run", sys.executable, "-c", "print('ran')", env={"RANK": "1"}))
     assert done[:2] == (0, "ran\n")
-    assert "name a folder that every node sees" in done[2]
+    assert "use a folder shared by all nodes" in done[2]
 
 
 def test_a_node_that_is_killed_leaves_its_rows_and_the_other_one_finishes(tmp_path):
@@ -287,7 +287,7 @@ def test_a_second_command_that_is_no_node_of_the_first_is_refused(tmp_path):
         node(0, tmp_path / "run", "echo", "--nnodes", "2", "ran"),
     )
     for code, stdout, stderr in results:
-        assert (code, stdout, "a trace is there already" in stderr) == (2, "", True)
+        assert (code, stdout, "a trace already exists there" in stderr) == (2, "", True)
     os.killpg(running.pid, signal.SIGTERM)
     ended(running)
 
@@ -311,7 +311,7 @@ def test_of_two_processes_that_begin_a_trace_without_locks_one_does(tmp_path, mo
     monkeypatch.setattr(create, "move_aside", move_aside)
     with ExitStack() as begun:
         with (
-            pytest.raises(TraceExists, match="another process began a trace"),
+            pytest.raises(TraceExists, match="another process has just created a trace"),
             new_trace(tmp_path / "run", manifest("second")),
         ):
             pass

@@ -399,7 +399,7 @@ def test_a_folder_that_is_no_trace_is_left_alone_even_with_force(tmp_path):
 
 
 def test_recording_to_a_url_says_what_to_do_instead(tmp_path):
-    with pytest.raises(StorageError, match="send it with: tim-trace compact FOLDER -o s3"):
+    with pytest.raises(StorageError, match="with: tim-trace compact FOLDER -o s3"):
         Recorder("s3://bucket/run")
 
 

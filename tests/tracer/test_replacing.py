@@ -73,7 +73,7 @@ def test_a_file_of_someone_else_inside_of_a_trace_is_named_and_kept(tmp_path, ho
     (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "run" / name).write_bytes(b"mine")
     before = tree(tmp_path / "run")
-    with pytest.raises(TraceExists, match=f"holds files that are no part of a trace \\({name}\\)"):
+    with pytest.raises(TraceExists, match=f"contains files that do not belong to a trace \\({name}\\)"):
         replace(how, tmp_path / "run", tmp_path)
     assert tree(tmp_path / "run") == before
 
@@ -187,7 +187,9 @@ def test_of_several_that_begin_at_once_one_makes_the_trace(tmp_path, how):
     codes = [process.returncode for process in processes]
     assert sorted(codes) == [0, 2, 2], told
     for code, (out, err) in zip(codes, told, strict=True):
-        assert code == 0 or "a trace is there already" in err or "another process is writing a trace there" in err, err
+        assert (
+            code == 0 or "a trace already exists there" in err or "another process is writing a trace there" in err
+        ), err
         assert out == ("ran\n" if code == 0 and how == "record" else "")
     assert verify(str(tmp_path / "run")).is_whole
     assert info(str(tmp_path / "run")).num_sequences == (40 if how == "import" else 0)
@@ -200,7 +202,7 @@ def test_a_trace_that_a_dead_process_left_aside_is_told_and_read_there(tmp_path)
     found = info(str(tmp_path / "run"))
     assert (found.num_sequences, info(str(aside)).num_sequences) == (12, 8)
     (sentence,) = found.ignored
-    assert sentence.startswith(f"{aside}: the trace that lay here before")
+    assert sentence.startswith(f"{aside}: a replaced trace, left by a process")
     Recorder(tmp_path / "run", force=True).close()
     assert info(str(aside)).num_sequences == 8, "what --force was not asked to replace stays"
 

@@ -23,7 +23,7 @@ def test_no_call_waits_longer_than_the_bound_for_a_file_system_that_does_not_ans
     assert float(seconds) < 30.0, "each waits 2 s at most, on a busy machine, too"
     if case != "open":
         assert done.stderr.count("RECORDING STOPPED") == 1, done.stderr
-        assert "did not answer within 2 s (file system " in done.stderr
+        assert "did not respond within 2 s (file system " in done.stderr
 
 
 @pytest.mark.parametrize("case", ["record-begin", "record-sign", "record-end"])
@@ -32,7 +32,9 @@ def test_a_command_is_started_and_ends_where_tim_trace_record_waits_for_a_file_s
     done = run(sys.executable, PROGRAMS / "stalled.py", path, case, timeout=PLENTY_S)
     assert done.code == 3, done.stderr
     assert (tmp_path / "run-started").exists()
-    *before, sentence = [line for line in done.stderr.splitlines() if "did not answer within 2 s (file system " in line]
+    *before, sentence = [
+        line for line in done.stderr.splitlines() if "did not respond within 2 s (file system " in line
+    ]
     assert sentence == done.stderr.splitlines()[-1]
     if case == "record-begin":
         assert all(line.startswith("tim-trace: NOT RECORDED") for line in (*before, sentence)), done.stderr
@@ -95,7 +97,7 @@ def test_what_was_left_behind_is_finished_when_the_file_system_answers_again(tmp
     recorder.writer._worker._thread.join(PLENTY_S)
     found = info(str(tmp_path / "run"))
     assert found.state == "stopped"
-    assert any("did not answer within 1 s" in sentence for sentence in found.missing)
+    assert any("did not respond within 1 s" in sentence for sentence in found.missing)
     assert recorder.close() is False
     assert capsys.readouterr().err.count("has recorded nothing since its recording stopped") == 2
 

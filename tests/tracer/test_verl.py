@@ -247,7 +247,7 @@ def test_an_error_ends_the_recording_and_not_the_training(session, queue, capfd)
     hooks = TrainerHooks(session)
     assert hooks.compute_advantage(lambda trainer, batch, metrics: "done", a_trainer(), batch, {}) == "done"
     session.seal()
-    assert "training goes on" in capfd.readouterr().err
+    assert "training continues" in capfd.readouterr().err
 
 
 @pytest.fixture

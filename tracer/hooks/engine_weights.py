@@ -111,7 +111,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Pass tensors on, taking a digest of each before the engine gets it."""
+        """Pass tensors through, digesting each before the engine receives it."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -122,7 +122,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Pass on the tensors gathered from a sharded trainer, taking their digests as the trainer's own."""
+        """Pass through the tensors gathered from a sharded trainer, using their digests as the trainer's own."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -130,7 +130,7 @@ class EngineWeights:
             yield name, tensor
 
     def _take(self, name: str, tensor: Any) -> None:
-        """Take the digest of one of the trainer's own tensors."""
+        """Digest one of the trainer's own tensors."""
         self._shapes[name] = tuple(tensor.shape)
         self._own[name] = digest(tensor, self._dtype, self._device)
 

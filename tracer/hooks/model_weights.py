@@ -7,7 +7,7 @@ from typing import Any
 from ..weights.layout import flat_parameter, is_sharded, model_parameters, model_tensors, num_elements
 from .session import Session
 
-_REMEDY = "replaying needs them; record with --weights delta, or name the run's checkpoints with --weights-from DIR"
+_REMEDY = "replaying needs them; record with --weights delta, or pass the run's checkpoints with --weights-from DIR"
 
 
 class KeptWeights:

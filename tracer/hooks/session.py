@@ -209,7 +209,7 @@ class Session:
             self._over = error
         if self._over is not None:
             self.tell(
-                f"RECORDING STOPPED in process {os.getpid()}, training goes on: {type(self._over).__name__}: {self._over}"
+                f"RECORDING STOPPED in process {os.getpid()}, training continues: {type(self._over).__name__}: {self._over}"
             )
             return
         try:
@@ -217,7 +217,7 @@ class Session:
             self.recorder.writer.state.not_recorded += (f"{what}: {type(error).__name__}: {error}",)
             self.recorder.writer.stop(error)
         except Exception as second:
-            self.tell(f"RECORDING STOPPED in process {os.getpid()}, training goes on: {what}: {error} ({second})")
+            self.tell(f"RECORDING STOPPED in process {os.getpid()}, training continues: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
         """Report once that something is not recorded, with the reason, and keep the sentence in the trace."""

@@ -116,7 +116,7 @@ def worker_contract(trainer: Any, server: Any) -> Contract:
         "engine": "vllm" if uses_server(trainer) else None,
         "function": class_path(trainer.rollout_worker),
         "server": server,
-        "weights_note": "policy_version is that of the first request of a group; requests under way go on with newer weights",
+        "weights_note": "policy_version is that of the first request of a group; running requests continue with newer weights",
         "sampling": sampling(trainer),
         "versions": environment.numeric_versions(),
     }

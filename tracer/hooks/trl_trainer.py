@@ -72,7 +72,7 @@ class TrainerHooks:
 
     def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.begin_training()
-        self._states.pop(trainer, None)  # its weights and contracts belong to the previous writer
+        self._states.pop(trainer, None)  # cached weights and contracts belong to the previous writer
         return original(trainer, *args, **kwargs)
 
     def generate_and_score(
@@ -125,7 +125,7 @@ class TrainerHooks:
         rewards_per_func = original(trainer, *args, **kwargs)
         generation = self._state(trainer).generation
         if generation is not None:
-            # The trainer may modify its tensor later.
+            # copy: the trainer may modify its tensor later
             generation.rewards_per_func = self.session.record(Part.REWARDS, lambda: rewards_per_func.detach().clone())
         return rewards_per_func
 
@@ -182,7 +182,7 @@ class TrainerHooks:
     def log(self, original: Callable[..., Any], trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         result = original(trainer, logs, *args, **kwargs)
         if trainer.is_world_process_zero() and self.session.is_recording:
-            # Callbacks remove entries from `logs`; the history keeps them.
+            # Callbacks remove entries from `logs`, but not from the history.
             history = trainer.state.log_history
             values = dict(history[-1] if history else logs)
             values.pop("step", None)

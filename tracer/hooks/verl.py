@@ -302,7 +302,7 @@ class TrainerHooks:
         )
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            del passes[TRAIN]  # a copy of the rollout's; the trainer's own are the loss's first logprobs
+            del passes[TRAIN]  # a copy of the rollout's; the trainer's own are the first logprobs in the loss
         for pass_name, name in passes.items():
             logprobs = values(name)
             if logprobs is None:

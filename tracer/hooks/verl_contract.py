@@ -37,7 +37,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     """Return the settings that determine the logprobs of a worker's engine.
 
     `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward); `dtype` is that of the
-    logprobs: bfloat16 has steps of 0.031 nats at -4.
+    logprobs: bfloat16 has a resolution of 0.031 nats at -4.
     """
     settings = engine.engine_config
     model = _model(engine)

@@ -198,6 +198,6 @@ def _device(config: Any) -> str | None:
         return None if device is None else environment.device_name(device)
     from vllm.platforms import current_platform
 
-    if type(current_platform).__name__.startswith("NonNvml"):  # Jetson: vLLM itself asks torch
+    if type(current_platform).__name__.startswith("NonNvml"):  # Jetson: vLLM itself queries torch
         return "cuda"
     return f"cuda {current_platform.get_device_name(torch.device(device).index or 0)}"

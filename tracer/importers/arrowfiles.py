@@ -42,7 +42,7 @@ class RowGroups:
     begin: int
     end: int
     first_row: int
-    """Number of their first row in the file, from 1."""
+    """Number of the first row in the file, from 1."""
     num_rows: int
     start: int
     """Byte offset in the file."""

@@ -131,7 +131,7 @@ def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: K
     row = first_wrong(values, kind)
     name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
     found = "" if row is None else f" ({rows.place(row)}{_odd(values[row], kind)})"
-    return ImportFailed(f"{rows.file}: column {name} holds {type}, where each row needs {kind.wants}{found}")
+    return ImportFailed(f"{rows.file}: column {name} holds {type}; each row needs {kind.wants}{found}")
 
 
 def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
@@ -168,7 +168,9 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
     """Return (step, name, value) of each logged value. Raises ImportFailed."""
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
-        raise ImportFailed(f"{rows.file}: lacks {', '.join(lacking)}; metrics have the columns step, name and value")
+        raise ImportFailed(
+            f"{rows.file}: lacks {', '.join(lacking)}; a metrics file needs the columns step, name and value"
+        )
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]
     if rows.is_text:

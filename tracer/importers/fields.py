@@ -83,13 +83,13 @@ class Fields:
         return (names[0] if names else column), None
 
     def _refuse(self, name: str, value: Any, wants: str) -> ImportFailed:
-        return ImportFailed(f"{self.where}: field {name!r} holds {shown(value)}, where {wants} is needed")
+        return ImportFailed(f"{self.where}: field {name!r} holds {shown(value)}; needs {wants}")
 
     def required(self, column: str) -> Any:
         """Return `get(column)`. Raises ImportFailed if it is None."""
         name, value = self._found(column)
         if value is None:
-            raise ImportFailed(f"{self.where}: has no field {name!r}, which {column} is read from")
+            raise ImportFailed(f"{self.where}: has no field {name!r}, needed for {column}")
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def import_dump(
     ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Imported:
-    """Make a trace of another tool's files, or add what is new to the trace that an earlier import of them made.
+    """Convert another tool's files to a trace, or add new files to the trace of an earlier import.
 
     `format` is `auto`, `parquet` (see import_parquet) or the name of a framework or engine; docs/reference/import-formats.md
     lists the files and fields of each. `map` (theirs -> ours) reads field THEIRS into column OURS, for releases that renamed
@@ -160,7 +160,7 @@ def _are_ordered(format: Format, parts: list[Part]) -> bool:
 
 
 class _Job(Job):
-    """An import of the files of one format."""
+    """One import of files of one format."""
 
     def __init__(
         self,
@@ -324,7 +324,7 @@ def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None
         return None
     folder = DumpFolder.of(path)
     if not folder.files:
-        raise ImportFailed(f"{folder.url}: is empty; name the folder that the framework wrote to")
+        raise ImportFailed(f"{folder.url}: is empty; pass the folder written by the framework")
     return folder
 
 

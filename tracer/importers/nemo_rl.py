@@ -1,4 +1,4 @@
-"""NeMo-RL: train_data_step<N>.jsonl, in which every value is a list of one element.
+"""NeMo-RL: train_data_step<N>.jsonl, whose values are all lists of one element.
 
 Shapes: S padded width of a sequence.
 """

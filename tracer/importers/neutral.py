@@ -34,7 +34,7 @@ def import_parquet(
     ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Imported:
-    """Make a trace of Parquet files, or of JSON, CSV or Arrow files with the same names.
+    """Convert Parquet, JSON, CSV or Arrow files with the trace's column names to a trace.
 
     One row per sequence: `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`, `train_logprobs`,
     `current_logprobs` and `reference_logprobs`; optionally every other column that Recorder.add_sequences takes, and

@@ -40,9 +40,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
     for step, names in sorted(steps.items()):
         unstable = [name for name in names if folder.beside(name, _MARKER) is None]
         waits = (
-            f"step {step} has no {_MARKER} yet; it was left for a later import (--partial reads it)"
-            if unstable
-            else None
+            f"step {step} has no {_MARKER} yet; skipped until a later import (--partial reads it)" if unstable else None
         )
         parts.append(Part(files=tuple(names), step=step, waits_for=waits))
     return parts

@@ -27,7 +27,7 @@ class RowBatch:
     numbers: Sequence[int]
     """Number of each row in its file, from 1."""
     unit: str = "row"
-    """What `numbers` count: `row`, or `line` in a file of lines."""
+    """Unit of `numbers`: `row`, or `line` in a file of lines."""
     routing: Sequence[np.ndarray | None] = ()
     """Per row, the experts chosen during the rollout: [prompt and response tokens, layers, slots] int16, or None. Empty if no
     row has any."""

@@ -1,4 +1,4 @@
-"""SGLang: saved responses of /generate, whose meta_info holds logprobs."""
+"""SGLang: saved responses of /generate with logprobs in meta_info."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SkyRL: pickled TrainingInputBatch of `dump_data_batch`, read without SkyRL.
+"""SkyRL: pickled TrainingInputBatch from `dump_data_batch`, read without SkyRL.
 
 Shapes: B sequences, S padded width of a sequence, T padded width of a response.
 """

@@ -180,7 +180,7 @@ def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
     except FileNotFoundError:
         raise DamagedTrace(f"{store.shown(relative)}: is missing; {_AGAIN}") from None
     if not is_whole:
-        raise DamagedTrace(f"{store.shown(relative)}: its content is not what locate wrote; {_AGAIN}")
+        raise DamagedTrace(f"{store.shown(relative)}: its content has changed since locate wrote it; {_AGAIN}")
 
 
 def _footer(store: Store, relative: str, record: SealedFile) -> ParquetFooter:
@@ -191,7 +191,7 @@ def _footer(store: Store, relative: str, record: SealedFile) -> ParquetFooter:
     if footer.num_rows > _MOST_ROWS:
         raise DamagedTrace(f"{where}: has {footer.num_rows:,} rows, more than a locate result can have; {_AGAIN}")
     if (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
-        raise DamagedTrace(f"{where}: its footer is not what locate wrote; {_AGAIN}")
+        raise DamagedTrace(f"{where}: its footer has changed since locate wrote it; {_AGAIN}")
     return footer
 
 
@@ -239,7 +239,7 @@ def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[s
 
 
 def _check_rows(rows: Iterable[dict[str, Any]], spec: Table, num_sequences: int, where: str) -> None:
-    """Raise DamagedTrace for rows that locate does not write."""
+    """Raise DamagedTrace for rows that locate cannot have written."""
     never = [column.name for column in spec.columns if not column.null]
     for row in rows:
         lists = [value for value in row.values() if isinstance(value, list)]

@@ -68,11 +68,11 @@ class OperatorError:
     token: int
     """Location of that error: `seq_id`, and the token's index in prompt and response, from 0."""
     inherited: float | None
-    """Root mean square difference of the two executions' inputs, relative to a's; None if they share no input."""
+    """RMS difference between the two executions' inputs, relative to a's; None if they share no input."""
     difference: float | None
-    """The same for the outputs."""
+    """RMS difference between the outputs, relative to a's; None if they share none."""
     in_double: float | None
-    """Largest `introduced` of a token when the same code runs in float64; None if that was not run."""
+    """Largest `introduced` of a token when the same code runs in float64; None if not run."""
 
     @property
     def is_beyond(self) -> bool:
@@ -131,12 +131,12 @@ class Patch:
     """Side whose operators were replaced."""
     num_operators: int
     squares_left: tuple[float, ...]
-    """Sum of d^2 with the operators replaced, per sequence of the result."""
+    """Sum of d^2 with the operators replaced, nats^2, per sequence of the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first operator whose result rounding does not explain."""
+    """The first operator whose error rounding does not explain."""
 
     side: str
     operator: str
@@ -178,7 +178,7 @@ class LocatedFacts:
     engines: tuple[str, ...]
     """Sides run by vLLM: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""
     first: Divergence | None
-    """None if rounding explains everything."""
+    """First divergence; None if rounding explains everything."""
     unjudged: dict[str, str] = field(default_factory=dict)
     """What could not be judged or done -> the reason; everything else is judged without it."""
 

@@ -142,7 +142,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         import transformers
     except ImportError as error:
         raise NotInstalled(
-            "attaching weights needs torch and transformers, as a replay does: pip install transformers"
+            "attaching weights needs torch and transformers, like a replay: pip install transformers"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
@@ -215,7 +215,7 @@ def _identity(model: Any, there: str) -> dict[str, Any]:
 def _check_version(snapshot: Snapshot, version: int) -> None:
     """Raise InvalidOption for a version that no row has; if no row has a version, any is accepted."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
-        raise InvalidOption(f"got {version!r}; a policy version is a number of optimizer updates, from 0 on")
+        raise InvalidOption(f"got {version!r}; a policy version is a number of optimizer updates, 0 or more")
     there: set[int] = set()
     for table in (SEQUENCES, SCORES):
         for rows in _columns(snapshot, table, ["policy_version"]):
@@ -244,7 +244,7 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
     vocab_size = int(_size(config, "vocab_size") or 0)
     if most >= vocab_size:
         raise InvalidOption(
-            f"{there}: has a vocabulary of {vocab_size:,} tokens, and {where} has the token {most:,}; is it the model that was "
+            f"{there}: has a vocabulary of {vocab_size:,} tokens, but {where} contains token {most:,}; is it the model that was "
             "trained?"
         )
 

@@ -266,8 +266,8 @@ class WeightReader:
         for step in self._path(record)[:-1]:
             self._read(step, tensor)  # raises for the first row with wrong bits
         raise DamagedTrace(
-            f"{self._shown(record)}: version {record.version}: {tensor.name} is not what was recorded "
-            "(its hash differs); restore the folder from a copy"
+            f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged "
+            "(hash mismatch); restore the folder from a copy"
         )
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
@@ -451,4 +451,4 @@ def _check_room(layout: WeightLayout) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = max(2 * max(num_bytes, default=0), sum(num_bytes) // 16)  # tensors are read one by one
     if needed > memory:
-        raise ValueError(f"its tensors need {needed:,} bytes, and this machine has {memory:,}")
+        raise ValueError(f"its tensors need {needed:,} bytes, but this machine has {memory:,}")
