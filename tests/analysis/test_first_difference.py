@@ -285,6 +285,21 @@ def test_what_is_changed_in_a_run_is_its_first_difference(tmp_path, control, cha
     assert found.difference_codes[0].values.get("num_sequences", ROWS) == ROWS
 
 
+def test_a_trainer_that_rounds_a_batch_of_another_shape_did_not_update_otherwise(tmp_path):
+    """Kernels round by the shape of a batch, and an engine with other weights samples responses of other lengths."""
+
+    def engine_samples_otherwise(columns):
+        columns.ids = [[*row[:2], row[2] + 1, *row[2:]] for row in columns.ids]
+        columns.mask = [[1] * len(row) for row in columns.ids]
+        columns.score()
+        columns.rollout = [one - 0.5 for one in columns.rollout]
+        columns.train = [one * (1 + 2e-7) for one in columns.train]
+
+    beside = record(tmp_path / "control", since=7, steps=9)
+    found = attribute(record(tmp_path / "run", engine_samples_otherwise, since=7, steps=9), control=beside)
+    assert first_difference(found)[:2] == ("engine_parts", 7)
+
+
 @pytest.mark.parametrize("change", [updates_otherwise, trainer_is_hardly_another])
 def test_an_update_that_leaves_other_weights_is_of_the_step_before(tmp_path, control, change):
     code, step, suspects = first_difference(attribute(record(tmp_path / "run", change), control=control))
