@@ -1,4 +1,4 @@
-"""Contracts of a TRL trainer's passes, read from the trainer."""
+"""Contracts for a TRL trainer's passes, built by reading the trainer's settings."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def sampling(trainer: Any) -> dict[str, Any]:
 
 
 def sampling_columns(trainer: Any) -> dict[str, Any]:
-    """Return the sampling settings under the column names of sequences."""
+    """Return the sampling settings, named as the columns of sequences."""
     settings = sampling(trainer)
     found = {name: settings.get(name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     return found | {"min_p": settings.get("min_p") or 0.0, "max_tokens": settings.get("max_completion_length")}
