@@ -32,7 +32,7 @@ MAX_DIMENSIONS = 8
 
 
 class Held:
-    """An array whose bytes may still be missing."""
+    """A stand-in for an array whose bytes may not have been read yet."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ class Tensor(Held):
 
     @property
     def dtype(self) -> str | None:
-        """torch's name of the saved dtype."""
+        """Name, in torch, of the dtype in which the tensor was saved."""
         name = self._dtype or self._storage.dtype
         return _ONE_NAME.get(name, name) if name is not None else None
 

@@ -43,7 +43,7 @@ from .selection import Selection
 UNITS = 64
 """Target number of units: enough that actors that finish early find more work."""
 LEAST_BYTES = 4 << 20
-"""Minimum size of a unit, bytes: a smaller one does not pay for its writer and files."""
+"""Minimum size of a unit, bytes. A smaller unit is not worth a writer and files of its own."""
 _DONE = f"{TEMPORARY_PREFIX}unit.json"
 """File with the result of a unit, in its folder."""
 _CPUS = 1
@@ -60,11 +60,11 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Identifies input and options, to find the units of a killed import."""
+        """Name derived from input and options, used to find the units left by a killed import."""
         raise NotImplementedError
 
     def fresh(self) -> Job:
-        """Return a copy that has read nothing."""
+        """Return a copy of the job that has read nothing yet."""
         raise NotImplementedError
 
     def pieces(self, name: str, most: int) -> Iterator[Piece]:
@@ -110,7 +110,7 @@ class Job:
         return content_of(self.folder.path(name), lines=lines)
 
     def still_holds(self, name: str, content: SealedFile) -> bool:
-        """True if the part of a file that was read is unchanged."""
+        """Return True if the part of a file that was read is unchanged."""
         if content.num_rows is None:
             return self.content(name, None).hash == content.hash
         return content_of(self.folder.path(name), num_bytes=content.num_bytes).hash == content.hash
@@ -133,7 +133,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitImport:
-    """Result of a unit."""
+    """The result of importing one unit."""
 
     num_read: int
     num_sequences: int
@@ -277,7 +277,7 @@ def _run(address: str, worker: _Reader, units: Sequence[Unit], advance: Callable
 
 
 def _decides(name: str, seen: Sequence[str] | set[str], filled: Sequence[str] | set[str]) -> bool:
-    """True if undecided zeros of a pass are placeholders."""
+    """Return True if a pass's undecided zeros are placeholders."""
     zeros = ZeroLists(seen, filled)
     return not zeros.is_filled(name) and zeros.was_never_filled(name)
 
@@ -354,7 +354,7 @@ class _Reader:
         return replace(found, folder=str(place))
 
     def close(self) -> None:
-        """Do nothing: `run` closes each unit."""
+        """Do nothing, since `run` closes each unit's writer."""
 
     def _import(self, unit: Unit, job: Job, folder: Path) -> UnitImport:
         zeros = ZeroLists(*(unit.passes or ((), ())))
