@@ -100,7 +100,8 @@ def server_info(trainer: Any) -> Any:
 
 
 def server_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings that determine rollouts of a vLLM server. `server` is its configuration, or None."""
+    """Return the settings that determine rollouts from a vLLM server. `server` is the server's configuration, or
+    None."""
     return {
         "engine": "vllm",
         "function": "a server, through TRL's VLLMClient.generate",

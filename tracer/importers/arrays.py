@@ -27,7 +27,7 @@ _ONE_NAME = {
     "double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32", "short": "int16",
     "char": "int8", "byte": "uint8",
 }  # fmt: skip
-"""torch's alias of a dtype -> its canonical name."""
+"""Alias of a dtype in torch -> the dtype's canonical name."""
 MAX_DIMENSIONS = 8
 
 
@@ -294,4 +294,4 @@ PLAIN = {
     ("torch", "Size"): Known(_size),
     ("torch", "device"): Known(_text),
 }
-"""(module, name) -> its stand-in, for names that occur in every framework's pickles."""
+"""(module, name) of a class or function -> the stand-in for it; these names occur in every framework's pickles."""

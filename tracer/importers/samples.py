@@ -251,7 +251,7 @@ class StepSamples:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the metrics to log for the step."""
+        """The metrics to log for the step."""
         return {KEPT_TOKENS: float(np.mean(self._kept))} if self._kept else {}
 
     def rows(self, file: str) -> DumpRows:

@@ -148,9 +148,9 @@ class UnitImport:
     """Names of the fields that were read."""
     sources: dict[str, dict[str, Any]]
     zeros: tuple[list[str], list[str]]
-    """Passes with a value, and with a value other than 0.0."""
+    """Names of the passes with any value, and of those with a value other than 0.0."""
     left_open: list[str]
-    """Passes with zeros that only the whole import can judge."""
+    """Names of the passes whose zeros can be judged only from the whole import."""
     folder: str = ""
 
 
@@ -302,7 +302,7 @@ def _refuse_repeated(units: Sequence[tuple[Unit, Path]], folder: DumpFolder) -> 
 
 
 def _add(found: UnitImport, job: Job, rows: RowImport) -> None:
-    """Add a unit's result to that of the whole import."""
+    """Add a unit's result to the result of the whole import."""
     result = rows.result
     for name in ("num_sequences", "num_tokens", "num_metrics", "num_above_zero"):
         setattr(result, name, getattr(result, name) + getattr(found, name))

@@ -106,7 +106,7 @@ def flat_parameter(module: Any) -> Any:
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    """Yield the shards of the parameters in FSDP1's flat parameter."""
+    """Yield this process's shards of the parameters in an FSDP1 flat parameter."""
     # Before the first forward the flat parameter is the shard; later it may be the gathered parameter.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)
