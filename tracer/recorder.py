@@ -1,7 +1,7 @@
 """The recorder: writes a trace from a training loop.
 
 Shapes: B sequences, P padded prompt width, T padded response width, N tokens of several sequences, concatenated,
-L layers with a router, S experts per token.
+L layers with a router, S experts selected per token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Records TRL's AsyncGRPO trainers: queued samples, several packed in a row, with the engine's logprobs as old ones.
+"""Records TRL's AsyncGRPO trainers: samples come from a queue, several are packed in a row, and the engine's logprobs
+serve as the old logprobs.
 
 Shapes: S samples in a packed row, N tokens in the row, T tokens in the longest response, M terms in the loss.
 """
