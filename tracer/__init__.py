@@ -1,1 +1,1 @@
-"""Recording a trace."""
+"""Record traces: the recorder, hooks for training frameworks, importers, and the files of a trace."""

@@ -20,7 +20,8 @@ from .whole_file import check_no_links, remove_temporaries, write_part
 def adopt(folder: Path) -> None:
     """Seal the journals of writers that are no longer alive.
 
-    A segment that cannot be sealed stays a journal, which is also readable. If several processes call this at once, one
+    A segment that cannot be sealed stays a journal, which is also readable. If several processes call this function
+    at once, one
     does the work. Raises StorageError if a folder of the trace is a link.
     """
     check_no_links(folder)
@@ -36,12 +37,12 @@ def adopt(folder: Path) -> None:
         if len(dead) == len(states) and not damaged:
             remove_temporaries(folder)
             remove_unfinished(folder)
-            with contextlib.suppress(OSError):  # not a file of ours
+            with contextlib.suppress(OSError):  # not a file that tim-trace writes
                 (folder / JOURNAL).rmdir()
 
 
 def _adopt(folder: Path, segment: Segment, state: WriterState) -> None:
-    """Seal a segment and add it to its writer's state before removing the journals."""
+    """Seal a segment, add the sealed files to the writer's state, and then remove the segment's journals."""
     store, tables = Store(folder), journaled_segments(Store(folder)).get(segment, ())
     torn = {segment.journal(table): read_journal(store, segment, table).torn_bytes for table in tables}
     files = seal(folder, segment)

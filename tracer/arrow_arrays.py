@@ -19,9 +19,10 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
-    """Return [B] numbers, flags or times of a type, NULL where not valid; shares memory if the dtype matches.
+    """Return an Arrow array [B] of numbers, flags or times, NULL where not valid; it shares memory if the dtype
+    matches.
 
-    Values out of the type's range wrap or saturate as in NumPy's casts.
+    Values outside the type's range wrap or saturate as in NumPy's casts.
     """
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))
@@ -32,21 +33,21 @@ def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | 
 
 
 def text_array(texts: Sequence[str | None]) -> pa.Array:
-    """Return [B] texts; None becomes NULL."""
+    """Return an Arrow array [B] of texts; None becomes NULL."""
     known = ["" if text is None else text for text in texts]
     joined = "".join(known)
     lengths = [len(text) for text in known] if joined.isascii() else [len(text.encode()) for text in known]
     offsets = np.zeros(len(known) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
-        return pa.array(texts, pa.string())  # raises the error
+        return pa.array(texts, pa.string())  # Arrow raises its own error here
     valid_B = None if None not in texts else np.array([text is not None for text in texts], bool)
     buffers = [_bitmap(valid_B), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(joined.encode())]
     return pa.Array.from_buffers(pa.string(), len(known), buffers)
 
 
 def column_array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
-    """Return [B] Python values of one type; None becomes NULL."""
+    """Return [B] Python values of one type as an Arrow array; None becomes NULL."""
     if pa.types.is_string(type):
         return text_array(values)
     if pa.types.is_timestamp(type):

@@ -1,4 +1,5 @@
-"""Training attempts: a run resumed from a checkpoint repeats some steps, and each row has its attempt."""
+"""Training attempts: a run resumed from a checkpoint repeats some steps, so each row stores the attempt that wrote
+it."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from .store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One training attempt."""
+    """A training attempt: training from one start or resumption to its end."""
 
     number: int
-    """Number from 1, in order of start."""
+    """Number of the attempt, counted from 1 in the order in which attempts started."""
     key: str
-    """Key shared by all of its processes."""
+    """Key shared by all processes in the attempt."""
 
 
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
@@ -48,24 +49,24 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
 
 
 def _attempting(store: Store, *ranks: int | None) -> list[WriterState]:
-    """Return the writers of some ranks that belong to an attempt."""
+    """Return the writers, among those of the given ranks, that belong to an attempt."""
     return [
         state for state in states_of_rank(store, *ranks) if state.attempt is not None and state.attempt_key is not None
     ]
 
 
 def states_of_rank(store: Store, *ranks: int | None) -> list[WriterState]:
-    """Return the writers of some ranks; no other state file is read."""
+    """Return the states of the writers for the given ranks; no other state file is read."""
     return store.writers_named(*map(writer_prefix, ranks))
 
 
 def writer_prefix(rank: int | None) -> str:
-    """Return the prefix of a rank's writer names."""
+    """Return the prefix shared by all writer names of a rank."""
     return "p" if rank is None else f"r{rank}-p"
 
 
 def _newest(states: Iterable[WriterState]) -> int:
-    """Return the number of the newest attempt of some writers; 0 without any."""
+    """Return the number of the newest attempt among some writers; 0 if there are none."""
     return max((state.attempt or 0 for state in states), default=0)
 
 
@@ -76,7 +77,8 @@ def restarts() -> str:
 
 
 def is_of_this_start(state: WriterState, session: str) -> bool:
-    """Return True if a writer's process belongs to this launch, without a restart by torchrun or Slurm since."""
+    """Return True if a writer's process belongs to this launch and neither torchrun nor Slurm has restarted it
+    since."""
     return state.attempt_key is None or state.attempt_key.startswith(f"{session}/{restarts()}/")
 
 
@@ -89,7 +91,7 @@ def _base(state: WriterState) -> str:
 
 
 def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:
-    """Return True if a writer without a rank, or one of this process, is still recording."""
+    """Return True if a writer without a rank, or a writer in this process, is still recording."""
     if state.state != OPEN:
         return False
     if is_this_process(state):

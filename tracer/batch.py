@@ -1,4 +1,4 @@
-"""Sequences that were recorded together, the passes that have scored them, and their names."""
+"""Sequences recorded together, the passes that have scored them, and the sequences' names."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ class Batch:
         attempt: int | None = None,
         split: str = TRAIN_SPLIT,
     ):
-        """`attempt` is the training attempt that sampled them; None outside training. `split` is one of SPLITS."""
+        """`attempt` is the training attempt that sampled the sequences; None outside training. `split` is one of
+        SPLITS."""
         self.step = step
         self.attempt = attempt
         self.split = split
         self.seq_ids = seq_ids
         self.policy_version = policy_version
         self.folder = folder
-        """The trace with its sequences; None if unknown."""
+        """Folder of the trace that the sequences were recorded in; None if unknown."""
         self.width_without_mask: int | None = None
-        """Width of the [B, T] batch of responses if it came without a mask; else None."""
+        """Width of the [B, T] batch of responses if it was given without a mask; else None."""
         self.refusal: str | None = None
-        """Why its sequences were rejected; None if they were not, or not yet."""
+        """The reason why the batch's sequences were rejected; None if they have not been."""
         self._padding: Padding | None = None
         self._lengths: np.ndarray | None = None
         self._prompt_lengths: np.ndarray | None = None
@@ -58,7 +59,7 @@ class Batch:
         self._lengths, self._padding, self._prompt_lengths = lengths, padding, prompt_lengths
 
     def check(self, folder: Path) -> None:
-        """Raise InvalidRecord unless its sequences were recorded in this trace."""
+        """Raise InvalidRecord unless the batch's sequences were recorded in this trace."""
         if self.folder is not None and self.folder != folder and not self.folder.samefile(folder):
             raise InvalidRecord(
                 f"step {self.step}: the batch was recorded in {self.folder}, but this recorder writes {folder}; add its "
@@ -111,7 +112,7 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Count one more scoring of these rows; return each row's number of earlier ones, its iteration.
+        """Count another scoring of these rows; return each row's iteration: how often it had been scored before.
 
         Only `current` may score a sequence repeatedly, once per inner iteration of the loss.
         """
@@ -127,22 +128,22 @@ class Batch:
         return iteration
 
     def take_back(self, pass_name: str, rows: np.ndarray) -> None:
-        """Undo the last count of these rows, whose scores were rejected."""
+        """Undo the last `next_iteration` for these rows, since their scores were rejected."""
         self._rounds[pass_name][rows] -= 1
 
 
 @dataclass(slots=True, kw_only=True)
 class SequenceNames:
-    """Names of the sequences of one split, by step."""
+    """Names of the sequences in one split, by step."""
 
     step: int | None = None
     """The newest step; None before the first sequence."""
     known: dict[int, set[str]] = field(default_factory=dict)
     count: int = 0
-    """Sequences so far."""
+    """Number of sequences recorded so far."""
 
     def refuse_repeated(self, step: int, names: list[str]) -> None:
-        """Raise InvalidRecord if a name is repeated or already known in this step."""
+        """Raise InvalidRecord if a name is repeated or already used in this step."""
         known, seen = self.known.get(step, set[str]()), set[str]()
         if len(set(names)) == len(names) and known.isdisjoint(names):
             return
@@ -152,7 +153,8 @@ class SequenceNames:
             seen.add(name)
 
     def add(self, step: int, names: list[str], *, ordered: bool) -> set[str]:
-        """Add names of a step, and return all its names; with `ordered`, names of earlier steps are forgotten."""
+        """Add names to a step, and return all names in that step; with `ordered`, names in earlier steps are
+        forgotten."""
         if ordered and step != self.step:
             self.known = {}
         self.refuse_repeated(step, names)

@@ -1,4 +1,4 @@
-"""Run a command transparently: signals reach it exactly once, and it does not outlive this process."""
+"""Run a command transparently: each signal reaches the command exactly once, and it does not outlive this process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _stop() -> None:
-    """Stop this process, as the default SIGTSTP action does, until it is continued."""
+    """Stop this process, as the default action for SIGTSTP does, until SIGCONT continues it."""
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
 
 
 class Child:
-    """A running command. From `start` to the end of `wait`, signals to this process are held for the command."""
+    """A running command. From `start` to the end of `wait`, signals sent to this process are held back for the
+    command."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock
@@ -69,7 +70,7 @@ class Child:
                     self._process.send_signal(found.si_signo)
                 if found is not None and found.si_signo == signal.SIGTSTP:
                     _stop()
-            while signal.sigtimedwait(_WATCHED, 0) is not None:  # discard signals for the ended command
+            while signal.sigtimedwait(_WATCHED, 0) is not None:  # discard signals meant for the ended command
                 pass
         finally:
             self._unblock()

@@ -24,33 +24,34 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""Address of the cluster that this machine belongs to."""
+"""Address that stands for the cluster that this machine belongs to."""
 LOCAL = "local"
-"""Address of a temporary cluster on this machine, stopped after the work."""
+"""Address that stands for a temporary cluster on this machine, which is stopped after the work."""
 STORE_BYTES = 10**8
-"""Object store size of a local cluster, bytes: units and results are small."""
+"""Size of a local cluster's object store in bytes; it can be small, since units and results are."""
 CONNECT_S = 10.0
 """Connection timeout, seconds."""
 TRIES = 3
-"""Number of actors that one unit may kill before the work fails."""
+"""Number of actors that may die while running the same unit before the work fails."""
 LOOK_S = 10.0
-"""Seconds without a result before checking whether an actor fits on any node."""
+"""Time without a result after which to check whether an actor fits on any node, seconds."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
-"""Maximum length of a unit's name in an error."""
+"""Maximum length of a unit's name in an error message, characters."""
 PATIENCE = 6
-"""Consecutive checks without room before the work fails; an autoscaling cluster needs time to grow."""
+"""Number of consecutive checks in which no node has room for an actor before the work fails. An autoscaling cluster
+needs time to grow."""
 
 
 HELD_UP = 3
-"""Consecutive checks without a running actor before a warning reports the missing resources."""
+"""Number of consecutive checks without a running actor before a warning reports the missing resources."""
 
 
 class Worker(Protocol):
-    """Runs units in an actor; it is pickled to the actor before the first unit."""
+    """Code that runs units in an actor; the worker is pickled and sent to the actor before the first unit."""
 
     def run(self, unit: Any) -> Any:
-        """Return the result of one unit; another worker may run the unit again."""
+        """Run one unit and return its result. If this worker dies, another worker runs the unit again."""
 
     def close(self) -> None:
         """Finish pending writes."""
@@ -62,7 +63,8 @@ class _Held:
     _worker: Worker
 
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
-        """Unpickle the worker behind a reference, unless this node has another version than the driver."""
+        """Unpickle the worker behind a reference, unless this node has a different version of tim-trace from the
+        driver's."""
         if version != __version__:
             return ClusterFailed(
                 f"node {socket.gethostname()} has tim-trace {__version__}, and this process {version}; install the same version on every "
@@ -106,7 +108,7 @@ def run_units(
     address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float,
     at_room: Callable[[int], None] = lambda num_actors: None,
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
-    """Yield the number and result of each unit, in the order in which they end.
+    """Yield the number and result of each unit, in the order in which the units finish.
 
     `address` is LOCAL, `auto` or `host:port`. The units are shared by all actors that the cluster has room for, each with a copy of
     `worker`; `num_cpus` per actor is capped at the largest node. A unit whose actor or node dies is given to
@@ -192,7 +194,7 @@ def _check_answers(address: str) -> None:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return  # a TLS server answers only after the handshake
             connection.sendall(_GREETING)
-            # A frame's fourth byte is its type, and a server's first frame holds its settings.
+            # A frame's fourth byte is the frame type, and the first frame that a server sends holds its settings.
             if connection.recv(4, socket.MSG_WAITALL)[3:] != _SETTINGS:
                 raise OSError(
                     "the server there is not a Ray cluster; check the port of ray start --head (default 6379)"
@@ -210,7 +212,7 @@ def _on_one_line(error: Exception) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the message of an error in an actor without the traceback that Ray prepends."""
+    """Return the message of an error raised in an actor, without the traceback that Ray prepends."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -224,7 +226,7 @@ def _without_tips() -> Iterator[None]:
 
 
 class _Pool:
-    """The actors and their current units."""
+    """The actors in the cluster, and the unit that each is running."""
 
     def __init__(self, ray: Any, worker: Worker, num_cpus: int, num_gpus: float, num_units: int):
         self._ray, self._num_gpus = ray, num_gpus
@@ -295,7 +297,7 @@ class _Pool:
                     yield unit, result
 
     def close(self) -> None:
-        """Let each worker finish; dead ones had already returned their results."""
+        """Let each worker finish its pending writes; workers that died had already returned their results."""
         for reference in [actor.close.remote() for actor in self._idle]:
             try:
                 error = self._ray.get(reference)
@@ -315,7 +317,7 @@ class _Pool:
             )(_Held)
             actor = kind.remote()
         self._actors.append(actor)
-        # In a list, so that the actor itself dereferences it.
+        # The reference is in a list, so that the actor itself dereferences it.
         self._running[actor.ready.remote(__version__, speaks_options(), [self._worker])] = None, actor
 
     def _replace(self, actor: Any) -> None:
@@ -328,7 +330,7 @@ class _Pool:
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _most(self, resource: str) -> float:
-        """Return the largest amount of a resource on one node."""
+        """Return the largest amount of a resource that any single node has."""
         return max((node.get(resource, 0.0) for node in self._nodes()), default=0.0)
 
     @property

@@ -12,7 +12,7 @@ from .store import Store, first_line
 
 
 def read_contract(store: Store, pass_name: str, digest: str, content: bytes | None = None) -> dict[str, Any]:
-    """Return a pass's contract by its hash; `content` is the file's content if it was read already.
+    """Return the contract with a given hash; `content` is the file's content if already read.
 
     Raises DamagedTrace if the content does not have this hash.
     """

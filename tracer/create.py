@@ -1,4 +1,4 @@
-"""Create or replace the folder of a trace. Only a folder with a trace and nothing else is replaced."""
+"""Create or replace the folder of a trace. A folder is replaced only if it holds a trace and nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .store import Store
 from .whole_file import check_no_links, write_once, write_part
 
 _NAMED = 3
-"""Maximum number of foreign files listed in an error."""
+"""Maximum number of files not written by tim-trace that an error message lists."""
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             except OSError:
                 put_back(folder)
                 raise
-            if not is_first:  # possible without file locks
+            if not is_first:  # another process got here first, which can happen without file locks
                 raise TraceExists(f"{path}: another process has just created a trace there; use another folder")
         try:
             yield folder
@@ -107,7 +107,7 @@ def grown_trace(path: str | os.PathLike[str], *, is_live: bool = False) -> Itera
 
 @contextmanager
 def _building(folder: Path, manifest: Manifest) -> Iterator[Path]:
-    """Give a folder in a trace's folder to write to, with a manifest; what is left in it is removed."""
+    """Yield a temporary folder inside a trace's folder, with a manifest, to write to; files left in it are removed."""
     building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
     building.mkdir()
     with alone(building):
@@ -119,7 +119,8 @@ def _building(folder: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None, is_live: bool) -> Manifest:
-    """Return the manifest of a trace. Raises TraceExists if another process writes to it, recordings excepted if `is_live`."""
+    """Return the manifest of a trace. Raises TraceExists if another process is writing to the trace; with `is_live`,
+    a recording may be."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(f"{path}: another process is writing to it; wait until it ends")
     if building is None:
@@ -149,7 +150,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
                 folder.mkdir(parents=True, exist_ok=True)
                 try:
                     is_there = claim.enter_context(alone(folder))
-                except FileNotFoundError:  # another process created and removed it
+                except FileNotFoundError:  # another process created and removed the folder
                     continue
         try:
             yield folder
@@ -160,7 +161,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return the folder of a trace that may exist already; the first of several processes creates it.
+    """Return the folder of a trace that several processes write to; the first process creates it.
 
     Raises TraceExists if the folder holds anything but a trace.
     """
@@ -180,7 +181,7 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
 
 
 def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, building: Path | None = None) -> None:
-    """Raise TraceExists unless a trace may be created here. Undoes what killed processes began here."""
+    """Raise TraceExists unless a trace may be created here. Undoes the unfinished work of killed processes first."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(
             f"{path}: another process is writing a trace there; wait until it ends, or use another folder"
@@ -223,13 +224,13 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """Return a local path as absolute. Raises StorageError for a URL."""
+    """Return a local path as an absolute one. Raises StorageError for a URL."""
     if "://" in os.fspath(path):
         raise StorageError(
             f"{path}: only `tim-trace record` and `tim-trace compact` write to URLs; record to a local folder and upload it "
             f"with: tim-trace compact FOLDER -o {path}"
         )
-    with _explained(path):  # fails if the working directory was removed
+    with _explained(path):  # raises if the working directory was removed
         return Path(os.path.realpath(os.path.expanduser(path)))
 
 

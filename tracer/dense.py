@@ -29,17 +29,17 @@ CHUNKS_A_SHARD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The K most probable tokens of each position, in descending order, and the mass of all others.
+    """The K most probable tokens at each position, in descending order, and the probability mass of all others.
 
     Neutral: a tail of -inf means that the K tokens hold all the mass.
     """
 
     token_ids: Any
-    """[N, K] int32"""
+    """[N, K] int32 ids of the K most probable tokens."""
     logprobs: Any
-    """[N, K] float32, nats"""
+    """[N, K] float32 logprobs of these K tokens, nats."""
     tail_logprob: Any
-    """[N] float32, nats: log of the probability of all other tokens."""
+    """[N] float32, nats: log of the total probability of all tokens outside the top K."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Logits:
     """
 
     logits: Any
-    """[N, V] in the framework's dtype."""
+    """[N, V] logits or logprobs in the framework's dtype."""
     kind: str = LOGITS
     """`logits` or `logprobs`: the name of the Zarr array."""
 
@@ -76,7 +76,7 @@ class Hidden:
     """
 
     hidden: Any
-    """[N, H] in the model's dtype."""
+    """[N, H] hidden states in the model's dtype."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ Distribution = TopK | Logits | Hidden
 
 
 def end_to_end(parts: Sequence[Distribution]) -> Distribution | None:
-    """Concatenate distributions of one kind along the rows; None without any."""
+    """Concatenate distributions of the same kind along the rows; return None if there are none."""
     if not parts:
         return None
     joined = {name: _joined([part.arrays[name] for part in parts]) for name in parts[0].arrays}
@@ -108,7 +108,7 @@ def _joined(arrays: Sequence[Any]) -> Any:
 
 
 def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int, what: str) -> None:
-    """Raise InvalidRecord unless each array of captured distributions has one row per token."""
+    """Raise InvalidRecord unless each array in the captured distributions has one row per token."""
     wrong = {name: len(values) for name, (values, _) in arrays.items() if len(values) != num_tokens}
     if wrong:
         raise InvalidRecord(
@@ -117,7 +117,7 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
-    """Pack rows of one array for the journal; `dtype` names what the bits mean (bfloat16 comes as uint16)."""
+    """Pack rows of one array for the journal; `dtype` says how to interpret the bits (bfloat16 is passed as uint16)."""
     row = (group, array, _typed(dtype, values), start, len(values), np.ascontiguousarray(values).tobytes())
     columns = [pa.array([value], field.type) for value, field in zip(row, DENSE_SCHEMA, strict=True)]
     return pa.record_batch(columns, schema=DENSE_SCHEMA)
@@ -168,7 +168,7 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
             Crc32cCodec(),
         ),
         attributes={"dtype": dtype},
-        config={"write_empty_chunks": True},  # so that a missing chunk means data loss
+        config={"write_empty_chunks": True},  # Write chunks of zeros too, so that a missing chunk means data loss.
     )
     # Collect rows into whole shards first: a shard is one file, written once.
     pending: list[np.ndarray] = []

@@ -17,28 +17,28 @@ from .journal import BFLOAT16, DATA_TYPES, DENSE_TABLE, journaled_segments, read
 from .store import Store, first_line
 
 Rows = Callable[[int, int], np.ndarray]
-"""Reads rows: (first row, number of rows) -> bits."""
+"""Function that reads rows of an array: (first row, number of rows) -> bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseArray:
-    """One array of a group."""
+    """One array in a Zarr group, with the function that reads its rows."""
 
     dtype: str
     """What the bits mean: `bfloat16` comes as uint16."""
     width: int
-    """Elements of a row."""
+    """Number of elements in a row."""
     bits: Rows
 
 
 @dataclass(frozen=True, slots=True)
 class DenseGroup:
-    """The arrays of a group by name."""
+    """The arrays in a Zarr group, by name."""
 
     arrays: Mapping[str, DenseArray]
 
     def read(self, start: int, rows: int) -> dict[str, np.ndarray]:
-        """Read rows of every array, bfloat16 widened to float32."""
+        """Read the given rows from every array, with bfloat16 widened to float32."""
         return {name: widen(array.bits(start, rows), array.dtype) for name, array in self.arrays.items()}
 
 
@@ -51,12 +51,12 @@ def open_dense(store: Store, group: str) -> DenseGroup:
     segment = Segment.parse(name)
     if segment is None:
         raise InvalidRecord(f"{group!r} is not a Zarr group of a trace; pass the score's column `dense`")
-    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # keeps the path inside the trace
+    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # rejects names that would lead outside the trace
     if is_sealed(store, segment):
         return _sealed(store, segment, pass_name)
     if DENSE_TABLE in journaled_segments(store).get(segment, ()):
         return _journaled(store, segment, group)
-    if is_sealed(store, segment):  # in between
+    if is_sealed(store, segment):  # The journal was sealed in between.
         return _sealed(store, segment, pass_name)
     raise DamagedTrace(
         f"{store.shown(f'{DENSE}/{group}')}: is missing, but scores refer to it: the trace was copied without dense/ "
@@ -139,7 +139,7 @@ def _journaled(store: Store, segment: Segment, group: str) -> DenseGroup:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of one array in a journal."""
+    """Consecutive rows of one array, stored in a journal."""
 
     group: str
     array: str
@@ -177,7 +177,7 @@ def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
 
 
 def widen(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Convert bfloat16 bits to float32 of the same value; return other dtypes unchanged."""
+    """Convert bfloat16 bits to float32 values, without loss; return other dtypes unchanged."""
     if dtype != BFLOAT16:
         return values
     return (values.astype(np.uint32) << 16).view(np.float32)

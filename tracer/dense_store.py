@@ -1,6 +1,6 @@
 """Read a sealed Zarr group of a trace: only Zarr v3 and tim-trace's codecs, every byte verified.
 
-The group's root has the checksums of every file below it, and the writer's state has the root's.
+The group's root file stores the checksums of all files below it, and the writer's state stores the root's checksum.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
-"""Attribute of a group's root: path below it -> size in bytes and base64 of its block checksums."""
+"""Attribute name in a group's root. Its value maps each path below the root to the file's size in bytes and the
+base64 of its block checksums."""
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""Upper bound of a chunk: one row of 128 million 16-bit values, more than tim-trace writes."""
+"""Maximum uncompressed size of a chunk, bytes; a larger one is rejected. It holds one row of 128 million 16-bit
+values, more than tim-trace ever writes."""
 MAX_CHUNKS_A_SHARD = 1 << 16
 _OF_INDEX = ["bytes", "crc32c"]
 _OF_CHUNK = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
@@ -56,7 +58,8 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
 
 
 class SealedGroup:
-    """The files of one segment's group. Methods raise DamagedTrace if content changed after it was written."""
+    """The files in the Zarr group for one segment. Methods raise DamagedTrace if a file changed after it was
+    written."""
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile | None):
         """`root` is the root's entry in the writer's state; None if the release wrote none."""
@@ -68,7 +71,7 @@ class SealedGroup:
         self._open: dict[str, VerifiedFile] = {}
 
     def arrays(self, group: str) -> dict[str, _Array]:
-        """Return the arrays by name of a group below the root, such as `replay/bf16`."""
+        """Return the arrays, by name, in a group below the root, such as `replay/bf16`."""
         if self._files is None:
             names = [*self.store.walk(f"{self.folder}/{group}")]
         else:
@@ -77,14 +80,15 @@ class SealedGroup:
         return {name: self._array(f"{group}/{name}") for name in found if "/" not in name}
 
     def verify(self) -> None:
-        """Read every file. Raises DamagedTrace."""
+        """Read and verify every file in the group. Raises DamagedTrace."""
         for name in self._files or ():
             file = self._file(name)
             assert file is not None
             file.verify()
 
     def read(self, name: str, start: int | None, stop: int | None) -> bytes | None:
-        """Read bytes of a file, a negative `start` counted from its end; None if the group has no such file."""
+        """Read bytes from a file; a negative `start` counts from the file's end. Returns None if the group has no
+        such file."""
         file = self._file(name)
         if file is None:
             return None
@@ -127,7 +131,7 @@ class SealedGroup:
 
 
 class _Array:
-    """One array of a group; its metadata are validated before zarr reads them."""
+    """One array in a group; the array's metadata are validated before zarr reads them."""
 
     def __init__(self, group: SealedGroup, name: str, document: Mapping[str, Any], where: str):
         try:
@@ -143,7 +147,7 @@ class _Array:
         self._zarr: Any = None
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Read rows of the array. Raises DamagedTrace if it does not have them."""
+        """Read rows from the array. Raises DamagedTrace if the array does not have these rows."""
         if not 0 <= start <= start + count <= self.shape[0]:
             raise DamagedTrace(
                 f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, but scores refer to rows {start:,} to "
@@ -172,12 +176,12 @@ class _Array:
 
 
 class _Chunks(NamedTuple):
-    """Chunk layout of an array's files."""
+    """Layout of chunks in an array's files."""
 
     num_bytes: int
     """Uncompressed size of a chunk."""
     num_in_shard: int | None
-    """Chunks per file; None if a file is one chunk."""
+    """Number of chunks in a shard (one file); None if every file is a single chunk."""
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:
@@ -237,7 +241,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _names(codecs: Any) -> list[str]:
-    """Return the names of codecs. Raises ValueError for unknown ones, before their settings are used."""
+    """Return the names of an array's codecs. Raises ValueError for an unknown codec before its settings are used."""
     if not isinstance(codecs, list) or not 1 <= len(codecs) <= 4:
         raise ValueError("it has no codecs, or too many")
     for codec in codecs:
@@ -265,7 +269,7 @@ def _json(content: bytes, where: str) -> Mapping[str, Any]:
 
 
 class _Files(ZarrStore):
-    """The files of one array, for zarr to read."""
+    """The files of one array as a store that zarr can read."""
 
     def __init__(self, group: SealedGroup, name: str, chunks: _Chunks):
         super().__init__(read_only=True)

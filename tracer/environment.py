@@ -68,7 +68,8 @@ def all_versions() -> dict[str, str]:
 
 
 def rank() -> int | None:
-    """Return the rank in the process group from the environment, as torchrun sets it; None outside of one."""
+    """Return this process's rank in its process group, from the variable that torchrun sets; None outside a process
+    group."""
     value = os.environ.get("RANK", "")
     return int(value) if value.isdecimal() else None
 
@@ -116,7 +117,7 @@ def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: f
 
 
 def device_name(device: Any) -> str:
-    """Return a torch device with its hardware: `cuda NVIDIA H200`, `cpu AMD EPYC`. Needs torch."""
+    """Return a torch device's type and hardware name: `cuda NVIDIA H200`, `cpu AMD EPYC`. Needs torch."""
     import torch
 
     kind = torch.device(device).type
@@ -129,7 +130,7 @@ def device_name(device: Any) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_model() -> str:
-    """Return the CPU model as reported by the system, else its architecture."""
+    """Return the CPU model as reported by the system, or else the CPU's architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:

@@ -1,4 +1,4 @@
-"""index/: one file with all that is needed to open a trace of many files: footers, writers' states and contracts.
+"""Files in index/, each with everything needed to open a trace of many files: footers, writers' states and contracts.
 
 An index is a cache and is always validated. A footer is used if its checksum is in the writer's state, a contract if its
 hash is its name, a writer's state if the checksum of the state file is unchanged. Anything missing or changed is read from
@@ -31,12 +31,13 @@ MAX_BYTES = 64 << 20
 """Maximum size of an index, bytes."""
 
 MANY_FOOTERS = 1024
-"""Tables with more files have no footers in the index: a query seldom needs all of them, and every open reads the index."""
+"""Maximum number of files in a table whose footers are stored in the index. A query of a larger table seldom needs
+all footers, but every opening of the trace reads the whole index."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
-"""Largest uncompressed index; larger ones are ignored."""
+"""Maximum uncompressed size of an index, bytes; larger ones are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
-"""Folders of Parquet files in the order in which their footers get space."""
+"""Folders of Parquet files, in the order in which their footers are added to the index until it is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
 _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
@@ -52,7 +53,7 @@ class _State(msgspec.Struct, array_like=True):
 
 
 class _Footer(msgspec.Struct, array_like=True):
-    """A footer, raw and parsed."""
+    """A Parquet footer, raw and parsed."""
 
     num_bytes: int
     """Of the whole file."""
@@ -69,16 +70,16 @@ class KnownFile(msgspec.Struct, array_like=True):
     """Of the whole file."""
     schema: int
     tail_bytes: int
-    """Bytes of the footer, its length field and the magic number."""
+    """Total size of the footer, its length field and the magic number, bytes."""
     hash: str
-    """XXH3-64 of these bytes."""
+    """XXH3-64 of the footer, its length field and the magic number."""
 
 
 class _Contents(msgspec.Struct):
-    """Encoded form of an index, by path in the trace."""
+    """Contents of an index as encoded in its file, by path in the trace."""
 
     state_fields: tuple[str, ...] = _STATE_FIELDS
-    """Fields of the states, which differ between releases."""
+    """Names of the fields in the stored writers' states, since these differ between releases."""
     versions: list[dict[str, str]] = msgspec.field(default_factory=list)
     states: dict[str, _State] = msgspec.field(default_factory=dict)
     schemas: list[bytes] = msgspec.field(default_factory=list)
@@ -89,12 +90,12 @@ class _Contents(msgspec.Struct):
 
 @dataclass(slots=True)
 class Index:
-    """Content of all indexes of a trace, by path in the trace."""
+    """Combined content of all indexes in a trace, by path in the trace."""
 
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
-    """Files without footers, and the schemas that they refer to, of each index."""
+    """For each index: its files without footers, and the schemas that they refer to."""
     documents: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -103,7 +104,8 @@ class Index:
         return {*self.states, *self.footers, *self.documents, *(path for files, _ in self.files for path in files)}
 
     def known(self, relative: str, num_bytes: int, checksum: str | None) -> tuple[KnownFile, pa.Schema] | None:
-        """Return the entry of a file without footer, and its schema, if size and footer checksum match."""
+        """Return the entry and the schema of a file without a footer in the index, if its size and footer checksum
+        match."""
         for files, schemas in self.files:
             found = files.get(relative)
             if found is not None and found.num_bytes == num_bytes and found.hash == checksum:
@@ -111,7 +113,7 @@ class Index:
         return None
 
     def footer(self, relative: str, num_bytes: int, checksum: str | None) -> ParquetFooter | None:
-        """Return the footer of a file if size and checksum match."""
+        """Return a file's footer if the file's size and the footer's checksum match."""
         known = self.footers.get(relative)
         if known is None or known[0].num_bytes != num_bytes or short_hash(known[0].content) != checksum:
             return None
@@ -122,14 +124,14 @@ class Index:
         )  # fmt: skip
 
     def state(self, relative: str, *, content: bytes | None = None, md5: str | None = None) -> WriterState | None:
-        """Return a writer's state if its current content, or MD5, matches."""
+        """Return a writer's state if the content or the MD5 of its current state file matches the index."""
         known = self.states.get(relative)
         if known is None or (md5 != known.md5 if content is None else whole_hash(content) != known.hash):
             return None
         return known.state
 
     def named(self, relative: str) -> bytes | None:
-        """Return the content of a file that is named by its hash; the caller verifies it."""
+        """Return the content of a file that is named by its hash; the caller verifies the content."""
         return self.documents.get(relative)
 
 
@@ -154,7 +156,7 @@ def _add(index: Index, contents: _Contents) -> None:
 
 
 def passed_over(store: Store) -> list[str]:
-    """Return the paths of damaged indexes, which are ignored."""
+    """Return the paths of damaged indexes, which are not used."""
     return [f"{INDEX}/{name}" for name, size in store.files(INDEX).items() if _contents_of(store, name, size) is None]
 
 
@@ -184,7 +186,7 @@ def _schemas(contents: _Contents) -> list[pa.Schema]:
 def write_index(folder: Path, *, elsewhere: Store | None = None) -> None:
     """Rewrite the index of a trace.
 
-    `elsewhere` is where the table files are that the folder lacks.
+    `elsewhere` says where to read table files that are not in the folder.
     """
     store = Store(folder)
     before = store.files(INDEX)
@@ -197,7 +199,7 @@ def write_index(folder: Path, *, elsewhere: Store | None = None) -> None:
 
 
 class _Gathered:
-    """Collects the content of an index, the most useful first, until it is full."""
+    """Collects the content of an index, most useful entries first, until the index is full."""
 
     def __init__(self, store: Store, elsewhere: Store | None):
         self.contents = _Contents()
@@ -273,13 +275,13 @@ class _Gathered:
             self.contents.files |= files
 
     def _known_before(self, relative: str, size: int) -> KnownFile | None:
-        """Return the previous index's entry of a file if its size and checksum are unchanged."""
+        """Return a file's entry in the previous index if the file's size and checksum are unchanged."""
         record = self._accounts.get(relative)
         found = None if record is None else self._before.known(relative, size, record.footer)
         return None if found is None else msgspec.structs.replace(found[0], schema=self._schema(found[1]))
 
     def _schema(self, schema: pa.Schema) -> int:
-        """Return the number of a schema in the index, adding it if new."""
+        """Return the position of a schema in the index, adding the schema if it is new."""
         content = schema.remove_metadata().serialize().to_pybytes()
         return self._number(self.contents.schemas, content, content)
 

@@ -1,9 +1,11 @@
 """The journal: a writer's unsealed records, as Arrow IPC streams that survive a killed process.
 
-The metadata of each message end with a 32-byte trailer, placed in the padding that the format allows, so that any Arrow
-library can read the stream and this one can verify it:
-8 bytes `tim-jrnl`, the length of the message's body (int64), XXH3-128 of the checksum of the message before (16 zero bytes for
-the first one) and of this message without its own; all little-endian but the checksums. The chain
+The metadata of each message end with a 32-byte trailer. It is placed in padding that the format allows, so any Arrow
+library can read the stream, and this module can verify it. The trailer holds:
+8 bytes `tim-jrnl`, the length of the message's body (int64), XXH3-128 of the previous message's checksum (16 zero
+bytes for
+the first message) followed by this message without its own checksum; all are little-endian except the checksums. The
+chain
 detects missing, duplicated and reordered messages.
 """
 
@@ -36,16 +38,17 @@ DENSE_SCHEMA = pa.schema(
         pa.field("data", pa.large_binary(), nullable=False),
     ]
 )
-"""A block of `rows` rows of one array of a Zarr group, row-major, before it is sealed."""
+"""Schema of journal rows that each hold a block: `rows` rows of one array in a Zarr group, row-major, before
+sealing."""
 
 BFLOAT16 = "bfloat16"
 DATA_TYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
-"""dtypes of these arrays, NumPy's and Zarr's names; bfloat16 is stored as uint16 bits."""
+"""Allowed dtypes of captured arrays, as NumPy and Zarr name them; bfloat16 is stored as uint16 bits."""
 
 IDENTITY = b"tim-trace file"
-"""Metadata key of a stream's schema: its path in the trace when written."""
+"""Key in the metadata of a stream's schema; its value is the journal's path in the trace when written."""
 
 _HEADER_TYPE, _HEADER, _COMPRESSION, _RECORD_BATCH = 1, 2, 3, 3
 """Field numbers in Arrow's Message and RecordBatch, and the message type of a RecordBatch."""
@@ -54,12 +57,12 @@ _CONTINUES = 0xFFFFFFFF
 _MAGIC = b"tim-jrnl"
 _TRAILER = struct.Struct("<8sq16s")
 _FIRST = bytes(16)
-"""Stands for the previous checksum of the first message."""
+"""Used as the previous checksum for the first message, which has no predecessor."""
 _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
 class JournalStream:
-    """Appends record batches of one table of one segment to a file.
+    """Appends record batches to a file, for one table in one segment.
 
     Once `append` returns, the operating system has the batch, so that it survives a killed process.
     """
@@ -75,7 +78,7 @@ class JournalStream:
         self._has_links = os.fstat(self._file.fileno()).st_nlink > 0
         self.num_bytes = 0
         self.is_synced = False
-        """True if its rows, and the files sealed from them, must survive a power loss."""
+        """True if the stream's rows, and the files sealed from them, must survive a power loss."""
         self._checksum = _FIRST
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
@@ -86,7 +89,7 @@ class JournalStream:
         self._append_message(batch.serialize())
 
     def sync(self) -> None:
-        """Flush to disk everything appended so far; also works after closing, while the file exists."""
+        """Flush everything appended to disk; this also works after `close`, as long as the file exists."""
         if self._file.closed:
             sync(self.path)
         else:
@@ -101,7 +104,7 @@ class JournalStream:
             self._file.close()
 
     def _append_message(self, message: pa.Buffer) -> None:
-        """Write a message with its trailer."""
+        """Write a message with a trailer."""
         view = memoryview(message)
         _, length = _PREFIX.unpack(view[: _PREFIX.size])
         metadata, body = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]
@@ -124,7 +127,7 @@ class JournalStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalContent:
-    """Content of one journal file."""
+    """The content of a journal file, as far as it is readable."""
 
     batches: tuple[pa.RecordBatch, ...]
     torn_bytes: int = 0
@@ -132,13 +135,13 @@ class JournalContent:
     damage: str | None = None
     """Why reading stopped at the first damaged record; None if all records were read."""
     has_checksums: bool = True
-    """True if its records have checksums; older releases wrote none."""
+    """True if the journal's records have checksums; older releases wrote none."""
     has_begun: bool = True
-    """True if its schema is complete; a writer lists a journal only after that."""
+    """True if the journal's schema is complete; a writer lists a journal in its state only once it is."""
 
 
 def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | None = None) -> JournalContent:
-    """Read all complete records of a journal, verifying and validating each.
+    """Read all complete records in a journal, verifying and validating each.
 
     With `num_bytes`, only that many bytes are read. Raises FileNotFoundError if the segment has been sealed since, and
     DamagedTrace if it is a link out of the trace.
@@ -174,9 +177,9 @@ class _Torn(Exception):
 
 
 def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, int, bytes]:
-    """Return the message at `start`, its end, and its checksum; None as message at the end of the stream.
+    """Return the message at `start`, its end offset, and its checksum; the message is None at the end of the stream.
 
-    `before` is the checksum of the message before.
+    `before` is the previous message's checksum.
 
     Raises ValueError for damaged bytes, and _Torn.
     """
@@ -195,7 +198,7 @@ def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, 
 
 
 def _message_end(content: memoryview, start: int, before: bytes) -> tuple[int, bytes] | None:
-    """Return the end of the message at `start`, and its checksum; None at the end of the stream.
+    """Return the end offset and checksum of the message at `start`; None at the end of the stream.
 
     Raises ValueError and _Torn.
     """
@@ -243,7 +246,8 @@ def _checked_schema(message: Any, relative: str) -> pa.Schema:
 
 
 def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a message's rows, validated. Raises ValueError if compressed: no writer does so, and it could claim any size."""
+    """Return a message's rows, validated. Raises ValueError for compressed rows: no writer compresses, and they could
+    claim any size."""
     if _is_compressed(bytes(message.metadata)):
         raise ValueError("it is compressed")
     batch = pa.ipc.read_record_batch(message, schema)
@@ -255,7 +259,7 @@ def _is_compressed(metadata: bytes) -> bool:
     """Return True if a message's RecordBatch has the field `compression` (Message.fbs, FlatBuffers table layout)."""
 
     def field(table: int, number: int) -> int | None:
-        """Return the offset of a table's field; None if it is missing."""
+        """Return the offset of a field in a FlatBuffers table; None if the field is missing."""
         vtable = table - struct.unpack_from("<i", metadata, table)[0]
         size = struct.unpack_from("<H", metadata, vtable)[0]
         place = 4 + 2 * number
@@ -301,7 +305,7 @@ def _read_plain(content: memoryview) -> JournalContent:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return unsealed segment -> table -> bytes of its journal."""
+    """Return a map from unsealed segment to table to the size of that table's journal in bytes."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:
@@ -310,7 +314,7 @@ def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
 
 
 def journal_of(name: str) -> tuple[Segment, str] | None:
-    """Return the segment and table of a journal's file name; None for other names."""
+    """Return the segment and table encoded in a journal's file name; None for other names."""
     stem, _, table = name.removesuffix(".arrows").rpartition(".")
     segment = Segment.parse(stem)
     return (segment, table) if segment is not None and table in JOURNALED and name.endswith(".arrows") else None

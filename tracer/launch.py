@@ -40,20 +40,21 @@ ENGINE_WEIGHTS_CHOICES = ("given", "held", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Outcome of a recorded command."""
+    """The outcome of recording a command."""
 
     folder: Path
     """Folder of the trace; for a recording to a URL, the cache folder, which was removed after upload."""
     exit_code: int
     writers: tuple[WriterState, ...]
-    """Processes that recorded, or tried to."""
+    """States of the processes that recorded or tried to."""
 
     is_there: bool = True
-    """False if the folder was removed while the command ran."""
+    """False if the trace's folder was removed while the command ran."""
     note: str | None = None
-    """Why this node recorded nothing, or where recording continues; None if it finished here."""
+    """The reason why this node recorded nothing, or the hosts where recording continues; None if recording finished
+    here."""
     is_stuck: bool = False
-    """True if a thread still waits for an unresponsive file system."""
+    """True if a thread is still waiting for an unresponsive file system."""
 
     @property
     def num_sequences(self) -> int:
@@ -157,7 +158,7 @@ def record(
         """Begin or join a recording. Return its order, its run id, whether this is its first launcher, and the writers of earlier
         recordings; None if there is none to join.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread forwards them
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread forwards signals
         first = None
         if number is not None:
             first = next(iter(running_launchers(output, max_wait)), None)
@@ -252,7 +253,7 @@ def record(
 
 
 def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> str:
-    """Return why a further node found no recording to join."""
+    """Return the reason why a node other than the first found no recording to join."""
     way = "object storage supports one recording node: use a folder shared by all nodes"
     if "://" not in os.fspath(output):
         way = f"none was found there in {wait_s:g} s: start every node with the same shared folder"
@@ -261,7 +262,7 @@ def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> s
 
 
 def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], why: str) -> Recording:
-    """Run the command without recording it, and print why before and after."""
+    """Run the command without recording it; print the reason before and after the command runs."""
     _tell(f"NOT RECORDED on this node; the command starts now: {why}")
     exit_code = _started(command, os.environ).wait(lambda: None, SIGN_S)
     return Recording(folder=Path(output), exit_code=exit_code, writers=(), note=f"NOT RECORDED on this node: {why}")
@@ -279,7 +280,7 @@ def _tell(sentence: str) -> None:
 
 
 class Launcher:
-    """`tim-trace record` itself as a writer of the trace: heartbeat and exit code of the command."""
+    """`tim-trace record` itself as a writer in the trace; it records a heartbeat and the command's exit code."""
 
     def __init__(self, folder: Path, run_id: str, command: Sequence[str], session: str, *, is_alone: bool):
         self.folder, self.run_id = folder, run_id
@@ -294,15 +295,16 @@ class Launcher:
         )
 
     def give_sign(self) -> None:
-        """Update the heartbeat."""
+        """Update the launcher's heartbeat."""
         with contextlib.suppress(OSError):
             os.utime(self._path)
 
     def close(self, exit_code: int) -> str:
-        """Record the exit code, and return the hosts that still record; the last one finishes the trace."""
+        """Record the exit code, and return the hosts that are still recording; the last launcher to end finishes the
+        trace."""
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
-        # Under the lock: if two end at once, the second sees that the first has ended.
+        # Hold the lock, so that if two launchers end at once, the second sees that the first has ended.
         with contextlib.suppress(OSError), alone(self.folder):
             self.save()
             same = [state for state in launchers(self.folder) if state.attempt_key == self.state.attempt_key]
@@ -314,13 +316,13 @@ class Launcher:
         return self.folder / WRITERS / f"{self.state.writer}.json"
 
     def save(self) -> None:
-        """Write the state, ignoring a full disk or a removed folder."""
+        """Save the launcher's state, ignoring errors from a full disk or a removed folder."""
         with contextlib.suppress(OSError):
             write_part(self.folder, f"{WRITERS}/{self.state.writer}.json", self.state.to_json().encode())
 
 
 def _is_there(folder: Path, run_id: str) -> bool:
-    """Return True if the folder still holds the trace of this recording."""
+    """Return True if the folder still holds the trace that this recording began or joined."""
     with contextlib.suppress(TimTraceError):
         return Store(folder).manifest().run_id == run_id
     return False

@@ -1,4 +1,4 @@
-"""Determine whether a writer may still write."""
+"""Determine whether a writer may still add to its trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SILENT_S = 900.0
 """Time without a heartbeat after which a writer on another machine counts as ended, seconds."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""Basis of a verdict: closed by itself, its process, a reboot of its machine, or the age of its last heartbeat."""
+"""What a verdict on a writer is based on: the writer closed itself, its process was checked, its machine rebooted, or
+the age of its last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +30,13 @@ class Liveness:
 
     is_alive: bool
     how: str
-    """CLOSED_ITSELF, PROCESS, RESTARTED or AGE."""
+    """Basis of the verdict: CLOSED_ITSELF, PROCESS, RESTARTED or AGE."""
     silent_s: float | None = None
-    """Seconds since its last heartbeat if that decided; None if unknown."""
+    """Seconds since the writer's last heartbeat, if the verdict is based on it; None if unknown."""
 
 
 class Process(TypedDict):
-    """Identity of a process, as fields of a writer's state."""
+    """The identity of a process, as stored in a writer's state."""
 
     host: str
     boot_id: str | None
@@ -57,7 +58,7 @@ def this_process() -> Process:
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:
-    """Judge a writer by its process if visible from here, else by the age of its last heartbeat."""
+    """Judge whether a writer is alive: by its process if visible from here, else by the age of its last heartbeat."""
     if state.state != OPEN:
         return Liveness(is_alive=False, how=CLOSED_ITSELF)
     if store.is_local and state.host == socket.gethostname():
@@ -79,7 +80,7 @@ def last_sign(state: WriterState, store: Store) -> float | None:
 
 @cache
 def boot_id() -> str | None:
-    """Return the id of this boot of the machine; None if unknown."""
+    """Return the machine's id for its current boot; None if unknown."""
     return _text("/proc/sys/kernel/random/boot_id")
 
 
@@ -92,13 +93,13 @@ def pid_namespace() -> str | None:
 
 
 def process_start(pid: int) -> int | None:
-    """Return the start of a process, clock ticks since boot; None if unknown."""
+    """Return a process's start time in clock ticks since boot; None if unknown."""
     fields = _stat(pid)
     return int(fields[19]) if len(fields) > 19 else None
 
 
 def _runs(state: WriterState) -> bool:
-    """Return True if the writer's process runs, and not another one with its pid."""
+    """Return True if the writer's process is running, and the pid has not been reused by another process."""
     try:
         os.kill(state.pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -112,7 +113,7 @@ def _runs(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the third, the state, on."""
+    """Return the fields in /proc/<pid>/stat, starting at the third, the process state."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 

@@ -13,12 +13,13 @@ from ..schemas.errors import TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX
 
 LOCK = f"{BUILT_PREFIX}{'0' * 32}"
-"""Lock file for file systems that cannot lock folders, such as NFS; its name excludes it from the trace."""
+"""Name of the lock file used where folders cannot be locked, as on NFS; readers of a trace ignore files with this
+prefix."""
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the block, waiting for other processes; without locks on the file system, warn and continue.
+    """Lock a folder for the block, waiting for other processes; if the file system has no locks, warn and continue.
 
     Yields whether the folder still exists: the previous holder may have removed it. Raises FileNotFoundError if it is
     missing at first.
@@ -39,7 +40,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a process holds a folder in `alone`; false if the file system has no locks."""
+    """Return True if a process holds a folder's lock from `alone`; False if the file system has no locks."""
     for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, os.O_RDWR)):
         try:
             descriptor = os.open(path, flags)
@@ -58,13 +59,14 @@ def is_held(folder: Path) -> bool:
 
 
 def _locked_file(folder: Path) -> int | None:
-    """Wait for the lock of a file in the folder, and return its descriptor; None, with a warning, if there are no locks."""
+    """Wait for the lock on the folder's lock file and return the file's descriptor. If the file system has no locks,
+    warn and return None."""
     while True:
         file = None
         try:
             file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_there(folder / LOCK, file):  # else the previous holder has removed it
+            if _is_there(folder / LOCK, file):  # otherwise the previous holder has removed the file
                 return file
         except OSError as error:
             if file is not None:

@@ -11,7 +11,7 @@ _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 def scaled(logits_TV: Any, config: Any) -> Any:
-    """Apply a model's logit multiplier and soft cap, if any; `config` is that of the text model."""
+    """Apply a model's logit multiplier and soft cap, if any; `config` is the text model's config."""
     import torch
 
     scale = multiplier(config)
@@ -22,7 +22,7 @@ def scaled(logits_TV: Any, config: Any) -> Any:
 
 
 def multiplier(config: Any) -> float | None:
-    """Return a model's logit multiplier; None if it has none."""
+    """Return the factor by which a model multiplies its logits; None if it does not."""
     scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
     divisor = getattr(config, "logits_scaling", None)
     if scale is None and divisor is not None:
@@ -31,7 +31,8 @@ def multiplier(config: Any) -> float | None:
 
 
 def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, Any, Any]:
-    """Return the K most probable tokens of each row, their logprobs, and the log of the total probability of all others.
+    """Return the K most probable tokens in each row, their logprobs, and the log of the total probability of all
+    others.
 
     Returns ids [T, K] int32, logprobs [T, K] float32 and tail [T] float32, nats; the tail is -inf if K is the whole
     vocabulary. Computed in float32, or float64 if the logits are.

@@ -15,18 +15,21 @@ from .ragged import Padding, is_padded
 from .staging import to_numpy
 
 MIN_RUN = 2
-"""Minimum run of equal tokens at a row's edge that may be padding; a model writes one end token."""
+"""Minimum length, in tokens, of a run of one repeated token at a row's edge that may be padding. A single end token
+is written by the model itself."""
 MIN_LONGEST_RUN = 4
-"""Minimum length of the longest such run in a batch: padding is longer than chance repeats of a token."""
+"""Minimum length, in tokens, of a batch's longest run of one repeated token for a padding warning; chance repeats of
+a token are shorter."""
 MIN_SHARE = 0.25
-"""Minimum share of rows with such runs: if lengths differ, most rows are shorter than the longest."""
+"""Minimum share of a batch's rows that begin or end with repeats of one token for a padding warning. In a padded
+batch most rows are shorter than the longest."""
 
 Warn = Callable[[str, str], None]
-"""Called with a key, for warning only once, and the sentence."""
+"""Function that is called with a key, so that each warning is given only once, and the warning's sentence."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
-    """Return the padding of `response` or `prompt` ids, None for lists; warn about likely padding without a mask.
+    """Return the padding of `response` or `prompt` ids, or None for lists; warn if ids without a mask look padded.
 
     `warn` is None for a framework's data, which comes with masks and may have empty rows.
 
@@ -58,7 +61,7 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
 
 
 def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
-    """Return a sentence on the cells of a [B, T] batch that look like padding; None if none do.
+    """Return a sentence on cells in a [B, T] batch that look like padding; None if there are none.
 
     Rows look padded if they begin or end in repeats of one token, the same in all of them, and some row does not. It may
     also be a model that repeats itself, so this is a warning and not an error.
@@ -84,6 +87,6 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
 
 
 def _runs(cells: np.ndarray) -> np.ndarray:
-    """Return [B]: length of the run of equal cells at the beginning of each row."""
+    """Return [B]: the length of the run of equal cells at the beginning of each row."""
     other = cells != cells[:, :1]
     return np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])

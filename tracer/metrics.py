@@ -1,4 +1,4 @@
-"""Building rows of metrics."""
+"""Build the rows of the metrics table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCHEMA = METRICS_TABLE.schema
 
 
 def check_metrics(values: Any, what: str) -> None:
-    """Raise InvalidRecord unless this is a dict of name -> number, text or None."""
+    """Raise InvalidRecord unless the metrics are a dict of name -> number, text or None."""
     if not isinstance(values, Mapping):
         raise InvalidRecord(f"{what}: got {shown(values)}; give a dict of name -> value")
     for name, value in values.items():
@@ -53,7 +53,8 @@ def _check(value: Any, what: str) -> None:
 def metric_rows(
     step: int, values: Mapping[str, Any], logged_at: datetime, attempt: int | None, writer: str
 ) -> pa.RecordBatch:
-    """Return one row per value: numbers (and one-element tensors) as numbers, None as neither, anything else as text."""
+    """Return one row per value: numbers and one-element tensors are stored as numbers, None as NULL, anything else as
+    text."""
     plain = [_plain(value) for value in values.values()]
     numbers = [_number(value) for value in plain]
     texts = [
@@ -75,13 +76,13 @@ def metric_rows(
 
 
 def _plain(value: Any) -> Any:
-    """Unwrap an array of one object or text; return anything else as it is."""
+    """Unwrap an array that holds a single object or text; return anything else unchanged."""
     holds_one = isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1
     return value.item() if holds_one else value
 
 
 def _number(value: Any) -> float | None:
-    """Return the value as a number; None if it is not one."""
+    """Return the value as a number; None if it is not a number."""
     if is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
         array = to_numpy(value)
         return float(array.item()) if array.size == 1 and array.dtype.kind in "fiub" else None
@@ -96,5 +97,5 @@ def _float(value: float) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """Return the value as text that UTF-8 can encode."""
+    """Convert the value to text that UTF-8 can encode."""
     return str(value).encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Multi-node jobs with one `tim-trace record` per node: one starts the trace, the others join it."""
+"""Multi-node jobs with one `tim-trace record` per node: the first node starts the trace, and the others join it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting, such as RANK=1, by which an earlier node or process starts the trace; None if this one does.
+    """Return the setting, such as RANK=1, that makes this a later node or process, which joins the trace; None if
+    this process starts it.
 
     The command's arguments take precedence over the environment.
     """
@@ -40,7 +41,7 @@ def later_node(command: Sequence[str]) -> str | None:
 
 
 def has_several_nodes(command: Sequence[str]) -> bool:
-    """Return True if a command starts a job on several nodes, by its arguments or torchrun's variable."""
+    """Return True if the command's arguments or torchrun's variable show that the job runs on several nodes."""
     return bool(_COUNT.search(" ".join([f"PET_NNODES={os.environ.get('PET_NNODES')}", *command])))
 
 
@@ -50,7 +51,7 @@ def is_same(one: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
-    """Return the states of all launchers of a trace, oldest first; empty without a trace."""
+    """Return the states of all launchers in a trace, oldest first; empty without a trace."""
     with contextlib.suppress(TimTraceError, OSError):
         found = [state for state in Store(folder).writers_named(LAUNCHER) if state.is_launcher]
         return sorted(found, key=lambda state: state.opened_at)
@@ -62,9 +63,9 @@ def running_launchers(
 ) -> list[WriterState]:
     """Wait up to `wait_s` for `tim-trace record` processes that record to a folder; return the running ones.
 
-    One counts as running if its process is visible from here, or if it sent a heartbeat since the first check, because one
-    killed on another machine first looks alive. With `beside` only these are watched, while any may run; one that closes
-    normally also counts.
+    A process counts as running if it is visible from here, or if it sent a heartbeat after the first check, because a
+    process killed on another machine looks alive at first. With `beside` only those processes are watched, until any
+    is found running; one that closes normally also counts.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 PREFIX = "optimizer/"
-"""Prefix of the metrics' names."""
+"""Prefix of the names of the optimizer's metrics."""
 
 CHUNK_BYTES = 56 << 20
-"""Bytes per chunk on a GPU, which needs one temporary tensor of that size. A CPU needs up to three, so its chunks are a third
+"""Chunk size on a GPU, bytes; a GPU needs one temporary tensor of that size. A CPU needs up to three, so its chunks
+are a third
 as large, counted as at least float32."""
 
 
@@ -20,11 +21,12 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
     for SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
 
     - optimizer/update_to_weight: norm of the update divided by the norm of the weights after it.
-    - optimizer/update_norm, optimizer/weight_norm: these two norms.
+    - optimizer/update_norm, optimizer/weight_norm: the norm of the update and the norm of the weights after it.
     - optimizer/second_moment: mean of v_hat over all elements; Adam variants only.
     - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: current settings, the largest over parameter groups.
 
-    Empty before the first step, and for other optimizers. Does not synchronise with a device.
+    The result is empty before the first step, and for other optimizers. This function does not synchronise with a
+    device.
     """
     import torch
 
@@ -56,7 +58,8 @@ _SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the largest of each setting over the groups; for tensors, the first group's, on its device."""
+    """Return each setting's largest value over the parameter groups; if values are tensors, the first group's, on its
+    device."""
     flat = [dict(group) | dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False)) for group in groups]
     found: dict[str, Any] = {}
     for name in _SETTINGS:
@@ -71,7 +74,7 @@ Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]
 
 
 def _chunks(optimizer: Any) -> Iterator[Chunk]:
-    """Yield the updated tensors in chunks of one group, device, dtype and step count."""
+    """Yield the updated tensors in chunks; all tensors in a chunk share their group, device, dtype and step count."""
     for group in optimizer.param_groups:
         alike: dict[Any, Chunk] = {}
         for parameter in group["params"]:
@@ -107,13 +110,13 @@ def _pieces(weight: Any, state: Mapping[str, Any], most: int) -> Iterator[tuple[
 
 
 def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Return the update of each tensor before the learning rate, and the sum of v_hat or None."""
+    """Return each tensor's update before multiplication by the learning rate, and the sum of v_hat or None."""
     if "exp_avg_sq" not in states[0]:
         return [_local(state["momentum_buffer"]) for state in states], None
     beta1, beta2 = group["betas"]
     step = _step(states[0])
     scale1, scale2 = 1 - beta1**step, 1 - beta2**step
-    # amsgrad divides by the largest second moment so far.
+    # amsgrad divides by the largest second moment of all steps up to now.
     largest = "max_exp_avg_sq" if "max_exp_avg_sq" in states[0] else "exp_avg_sq"
     update = torch._foreach_sqrt([_local(state[largest]) for state in states])
     torch._foreach_div_(update, scale2**0.5)
@@ -135,7 +138,8 @@ def _square(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _square_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Return the squared norm of a vector by pieces: torch's norm accumulates sequentially, its sum pairwise."""
+    """Return a vector's squared norm, summed over pieces: torch's norm accumulates sequentially, but its sum
+    pairwise."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
@@ -159,7 +163,7 @@ def _total(torch: Any, values: list[Any]) -> Any:
 
 
 def _known_step(state: Mapping[str, Any]) -> Any:
-    """Return the step count if it is on the host, else None: device-side counts are equal for all tensors."""
+    """Return the step count if it is on the host, else None. Counts on a device are equal for all tensors."""
     step = state.get("step")
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None
@@ -172,12 +176,12 @@ def _step(state: Mapping[str, Any]) -> Any:
 
 
 def _local(tensor: Any) -> Any:
-    """Return the local part of a tensor."""
+    """Return the part of a distributed tensor that this process holds; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def underlying(optimizer: Any) -> Any:
-    """Return the torch optimizer inside accelerate's wrappers; None without groups and states."""
+    """Return the torch optimizer inside accelerate's wrappers; None if it has no parameter groups or states."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer if hasattr(optimizer, "param_groups") and hasattr(optimizer, "state") else None

@@ -1,6 +1,7 @@
 """Parquet files of a trace, with block checksums verified on read.
 
-A file's metadata have its path and a checksum of each block before the footer; the writer's state has the footer's.
+A file's metadata store its path and a checksum for each block before the footer; the writer's state stores the
+footer's checksum.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from .store import Store, first_line
 from .verified_file import FileChecksums, VerifiedFile, unreadable_checksums
 
 BLOCKS = b"tim-trace blocks"
-"""Metadata: base64 of XXH3-64 of each block before the footer, 8 bytes each."""
+"""Metadata key. Its value is the base64 of the XXH3-64 checksums, 8 bytes each, of the blocks before the footer."""
 BLOCK_SIZE = b"tim-trace block bytes"
-"""Metadata: block size in bytes; 256 KiB by default."""
+"""Metadata key. Its value is the block size in bytes, 256 KiB by default."""
 IDENTITY = b"tim-trace file"
-"""Metadata: path of the file in the trace when written."""
+"""Metadata key. Its value is the file's path in the trace when written."""
 
 MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Maximum values of a column: a constant plus a multiple of the file's bytes. Tokens take more than half a byte."""
+"""A footer that claims more values in a column than a constant plus a multiple of the file's size in bytes is
+rejected. In real files a token takes more than half a byte."""
 
 
 def write_checked(
@@ -62,7 +64,7 @@ class CheckedWriter:
         self._parquet = parquet
         self.num_rows = 0
         self.sealed: SealedFile
-        """SealedFile once closed, without step range."""
+        """SealedFile, without its step range; set when the file is closed."""
 
     def write(self, part: pa.Table) -> None:
         """Add a part as a row group."""
@@ -90,7 +92,7 @@ def checked_writer(
 
 
 class _HashedFile(io.RawIOBase):
-    """Hashes bytes written to a file, and also collects them once `footer` is a bytearray."""
+    """Hashes the bytes written to a file, and also collects them while `footer` is a bytearray."""
 
     def __init__(self, file: io.FileIO, block_bytes: int):
         self._file = file
@@ -101,7 +103,7 @@ class _HashedFile(io.RawIOBase):
         return True
 
     def write(self, content: Any) -> int:
-        """Write all of the bytes."""
+        """Write all the bytes, also if the system accepts only some at a time."""
         view = memoryview(content)
         self.digests.add(view)
         if self.footer is not None:
@@ -121,13 +123,13 @@ class ParquetFooter:
     schema: pa.Schema
     metadata: dict[bytes, bytes]
     content: bytes
-    """The footer with its length and the magic number."""
+    """The footer, its length field and the magic number."""
     hash: str
     """XXH3-64 of `content`."""
 
     @property
     def identity(self) -> str | None:
-        """Path in the trace when written; None if not recorded by an older release."""
+        """The file's path in the trace when written; None if an older release did not record it."""
         name = self.metadata.get(IDENTITY)
         return None if name is None else name.decode("utf-8", "replace")
 
@@ -137,7 +139,7 @@ class ParquetFooter:
 
     @property
     def _block_bytes(self) -> int:
-        """Bytes per block checksum. Raises ValueError for a size that tim-trace does not write."""
+        """Size of a checksummed block, bytes. Raises ValueError for a size that tim-trace does not write."""
         size = int(self.metadata.get(BLOCK_SIZE, BLOCK_BYTES))
         if size not in BLOCK_SIZES:
             raise ValueError(f"of blocks of {size:,} bytes")
@@ -166,7 +168,7 @@ class ParquetFooter:
 def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int = _TAIL_BYTES) -> ParquetFooter:
     """Read the footer of a file of `num_bytes`; `tail_bytes` is the size of the first read.
 
-    Raises DamagedTrace if it is not Parquet, and FileNotFoundError.
+    Raises DamagedTrace if the file is not Parquet, and FileNotFoundError.
     """
     where = store.shown(relative)
     content = _read_tail(store, relative, num_bytes, tail_bytes)
@@ -182,7 +184,7 @@ def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int 
 
 
 def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> bytes:
-    """Return the footer with its length and the magic number. Raises DamagedTrace if it is not Parquet."""
+    """Return the footer with its length field and the magic number. Raises DamagedTrace if the file is not Parquet."""
     where = store.shown(relative)
     try:
         tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)

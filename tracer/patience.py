@@ -20,7 +20,7 @@ _LOOKS_EVERY_S = 0.5
 
 
 class Patience:
-    """The waits of one writer's callers, each at most `max_wait_s` long."""
+    """Bounded waits for the callers of one writer; each wait is at most `max_wait_s` long."""
 
     def __init__(
         self,
@@ -46,9 +46,10 @@ class Patience:
         every_s: float = math.inf,
         counts: bool = True,
     ) -> None:
-        """Wait, with `changed` held, while `is_blocked`. Raises StorageStalled.
+        """Wait while `is_blocked` returns True; the caller holds `changed`. Raises StorageStalled.
 
-        Time during `is_excused` does not count. With `signs` of progress, the limit applies to the time in which they do not
+        Time while `is_excused` returns True does not count. With `signs` of progress, the limit applies to the time
+        in which they do not
         change. `counts` selects whether `waited_s` is updated.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
@@ -79,7 +80,7 @@ class Patience:
         self._meanwhile()
 
     def _mount(self) -> str:
-        """Return the file system of the path from the kernel's list of mounts, without touching it."""
+        """Return the path's file system from the kernel's list of mounts, without accessing the path."""
         try:
             path = Path(os.path.abspath(self._path))
             mounts = [line.split() for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines()]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 Advance = Callable[[int], None]
-"""Called with the number of units completed since the last call."""
+"""Function to call with the number of units completed since its last call."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Called with a description and the total number of units."""
+"""Function that starts a progress display; it is called with a description and the total number of units."""
 
 
 @contextmanager

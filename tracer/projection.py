@@ -1,6 +1,6 @@
 """Compute captured distributions from a model's last hidden states, in chunks of tokens.
 
-Shapes: N tokens, C tokens of a chunk, H hidden width, V vocabulary.
+Shapes: N tokens, C tokens per chunk, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ CHUNK_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """A model's output head as applied by a pass."""
+    """A model's output head as a pass applies it."""
 
     model: Any
     """The model; None if the rows are logits already."""
     dtype: Any = None
-    """torch dtype of the matrix product; None for that of the hidden states."""
+    """torch dtype for the matrix product; None for the dtype of the hidden states."""
     then: Callable[[Any], Any] | None = None
-    """Applied to the logits after scale and soft cap, before dividing by the temperature."""
+    """Function applied to the logits after scale and soft cap, and before division by the temperature."""
 
     @property
     def head(self) -> Any:
         return self.model.get_output_embeddings()
 
     def logits(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
-        """Yield [C, V] logits of up to `chunk` tokens, with the model's scale and soft cap; before temperature."""
+        """Yield [C, V] logits for up to `chunk` tokens at a time, with the model's scale and soft cap, before the
+        temperature is applied."""
         for logits_CV in hidden_NH.split(chunk) if self.model is None else self._projected(hidden_NH, chunk):
             yield logits_CV if self.then is None else self.then(logits_CV)
 
@@ -49,7 +50,7 @@ class Projection:
     def distribution(
         self, hidden: Sequence[Any], capture: Capture, temperature: float, device: Any = None
     ) -> Distribution:
-        """Return the captured distributions of rows of hidden states [T, H], concatenated; on `device` if given."""
+        """Return the captured distributions for rows of hidden states [T, H], concatenated; on `device` if given."""
         import torch
 
         with torch.no_grad():
@@ -68,7 +69,7 @@ class Projection:
 
 
 class _Kept:
-    """Preallocated arrays of N rows that are filled in chunks."""
+    """Preallocated arrays with N rows that are filled chunk by chunk."""
 
     def __init__(self, num_rows: int, device: Any):
         self.arrays: list[Any] = []

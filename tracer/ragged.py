@@ -1,4 +1,4 @@
-"""Converting batches, padded or ragged, to flat values and lengths.
+"""Convert batches, padded or ragged, to flat values and lengths.
 
 Shapes: B rows, T padded width, N tokens of all rows together.
 """
@@ -22,11 +22,11 @@ class Ragged:
     """Lists of different lengths, concatenated."""
 
     values: np.ndarray
-    """[N]"""
+    """[N] the elements of all lists, one list after another."""
     lengths: np.ndarray
-    """[B] int64, adding up to N."""
+    """[B] int64: the length of each list; the sum is N."""
     valid: np.ndarray | None = None
-    """[N] bool, False if the value was not recorded; None if all were."""
+    """[N] bool: False for a value that was not recorded; None if all values were recorded."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -60,14 +60,15 @@ def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
 
 
 def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the indices of some rows' values in the concatenated values of all rows."""
+    """Return the indices of the selected rows' values within the concatenated values of all rows."""
     counts = lengths[rows]
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.asarray(np.repeat(np.cumsum(lengths)[rows] - counts, counts) + within)
 
 
 _LONG = 1024
-"""Minimum width for which copying row by row is faster than indexing with a mask: a row costs as much as 1,500 cells."""
+"""Minimum width of a batch, in cells, to copy it row by row; narrower batches are indexed with a mask. Copying one
+row costs as much time as 1,500 masked cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +77,17 @@ class Padding:
 
     width: int
     lengths: np.ndarray
-    """[B] int64"""
+    """[B] int64: number of tokens in each row."""
     starts: np.ndarray | None
-    """[B] int64, first token of each row; None if the tokens of a row are not contiguous."""
+    """[B] int64: column of each row's first token; None if the tokens in some row are not contiguous."""
     mask: np.ndarray
-    """[B, T] bool"""
+    """[B, T] bool: True for cells that hold tokens."""
 
     @classmethod
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
         """Read an attention mask [B, T], nonzero at tokens. `what` names it in errors.
 
-        Raises InvalidRecord for another shape, and for values that are not whole numbers from 0 on.
+        Raises InvalidRecord for another shape, and for values that are not non-negative integers.
         """
         given = _cells(mask, what)
         if given.ndim != 2:
@@ -108,7 +109,7 @@ class Padding:
         )
 
     def flatten(self, cells: np.ndarray) -> np.ndarray:
-        """Concatenate the tokens of a [B, T] batch: [N]."""
+        """Return [N]: the tokens in a [B, T] batch, concatenated row by row."""
         if self.starts is None or self.width < _LONG:
             return np.asarray(cells[self.mask])
         out = np.empty(int(self.lengths.sum()), cells.dtype)
@@ -123,9 +124,9 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
     """Copy a batch to flat values: a padded [B, T] tensor or array with its padding, or lists of different lengths.
 
     `dtype` decides how values are checked: integers as token ids, bool as a mask, floats as per-token values. `what` names
-    the batch in errors. None inside a list of floats means not recorded.
+    the batch in errors. None inside a list of floats marks a value that was not recorded.
 
-    Raises InvalidRecord for values of another kind, and for values that the dtype cannot hold.
+    Raises InvalidRecord for values of a kind that `dtype` does not accept, and for values that it cannot hold.
     """
     dtype = np.dtype(dtype)
     if isinstance(data, Ragged):
@@ -197,7 +198,7 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
 
 
 def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
-    """Return the rows as arrays if all are flat arrays or tensors of one convertible dtype; else None."""
+    """Return the rows as arrays if all are flat arrays or tensors that share a convertible dtype; else None."""
     kinds = {type(row) for row in data}
     if len(kinds) != 1 or not (kinds == {np.ndarray} or is_tensor(data[0])) or len({row.dtype for row in data}) != 1:
         return None
@@ -214,7 +215,8 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return one list as an array of its own dtype, and [T] bool: where it was recorded, None if everywhere."""
+    """Return one list as an array in its own dtype, and [T] bool marking the recorded values, or None if all were
+    recorded."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
     valid = None
@@ -240,7 +242,7 @@ def _has_none(row: Sequence[Any]) -> bool:
 
 
 _KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
-"""Kind of the target dtype -> kinds that convert to it."""
+"""Kind of the target dtype -> the kinds of dtypes that may be converted to it."""
 
 
 def _needed(dtype: np.dtype) -> str:
@@ -266,7 +268,7 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray, dtype: np.dtype, what: str, place: _Place) -> np.ndarray:
-    """Copy flat values to a dtype. Raises InvalidRecord for the first value that it cannot hold."""
+    """Copy flat values to a dtype. Raises InvalidRecord for the first value that the dtype cannot hold."""
     if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_needed(dtype)}")
     with np.errstate(invalid="ignore", over="ignore"):
@@ -281,7 +283,8 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, place: _Place) -> np
 
 
 def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Return [N] bool: invalid token ids, flags, or floats that overflowed; None if a quick check finds none."""
+    """Return [N] bool marking invalid token ids, invalid flags, and floats that overflowed; None if a quick check
+    finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)
@@ -295,7 +298,7 @@ def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
 
 
 _Place = Callable[[int], str]
-"""Index of a flat value -> its row and token, for errors."""
+"""Function that turns the index of a flat value into its row and token, for error messages."""
 
 
 def _of_width(width: int) -> _Place:

@@ -1,7 +1,7 @@
 """The recorder: writes a trace from a training loop.
 
 Shapes: B sequences, P padded prompt width, T padded response width, N tokens of several sequences, concatenated,
-L layers with a router, S experts per token.
+L layers with a router, S experts selected per token.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ from .worker import run_within
 from .writer import QUEUE_BYTES, Part, TraceWriter
 
 ATTEMPT_SESSION = "recorder"
-"""Session name of attempts that `tim-trace record` did not start."""
+"""Session name for attempts that were not started by `tim-trace record`."""
 
 _STAGED = {name: column for name, column in GIVEN.items() if name not in ("step", "seq_id")}
-"""Columns whose values are checked once they are in host memory."""
+"""Columns whose values are checked only once they are in host memory."""
 
 _Arrays = dict[str, tuple[np.ndarray, str]]
-"""Name -> NumPy array of the bits, and the dtype to interpret them as."""
+"""Array name -> NumPy array holding the bits, and the dtype that the bits represent."""
 
 
 class Recorder:
@@ -144,7 +144,7 @@ class Recorder:
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
-        """Return a recorder for data of a framework or file, whose errors are findings and do not raise.
+        """Return a recorder for data from a framework or a file. Errors in such data are findings and do not raise.
 
         Logprobs above 0 are kept, logged values that are not numbers become text, and calls after `close` are ignored.
         `ordered` means that steps never decrease.
@@ -176,7 +176,7 @@ class Recorder:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that calls have waited for the disk so far, including a call that is waiting now."""
+        """Total time that calls have waited for the disk, in seconds, including a call that is waiting now."""
         return self.writer.patience.waited_s
 
     @checked
@@ -269,13 +269,13 @@ class Recorder:
         the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function
         to [B] values. Everything else is one value or [B]; None means not recorded.
 
-        `step` is an integer from 0 on and must not decrease. `seq_ids` must be unique within a step; by default they are
-        generated. `split` is "eval" for evaluation samples: they and their scores are in the views `eval_sequences`
-        and `eval_scores`, and excluded from all statistics of the run.
+        `step` is a non-negative integer and must not decrease. `seq_ids` must be unique within a step; by default
+        they are generated. `split` is "eval" for evaluation samples: they and their scores are in the views
+        `eval_sequences` and `eval_scores`, and excluded from all statistics of the run.
 
         Raises InvalidRecord, and records nothing then; for device tensors at a later call or at `close`.
         """
-        passed = dict(locals())  # all keywords by name, before any is reassigned
+        passed = dict(locals())  # take all keyword arguments by name, before any is reassigned
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
         step = step_number(step)
         if not isinstance(split, str) or split not in SPLITS:
@@ -591,7 +591,8 @@ class Recorder:
         )
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
-        """Return router choices in the stored form; shape and dtypes must be the same in every batch of a pass."""
+        """Return router choices in the form in which they are stored; shape and dtypes must be the same in every
+        batch of a pass."""
         if not given:
             return {}
         what = f"step {batch.step}, routing of pass {pass_name!r}"
@@ -601,7 +602,7 @@ class Recorder:
                 f"{what}: the sequences have no prompt_ids; routing covers prompt tokens too, so give add_sequences the prompts"
             )
         check_routing(Routing(**given), int(lengths.sum()), what)
-        # Copied, since the caller may change its arrays before they are written.
+        # Copy the arrays, since the caller may change them before they are written.
         arrays = {
             name: (np.array(values), dtype)
             for name, (values, dtype) in zip(given, map(bits, given.values()), strict=True)
@@ -651,7 +652,8 @@ class Recorder:
         append: Callable[[Any], None],
         refused: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Check and flatten values on the host now, those on a device once copied; queue them for writing.
+        """Check and flatten values now if they are on the host, or once copied if they are on a device; queue them
+        for writing.
 
         `refused` undoes the call's bookkeeping if its values are invalid.
         """
@@ -676,7 +678,7 @@ class Recorder:
             raise
 
     def _raise_earlier(self) -> None:
-        """Raise errors of earlier calls' device tensors, and InvalidRecord if the recorder is closed."""
+        """Raise errors found in device tensors from earlier calls, and InvalidRecord if the recorder is closed."""
         try:
             self.writer.raise_invalid()
         except InvalidRecord as error:
@@ -693,7 +695,7 @@ class Recorder:
         if str(getattr(logprobs, "dtype", "")).removeprefix("torch.") != "float64" or pass_name in self._warned:
             return
         exact = to_numpy(logprobs)
-        with np.errstate(invalid="ignore", over="ignore"):  # infinities are values
+        with np.errstate(invalid="ignore", over="ignore"):  # infinities count as recorded values
             change = np.abs(np.nan_to_num(exact - exact.astype(np.float32), posinf=0.0, neginf=0.0)).max(initial=0.0)
         if change > 0.0:
             self._warned.add(pass_name)

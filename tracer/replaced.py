@@ -47,7 +47,7 @@ def names(folder: Path) -> Iterator[str]:
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Move a folder's entries into a subfolder, and return that; None if there are none."""
+    """Move a folder's entries into a new subfolder, and return the subfolder; None if the folder is empty."""
     moved = sorted(entries(folder), key=lambda entry: entry.name != MANIFEST)
     if not moved:
         return None
@@ -84,12 +84,13 @@ def put_back(folder: Path) -> None:
 
 
 def _aside(folder: Path, prefix: str) -> list[Path]:
-    """Return the folders with a prefix, except links, whose targets are not ours."""
+    """Return the folders whose name has a prefix; links are left out, since their targets may not belong to the
+    trace."""
     return [path for path in folder.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink()]
 
 
 def remove_replaced(aside: Path) -> None:
-    """Remove a replaced trace: only files of a trace."""
+    """Remove a replaced trace. Only files that belong to a trace are removed."""
     remove_own(aside, listed=tokenizer_files(Store(aside)))
     remove_empty(aside)
 
@@ -128,7 +129,7 @@ def tokenizer_files(store: Store) -> set[str]:
 
 
 def remove_own(folder: Path, listed: Collection[str] = ()) -> None:
-    """Remove the files of a trace, and folders that become empty."""
+    """Remove the files that belong to a trace, and folders that become empty."""
     for name in [*names(folder)]:
         if is_own(name) or name in listed:
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Router choices of a mixture of experts: the experts of each token in slot order, and their weights.
+"""Router choices in a mixture of experts: the experts selected for each token, in slot order, and their weights.
 
-Shapes: N tokens, L layers with a router, S slots (experts of a token), C cells of one forward (its rows times its
-width), B rows, W width.
+Shapes: N tokens, L layers with a router, S slots (experts selected per token), C cells in one forward pass (its rows
+times its width), B rows, W width.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .store import Store
 
 EXPERT_IDS, EXPERT_WEIGHTS = "expert_ids", "expert_weights"
 NOT_ROUTED = -1
-"""Id for a token without routing in a pass."""
+"""Expert id stored for a token that a pass did not route."""
 
 _ROUTER = re.compile(r"Router|Gate$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -31,9 +31,10 @@ class Routing:
     """The router choices for some tokens."""
 
     expert_ids: Any
-    """[N, L, S] integers, experts in the order of the model's slots; -1 if the token was not routed."""
+    """[N, L, S] integer ids of the selected experts, in the order of the model's slots; -1 if the token was not
+    routed."""
     expert_weights: Any = None
-    """[N, L, S] floats, factors of the experts' outputs; None if not recorded."""
+    """[N, L, S] floats by which the experts' outputs are multiplied; None if not recorded."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -43,28 +44,28 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router of a model."""
+    """A router in a model, which selects experts in one layer."""
 
     layer: int
-    """Index of its decoder layer."""
+    """Index of the decoder layer that contains the router."""
     module: Any
 
     @property
     def num_experts(self) -> int | None:
-        """Number of experts to choose from; None if unknown."""
+        """Number of experts that the router chooses from; None if unknown."""
         weight = getattr(self.module, "weight", None)
         found = getattr(self.module, "num_experts", None) or (None if weight is None else weight.shape[0])
         return None if found is None else int(found)
 
     @property
     def num_slots(self) -> int | None:
-        """Experts per token; None if unknown."""
+        """Number of experts selected per token; None if unknown."""
         found = getattr(self.module, "top_k", None)
         return found if isinstance(found, int) else None
 
 
 def is_mixture(model: Any) -> bool:
-    """True if a model has experts."""
+    """Return True if a model is a mixture of experts."""
     return any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
 
 
@@ -83,7 +84,7 @@ def routers(model: Any) -> list[Router]:
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """Return a contract's entries on a mixture of experts; empty for other models."""
+    """Return the entries that describe a mixture of experts in a contract; empty for other models."""
     known = routers(model)
     if not known:
         return {}
@@ -119,7 +120,7 @@ class RouterTap:
         self._heard: list[list[tuple[Any, Any]]] = [[] for _ in known]
         self._handles: list[Any] = []
         self.problem: str | None = None
-        """Why choices cannot be read; None while they can."""
+        """The reason why router choices cannot be read; None as long as they can."""
 
     def __enter__(self) -> RouterTap:
         self._handles = [
@@ -146,7 +147,7 @@ class RouterTap:
             self._heard = [[] for _ in self._routers]
 
     def forwards(self) -> list[Routing]:
-        """Return the choices since the previous call, one Routing per forward: [C, L, S]."""
+        """Return the router choices made since the previous call, one Routing [C, L, S] per forward pass."""
         import torch
 
         heard, self._heard = self._heard, [[] for _ in self._routers]
@@ -165,7 +166,7 @@ class RouterTap:
 
 
 def id_dtype(num_experts: int | None) -> Any:
-    """Return torch's smallest signed integer dtype that holds every expert's id."""
+    """Return the smallest signed integer dtype in torch that can hold every expert's id."""
     import torch
 
     if num_experts is None:
@@ -174,7 +175,8 @@ def id_dtype(num_experts: int | None) -> Any:
 
 
 def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
-    """Select the unmasked tokens of consecutive forwards, row after row; None if the number of cells does not match."""
+    """Select the unmasked tokens in consecutive forward passes, row after row; return None if the number of cells
+    does not match."""
     import torch
 
     if sum(len(part.expert_ids) for part in heard) != mask_BW.size:
@@ -186,7 +188,7 @@ def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
 
 
 def joined(parts: Sequence[Routing]) -> Routing | None:
-    """Concatenate the tokens of several rows; None for no rows."""
+    """Concatenate the tokens of several rows; return None if there are no rows."""
     import torch
 
     if not parts:
@@ -220,7 +222,7 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
     found = []
     for group, start, count in places:
         arrays = spanned[group]
-        if arrays is None:  # in a journal, one read returns one recorded block
+        if arrays is None:  # a read from a journal returns a single recorded block
             arrays, begin = _arrays(store, group, start, count), 0
         else:
             begin = start - spans[group][0]
@@ -234,7 +236,7 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
 
 
 def _arrays(store: Store, group: str, start: int, count: int) -> dict[str, np.ndarray] | None:
-    """Return `count` rows of a group's arrays; None if one read does not return that many rows of routing."""
+    """Return `count` rows from a group's arrays; None if a single read does not return that many rows of routing."""
     from .dense import read_dense
 
     arrays = read_dense(store, group, start, count)

@@ -1,4 +1,4 @@
-"""Building the trace's rows: checking and flattening values, then building Arrow batches.
+"""Build a trace's rows: check and flatten values, then build Arrow batches.
 
 Shapes: B rows, T padded width, N tokens of all rows together.
 """
@@ -20,24 +20,26 @@ from .scalars import per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Maximum logprob above 0 by rounding, nats: one unit in the last place of a logit near 16 in that dtype."""
+"""Maximum logprob, per dtype, that counts as 0 exceeded by rounding, nats; a larger one is invalid. It is one unit in
+the last place of a logit near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass batched its rows: `ids`, `rows` and `places` give the forward of each row, `pad_left` and `pad_right` its padding."""
+    """How a pass batched its rows: `ids`, `rows` and `places` describe each row's forward pass, `pad_left` and
+    `pad_right` the row's padding."""
 
     ids: np.ndarray
-    """[B] int64, equal for rows of the same forward."""
+    """[B] int64 number of each row's forward pass; rows in the same forward pass share it."""
     places: np.ndarray
-    """[B] int32, index of the row in its forward, from 0."""
+    """[B] int32 index of each row within its forward pass, from 0."""
     rows: np.ndarray
-    """[B] int32, number of rows in that forward."""
+    """[B] int32 number of rows in each row's forward pass."""
     pad_left: np.ndarray
-    """[B] int32, padding tokens before the prompt."""
+    """[B] int32 number of padding tokens before each row's prompt."""
     pad_right: np.ndarray
-    """[B] int32, padding tokens after the response."""
+    """[B] int32 number of padding tokens after each row's response."""
 
     def check(self, rows: int, what: str) -> None:
         """Raise InvalidRecord unless each array has one integer per row."""
@@ -52,7 +54,7 @@ class Forward:
 
 @dataclass(slots=True, kw_only=True)
 class SequenceRows:
-    """Sequences of one step, checked and flattened."""
+    """Sequences sampled in one step, checked and flattened."""
 
     step: int
     seq_ids: list[str]
@@ -125,7 +127,8 @@ class ScoreRows:
 
 
 class _Builder:
-    """Builds record batches of one table, and caches columns that are one repeated value, since these recur in every batch."""
+    """Builds record batches for one table. Columns that repeat a single value are cached, since they recur in every
+    batch."""
 
     def __init__(self, schema: pa.Schema):
         self.schema = schema
@@ -164,7 +167,7 @@ _SCORES = _Builder(SCORES_TABLE.schema)
 
 
 def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
-    """Return [B] float64: one reward function's values, NaN if missing. Raises InvalidRecord."""
+    """Return [B] float64: the values from one reward function, NaN where missing. Raises InvalidRecord."""
     found = per_row(value, rows, pa.float64(), what, flags=True)
     if isinstance(found, pa.Array):
         return float_values(found)
@@ -208,7 +211,8 @@ def aligned(
 
 
 def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
-    """Raise InvalidRecord for a logprob above 0 by more than `tolerance`; NaN and -inf pass, as findings."""
+    """Raise InvalidRecord for a logprob that exceeds 0 by more than `tolerance`; NaN and -inf are accepted and
+    reported as findings."""
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
         too_high &= logprobs.valid
@@ -231,7 +235,7 @@ def rounding_tolerance(data: Any) -> float:
 
 
 def check_whole(logprobs: Any, what: str) -> None:
-    """Raise InvalidRecord for logprobs of an integer dtype: they have been rounded."""
+    """Raise InvalidRecord for logprobs with an integer dtype, since they have been rounded."""
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":
@@ -239,7 +243,7 @@ def check_whole(logprobs: Any, what: str) -> None:
 
 
 def is_per_token(advantage: Any) -> bool:
-    """True if advantages are given per token, not per sequence."""
+    """Return True if advantages are given per token, not per sequence."""
     if isinstance(advantage, Ragged):
         return True
     if hasattr(advantage, "ndim"):
@@ -251,7 +255,7 @@ def is_per_token(advantage: Any) -> bool:
 
 
 def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
-    """Select some rows of a per-row value; return a single value unchanged."""
+    """Select some rows from a per-row value; return a single value unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count:
         return [value[row] for row in rows]
     if hasattr(value, "shape") and len(value.shape) == 1 and value.shape[0] == count:
@@ -260,7 +264,7 @@ def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
 
 
 def with_holes(values: Ragged | None, scored: Ragged | None) -> Ragged | None:
-    """Mark values outside the `scored` mask as not recorded."""
+    """Mark values as not recorded where the `scored` mask is 0."""
     if values is None or scored is None or scored.values.all():
         return values
     valid = scored.values if values.valid is None else values.valid & scored.values

@@ -1,4 +1,4 @@
-"""Checking scalar values of steps and sequences, and converting them to their column's type.
+"""Check scalar values that belong to steps and sequences, and convert them to their column's type.
 
 Shapes: B sequences.
 """
@@ -22,7 +22,8 @@ _INT64_MAX = 2**63 - 1
 
 
 def step_number(value: Any, what: str = "step") -> int:
-    """Return a step number as an int. Raises InvalidRecord unless it is a Python, NumPy or torch integer from 0 on.
+    """Return a step number as an int. Raises InvalidRecord unless it is a non-negative integer from Python, NumPy or
+    torch.
 
     >>> step_number(np.int64(3))
     3
@@ -36,7 +37,7 @@ def step_number(value: Any, what: str = "step") -> int:
 def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool = False) -> Any:
     """Return a column's values: one Python value for all rows, or an Arrow array [B] of `type`; None is "not recorded".
 
-    `flags` allows True and False, as 1 and 0, in a column of numbers.
+    `flags` allows True and False in a column of numbers; they are stored as 1 and 0.
 
     Raises InvalidRecord for a value that the column cannot hold, and unless there is one value, or one per row.
     """
@@ -55,7 +56,7 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
 
 
 def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
-    """True if all values fit the column without conversion: None, floats, ASCII text, or integers in range."""
+    """Return True if all values fit the column without conversion: None, floats, ASCII text, or integers in range."""
     kinds = set(map(type, values)) - {NoneType}
     if pa.types.is_string(column):
         return kinds <= {str} and "".join(filter(None, values)).isascii()
@@ -82,7 +83,7 @@ def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
 
 
 def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
-    """Return names of sequences or groups as strings; integers become digits, and None is kept if `optional`.
+    """Return the names of sequences or groups as strings; integers become their digits, and None is kept if `optional`.
 
     Raises InvalidRecord.
     """

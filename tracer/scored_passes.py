@@ -1,4 +1,4 @@
-"""The passes of a trace with logprobs, read from Parquet footers only."""
+"""The passes in a trace that have logprobs, found by reading Parquet footers only."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from .verified_file import FileCursor
 
 
 def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
-    """Return the pair of passes to compare by default: see `first_pair`."""
+    """Return the pair of passes to compare by default, as chosen by `first_pair`."""
     return first_pair(scored_passes(trace))
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
-    """Return the pair of a replay and the trainer's pass, or of another pass if the trainer has no logprobs."""
+    """Return a pair of passes: a replay and the trainer's pass, or a replay and another pass if the trainer's has no
+    logprobs."""
     names = scored_passes(trace)
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 

@@ -23,7 +23,8 @@ from .store import Store
 from .whole_file import trace_file
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Response tokens per row group: the unit in which scans hold lists in memory and prune by step."""
+"""Maximum number of response tokens in a row group. Scans hold the lists of one row group in memory, and skip whole
+row groups by step."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
@@ -59,7 +60,7 @@ def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.Reco
         return {}
     if table == DENSE_TABLE:
         target = folder / segment.dense
-        if target.exists():  # left by a process that was killed while sealing
+        if target.exists():  # files left by a process that was killed while sealing
             shutil.rmtree(target)
         with trace_file(folder, segment.dense) as temporary:
             root = dense.write_group(temporary, segment, batches)
@@ -92,7 +93,8 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 
 
 def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
-    """Return a table's options for pyarrow's ParquetWriter; floats, and token ids if `splits_ids`, use BYTE_STREAM_SPLIT."""
+    """Return the options for writing a table with pyarrow's ParquetWriter. Floats, and token ids if `splits_ids`, use
+    BYTE_STREAM_SPLIT."""
     columns = TABLE_SPECS[table].columns
     split = (FLOATS, TOKENS) if splits_ids else (FLOATS,)
     encodings = {f"{column.name}.list.element": "BYTE_STREAM_SPLIT" for column in columns if column.type in split}
@@ -106,7 +108,7 @@ def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
 
 
 def row_group_bounds(lengths: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows with at most `limit` tokens each; a longer row gets its own range.
+    """Yield ranges of rows with at most `limit` tokens each; a row with more tokens gets a range of its own.
 
     >>> import numpy as np
     >>> list(row_group_bounds(np.array([4, 4, 4, 9, 1]), limit=8))

@@ -1,4 +1,4 @@
-"""A writer's files: a journal, sealed whenever it is large enough."""
+"""A writer's files: a journal that is sealed whenever it is large enough."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
-"""Journal size at which a segment is sealed, bytes: about four million tokens with ids and three passes."""
+"""Journal size at which a segment is sealed, bytes. It holds about four million tokens with their ids and three
+passes."""
 
 
 class HeldRows:
-    """Keeps record batches in memory, with JournalStream's interface; lost if the process is killed."""
+    """Keeps record batches in memory, with JournalStream's interface; the batches are lost if the process is killed."""
 
     is_synced = False
 
@@ -32,23 +33,23 @@ class HeldRows:
         self.num_bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Keep rows after validation, as when reading a journal."""
+        """Keep rows in memory after validating them as `read_journal` does."""
         batch.validate(full=True)
         self.batches.append(batch)
         self.num_bytes += batch.nbytes
 
     def sync(self) -> None:
-        """Do nothing: no row is on disk."""
+        """Do nothing, since no row is on disk."""
 
     def close(self) -> None:
-        """Do nothing: rows are kept until sealed."""
+        """Do nothing, since rows are kept until they are sealed."""
 
 
 _Stream = JournalStream | HeldRows
 
 
 class SegmentWriter:
-    """Appends rows and distributions of one writer; not thread-safe.
+    """Appends one writer's rows and distributions; not thread-safe.
 
     A segment is sealed, scores on one thread and the rest on another, while the next is appended to; `account` is called from
     these threads too. Appending never waits for sealing; callers check `is_behind` first.
@@ -79,11 +80,12 @@ class SegmentWriter:
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
     def append(self, table: str, batch: pa.RecordBatch) -> None:
-        """Append rows of a table of the trace."""
+        """Append rows to a table in the trace."""
         self._stream(table).append(batch)
 
     def append_dense(self, pass_name: str, arrays: dict[str, tuple[np.ndarray, str]]) -> tuple[str, int]:
-        """Append distributions of a pass (array name -> values [N, ...], dtype) and return their group and first row."""
+        """Append a pass's distributions (array name -> values [N, ...], dtype) and return their Zarr group and first
+        row."""
         group = f"{self.segment.name}/{pass_name}"
         start = self._dense_rows.get(group, 0)
         for name, (values, dtype) in arrays.items():
@@ -94,7 +96,7 @@ class SegmentWriter:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of the sealing threads so far, seconds."""
+        """Total CPU time used by the sealing threads, seconds."""
         return sum(sealer.cpu_s for sealer in self._sealers.values())
 
     @property
@@ -123,7 +125,7 @@ class SegmentWriter:
     def seal(self, *, distributions: bool = True) -> None:
         """Convert the journal to Parquet and Zarr, and begin the next segment; waits for the previous one.
 
-        Without `distributions` these stay in the journal.
+        Without `distributions`, captured distributions stay in the journal.
         """
         if self._streams:
             streams, segment = self._streams, self.segment
@@ -141,7 +143,7 @@ class SegmentWriter:
         self._raise_sealing()
 
     def close(self, *, distributions: bool = True) -> None:
-        """Seal all rows, and wait until done."""
+        """Seal all rows, and wait until they are sealed."""
         self.seal(distributions=distributions)
         self._end_sealers()
         self._raise_sealing()

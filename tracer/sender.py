@@ -19,7 +19,7 @@ from .patience import MAX_WAIT_S, Patience
 from .worker import Worker
 
 _QUIET_S = 5.0
-"""Wait at the end before printing a message, seconds."""
+"""Time that the final upload may take before a message is printed, seconds."""
 
 
 def cache_folder(url: str) -> Path:
@@ -55,7 +55,7 @@ class Sender:
 
     @property
     def remedy(self) -> str:
-        """Command that uploads the rest."""
+        """Shell command that uploads the files not uploaded yet."""
         return f"tim-trace compact {self.folder} -o {self.url}"
 
     @contextmanager
@@ -103,9 +103,9 @@ class Sender:
         self._upload.send_index()
 
     def finish(self) -> None:
-        """Upload the rest, and remove the folder.
+        """Upload the files not uploaded yet, and remove the cache folder.
 
-        Raises StorageError, keeping the folder, if the upload fails or makes no progress for `max_wait` seconds.
+        Raises StorageError, and keeps the folder, if the upload fails or makes no progress for `max_wait` seconds.
         """
         error: BaseException | None = None
         if not self._is_stuck:

@@ -43,7 +43,7 @@ from .store import Store
 from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
 _LOOKS = 100
-"""Maximum attempts at reading a trace that changes meanwhile."""
+"""Maximum number of attempts to read a trace that changes while it is being read."""
 _NAMED = 8
 """Maximum number of files listed in a message about a missing writer's state."""
 _RESTORE = "restore the file from a copy"
@@ -56,16 +56,16 @@ class TableFile:
     relative: str
     file: VerifiedFile
     lacking: tuple[str, ...]
-    """Columns that it lacks because an older release wrote it."""
+    """Columns missing from the file because an older release wrote it."""
     rows: int
     steps: tuple[int, int] | None = None
-    """First and last step of its rows from the writer's state; None if unknown or empty."""
+    """First and last step among the file's rows, from the writer's state; None if unknown or if there are no rows."""
     newest: dict[int, int] | None = None
-    """Step -> newest attempt at training of its rows; None until read."""
+    """Step -> number of the newest training attempt among the file's rows; None until read."""
 
     @property
     def writer(self) -> str:
-        """Name of its writer."""
+        """Name of the writer that wrote the file."""
         return self.relative.rpartition("/")[2].rpartition("-")[0]
 
 
@@ -87,7 +87,7 @@ class Snapshot:
     files: dict[str, list[TableFile]] = field(default_factory=dict)
     """Table -> its sealed files."""
     journals: dict[str, pa.Table] = field(default_factory=dict)
-    """Table -> rows that are not sealed yet."""
+    """Table -> its rows that are not sealed yet."""
     contracts: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     """Pass, hash and content of every contract."""
     damaged: list[str] = field(default_factory=list)
@@ -99,11 +99,11 @@ class Snapshot:
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    """Table and schema of the index -> columns that such a file lacks."""
+    """(table, position of a schema in the index) -> columns missing from files with that schema."""
     _seen: set[str] = field(default_factory=set)
     """Paths of all files in the folders of tables."""
     _suspects: set[str] = field(default_factory=set)
-    """Writers whose files do not match their state, which may have changed since it was read."""
+    """Writers whose files do not match their state; the state may have changed since it was read."""
 
     @property
     def is_live(self) -> bool:
@@ -126,7 +126,7 @@ class Snapshot:
 
     @property
     def unchecked(self) -> list[str]:
-        """Writers of an older release, whose files have no checksums."""
+        """Writers from an older release, whose files have no checksums."""
         return [state.writer for state in self.writers if state.files is None]
 
 
@@ -223,7 +223,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[str, list[str]]) -> None:
-    """Read a table's files and journals; add files of writers with a missing state to `lost`."""
+    """Read a table's files and journals; add files whose writer's state is missing to `lost`."""
     store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
     replaced = snapshot.replaced
     snapshot.files[table] = []
@@ -295,7 +295,7 @@ def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedF
 
 
 def _now(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile | None, spec: Table) -> TableFile:
-    """Return a file with its footer from the index or read now."""
+    """Return a file with its footer, taken from the index or else read from the file."""
     store, where = snapshot.store, snapshot.store.shown(relative)
     indexed = None if record is None else snapshot.index.footer(relative, num_bytes, record.footer)
     footer = indexed or read_footer(store, relative, num_bytes)
@@ -310,7 +310,7 @@ def _now(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile |
 
 
 def _later(snapshot: Snapshot, relative: str, record: SealedFile | None, spec: Table) -> TableFile | None:
-    """Return a file whose footer is read on demand; None if it is not in the index."""
+    """Return a file whose footer is read on demand; None if the file is not in the index."""
     known = None if record is None else snapshot.index.known(relative, record.num_bytes, record.footer)
     if known is None or record is None or record.num_rows is None:
         return None
@@ -338,7 +338,7 @@ def _read_checksums(
 
 
 def _lacking_of_index(snapshot: Snapshot, schema: pa.Schema, spec: Table, relative: str) -> tuple[str, ...]:
-    """`_lacking_columns`, cached by schema of the index, since most files share one."""
+    """Return the result of `_lacking_columns`, cached by schema in the index, since most files share a schema."""
     key = spec.name, id(schema)
     if key not in snapshot._lacking:
         snapshot._lacking[key] = _lacking_columns(schema, spec, snapshot.store.shown(relative))
@@ -357,7 +357,8 @@ def _check_footer(
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
-    """Return the columns that a file of an older release lacks. Raises DamagedTrace if other columns do not match."""
+    """Return the columns missing from a file because an older release wrote it. Raises DamagedTrace if other columns
+    do not match."""
     if len(set(found.names)) != len(found.names):
         raise DamagedTrace(f"{where}: has a duplicate column; {_RESTORE}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
@@ -413,7 +414,7 @@ def _journal_rows(
 
 
 def torn_record(where: str, num_bytes: int) -> str:
-    """Return a message about a closed journal that ends in an incomplete record."""
+    """Return a sentence saying that a closed journal ends in an incomplete record."""
     return (
         f"{where}: its last {num_bytes:,} bytes are an incomplete record: the process died while writing, or the file was truncated; "
         "everything before is read"
@@ -489,7 +490,7 @@ def _has_changed(snapshot: Snapshot) -> bool:
         try:
             now = snapshot.store.writer(writer, snapshot.manifest)
         except (FileNotFoundError, DamagedTrace):
-            if writer not in used:  # it was missing before
+            if writer not in used:  # the state was missing before
                 continue
             return True
         if writer not in used:
@@ -504,9 +505,9 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return step -> newest attempt at training; empty if no run resumed.
+    """Return a map from step to the newest training attempt; empty if the run never resumed.
 
-    Read from sequences, and from metrics for steps without sequences. Raises DamagedTrace.
+    Attempts are read from sequences, and from metrics for steps without sequences. Raises DamagedTrace.
     """
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}

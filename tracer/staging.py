@@ -1,4 +1,4 @@
-"""Copying tensors to the host without blocking the training stream."""
+"""Copy tensors to the host without blocking the training stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLOATS_TO_WIDEN = ("torch.bfloat16", "torch.float16")
 
 
 def is_tensor(value: Any) -> bool:
-    """True for a torch tensor; does not import torch."""
+    """Return True for a torch tensor; this does not import torch."""
     return _is_of_torch(type(value)) and hasattr(value, "detach")
 
 
@@ -27,7 +27,7 @@ def _is_of_torch(kind: Any) -> bool:
 
 
 def on_device(value: Any) -> bool:
-    """True for a tensor that is not in host memory."""
+    """Return True for a tensor that is not in host memory."""
     return is_tensor(value) and not value.is_cpu
 
 
@@ -134,7 +134,8 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece, or None if it does not fit; then the thread that needs the values copies them itself."""
+        """Return a piece of the buffer, or None if no piece of this size is free; then the thread that needs the
+        values copies them itself."""
         import torch
 
         with self._lock:
@@ -154,7 +155,7 @@ class PinnedMemory:
 
 @cache
 def _copies_of(device: Any) -> tuple[Any, PinnedMemory]:
-    """Return the device's copy stream and pinned buffer."""
+    """Return a device's copy stream and pinned buffer."""
     import torch
 
     return torch.cuda.Stream(device=device), PinnedMemory()
@@ -176,7 +177,7 @@ class Staged:
 
     def wait_for_device(self) -> None:
         """Wait for the copies."""
-        with contextlib.suppress(Exception):  # `values` raises it where the call is known
+        with contextlib.suppress(Exception):  # `values` raises the error where the call is known
             self._values, self._waiting = self.values(), None
 
     def values(self) -> dict[str, Any]:

@@ -34,14 +34,15 @@ from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
 
 _DEEP = (PASSES, TOKENIZER)
-"""Folders that are listed recursively, since they have few files."""
+"""Folders that are listed recursively, since they contain few files."""
 _READ_BYTES = 64 << 20
-"""Maximum bytes per read, since the system allocates the whole request."""
+"""Maximum size of a single read, bytes; the system allocates the whole size requested."""
 
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Retries of s3fs; they are squared for reads and multiplied by botocore's. 4 attempts of 15 s are enough."""
+"""Number of retries configured in s3fs, which squares it for reads and multiplies it by botocore's retries. Four
+attempts of 15 s are enough."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -63,7 +64,7 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 class _Reached:
-    """A remote file system that converts its libraries' errors to StorageError."""
+    """A remote file system; errors raised by its libraries are converted to StorageError."""
 
     def __init__(self, filesystem: fsspec.AbstractFileSystem, url: str):
         self._filesystem, self._url = filesystem, url
@@ -179,7 +180,7 @@ class Store:
         return self.read_range(relative, 0, size)
 
     def file_size(self, relative: str) -> int:
-        """Bytes of a file."""
+        """Return a file's size in bytes."""
         path = self.checked_path(relative)
         if not self.is_local:
             entry = self._listed_entry(relative)
@@ -218,7 +219,7 @@ class Store:
 
     def read_json(self, relative: str) -> bytes:
         """Read a JSON document. Raises DamagedTrace if it is larger than any that tim-trace writes."""
-        if not self.is_local:  # a single request, without querying the size
+        if not self.is_local:  # a single request, without querying the file's size first
             content = self.read_range(relative, 0, MAX_BYTES + 1)
             size = len(content)
         else:
@@ -271,13 +272,13 @@ class Store:
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
     def size(self, folder: str) -> int:
-        """Return the bytes of all files below a folder."""
+        """Return the total size, in bytes, of all files below a folder."""
         return sum(self.walk(folder).values())
 
     def walk(self, folder: str) -> dict[str, int]:
         """Return all finished files below a folder, relative path -> bytes. Links to folders are not followed."""
         found: dict[str, int] = {}
-        if not self.is_local:  # one request lists everything
+        if not self.is_local:  # one request lists the whole folder
             base = self.path(folder)
             if folder in self._listed and folder in _DEEP:
                 entries = self._listed[folder]
@@ -308,7 +309,8 @@ class Store:
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Return True if a part of a path below the trace's folder is a link or `..`; ten times faster than resolving the path."""
+        """Return True if any component of a path below the trace's folder is a link or `..`. This is ten times faster
+        than resolving the path."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"
@@ -333,7 +335,8 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """A link to a file has the size of its target; a link to a folder is left out."""
+        """Yield the entries of a local folder. A link to a file gets the size of the link's target; links to folders
+        are left out."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -343,7 +346,7 @@ class Store:
         for entry in entries:
             try:
                 is_folder, size = entry.is_dir(), entry.stat().st_size
-            except OSError:  # a dangling or circular link, or removed since
+            except OSError:  # a dangling or circular link, or an entry that has been removed
                 is_folder, size = False, 0
                 if not os.path.lexists(entry.path):
                     continue
@@ -351,7 +354,8 @@ class Store:
                 yield entry.name, size, is_folder
 
     def manifest(self) -> Manifest:
-        """Read trace.json. Raises if this is not a trace, or not one that this build can read."""
+        """Read trace.json. Raises an error if the folder is not a trace, or is a trace that this release cannot
+        read."""
         where = self.shown(MANIFEST)
         try:
             content = self.read_json(MANIFEST)
@@ -445,7 +449,7 @@ class Store:
                 try:
                     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
                     descriptor = os.open(name, flags, dir_fd=directory)
-                except OSError:  # a link, or gone
+                except OSError:  # the file is a link, or has been removed
                     continue
                 try:
                     found = os.fstat(descriptor)
@@ -489,14 +493,14 @@ class Store:
 
 
 def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
-    """Return the error for a file that cannot be read; an unreachable file system is no damage."""
+    """Return the error for a file that cannot be read; an unreachable file system does not count as damage."""
     if isinstance(error, StorageError):
         return error
     return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a copy")
 
 
 def too_large(size: int, times: int = 2) -> str | None:
-    """Return a message if `times` as many bytes exceed this machine's memory; else None."""
+    """Return a message if `times` the given number of bytes exceeds this machine's memory; else None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"has {size:,} bytes, but this machine's memory is {memory:,}" if size * times > memory else None
 

@@ -1,4 +1,4 @@
-"""An fsspec-style file system of traces' finished files for DuckDB and Arrow; every byte is verified."""
+"""An fsspec file system through which DuckDB and Arrow read the finished files in traces; every byte is verified."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROTOCOL = "tim"
 
 
 class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Registered files, such as tim://0/scores/12, and patterns that expand to selected files."""
+    """A file system of registered files, such as tim://0/scores/12, and of patterns that expand to selected files."""
 
     protocol = PROTOCOL
     cachable = False
@@ -27,7 +27,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         self._contents: dict[str, bytes] = {}
         self._chosen: dict[str, Sequence[str]] = {}
         self.num_asked: Counter[str] = Counter()
-        """Pattern -> number of times it was expanded."""
+        """Pattern -> number of times that DuckDB or Arrow expanded it."""
 
     def add(self, name: str, file: VerifiedFile) -> str:
         """Register a file under a name, and return its URL."""
@@ -80,7 +80,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
     def modified(self, path: str) -> Any:
         from datetime import UTC, datetime
 
-        return datetime.fromtimestamp(0.0, UTC)  # trace files never change
+        return datetime.fromtimestamp(0.0, UTC)  # finished files in a trace never change
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         name = self._strip_protocol(path)

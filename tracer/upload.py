@@ -28,11 +28,11 @@ class Upload:
         self.folder, self.url = folder, url
         self._store = Store(url)
         self._sent: dict[str, str | int] = {}
-        """Path -> size of an uploaded file, or hash of an uploaded writer's state."""
+        """Path in the trace -> size of the uploaded file, or hash of the uploaded writer's state."""
         self._num_indexed = 0
         """Number of uploaded files at the last index upload."""
         self.num_bytes = 0
-        """Bytes uploaded so far, including files in progress."""
+        """Total bytes uploaded, including parts of files in progress."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
         """Return True if the URL holds some of a run's `files` and nothing else, as after an interrupted upload.
@@ -95,12 +95,13 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """True if the number of files has grown by a factor since the last index, which bounds the total cost of indexes."""
+        """True if the number of files has grown by a fixed factor since the last index was uploaded. The factor
+        bounds the total cost of uploading indexes."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     @property
     def _has_buckets(self) -> bool:
-        """True if the file system has buckets instead of folders."""
+        """Return True if the file system has buckets instead of folders."""
         protocol = self._store.filesystem.protocol
         return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
@@ -111,7 +112,7 @@ class Upload:
             self._remove(f"{folder}/{name}")
 
     def _remove(self, path: str) -> None:
-        """Try to remove a file; failure is harmless."""
+        """Try to remove a file; a failure is ignored."""
         with contextlib.suppress(Exception):
             self._store.filesystem.rm_file(self._store.path(path))
 

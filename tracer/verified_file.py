@@ -15,17 +15,19 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _KEPT_BYTES = 64 << 20
-"""Cache of object storage blocks per process, bytes: consecutive reads are often adjacent."""
+"""Size of the cache for blocks read from object storage, bytes per process. Caching pays, since consecutive reads are
+often adjacent."""
 _GAP_BYTES = 64 << 10
-"""Bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
+"""Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Requests to object storage for a file before reading ahead, twice as far each time."""
+"""Number of requests to object storage for exact ranges of a file; later requests read ahead, each twice as far as
+the previous one."""
 _MAX_AHEAD_BYTES = 8 << 20
-"""Maximum read-ahead, bytes."""
+"""Maximum number of bytes read ahead."""
 _SMALL_BYTES = 256 << 10
-"""Reads up to this size run one at a time."""
+"""Maximum size of a small read, bytes; small reads of a file run one at a time."""
 _MAX_SPAN_BYTES = 64 << 20
-"""Longer reads are not cached."""
+"""Maximum size of a read whose blocks are cached, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class FileChecksums:
     """Checksums of the blocks, DIGEST_BYTES each; None if there are none, so that only the length is verified."""
     block_bytes: int = BLOCK_BYTES
     tail_bytes: int = 0
-    """Bytes at the file's end outside blocks."""
+    """Number of bytes at the file's end that are not part of a block."""
     tail_hash: str = ""
     """Checksum of the tail."""
     tail: bytes | None = None
@@ -104,11 +106,11 @@ class VerifiedFile:
 
     @property
     def error(self) -> DamagedTrace | QueryFailed | None:
-        """The error of the first failed read; None without one."""
+        """The error from the first failed read; None if no read has failed."""
         return self._failed
 
     def read(self, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop), up to the end of the file."""
+        """Read bytes [start, stop), or up to the end of a shorter file."""
         self._need_checksums()
         start, stop = min(start, self.num_bytes), min(stop, self.num_bytes)
         try:
@@ -274,7 +276,7 @@ _kept = _Kept()
 
 
 class FileCursor(threading.local):
-    """A VerifiedFile as a Python file object, for DuckDB and Arrow.
+    """Presents a VerifiedFile as a Python file object to DuckDB and Arrow.
 
     Every thread has its own position, since threads interleave seeks and reads.
     """

@@ -15,7 +15,7 @@ from ..schemas.errors import StorageError
 from ..schemas.layout import TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
-"""Maximum time for which a writer's first state is a temporary file, seconds."""
+"""Maximum age of a temporary state file that is kept, seconds; within this time its writer moves it into place."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -133,7 +133,7 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def _age_s(path: Path) -> float:
-    """Return the seconds since a file was written; 0 if it is gone."""
+    """Return the time since a file was written, in seconds; 0 if the file no longer exists."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:

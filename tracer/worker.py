@@ -20,19 +20,20 @@ Task = Callable[[], Any]
 _Given = TypeVar("_Given")
 
 _TASK_BYTES = 16 << 10
-"""Fixed cost of a task, in equivalent bytes."""
+"""Fixed cost per task, expressed as an equivalent number of bytes."""
 _REMEMBERED_S = 0.5
-"""Time constant of the pace, seconds of work."""
+"""Time constant with which earlier tasks decay in the estimated pace, seconds of work."""
 _FIRST_PACE = 64 << 20
-"""Initial pace, bytes per second."""
+"""Pace assumed before any task has finished, bytes per second."""
 _SHARE = 0.75
-"""Share of the maximum wait to which the queue is filled, since tasks differ in duration."""
+"""The queue holds work for up to this share of the maximum wait; the rest is a margin, since tasks differ in
+duration."""
 _LOOKS_EVERY_S = 0.01
 """Interval at which a waiting caller checks `is_behind`, seconds."""
 
 
 class Worker:
-    """Runs tasks in order on a thread of its own.
+    """Runs tasks in order on a separate thread.
 
     The queue holds at most `max_bytes` of tasks' data, and no more than can be processed in `max_wait_s` at the recent pace.
     Callers wait, and the wait is counted, while the queue is full, its first task is older than `max_wait_s`, or `is_behind`
@@ -63,7 +64,7 @@ class Worker:
         self._cpu_s, self._num_done = 0.0, 0
         self._busy = self._awaits_device = False
         self._device_at = 0.0
-        """Time when it last stopped waiting for a device."""
+        """Time at which the worker last finished waiting for a device."""
         self._closing = self._has_ended = self._is_abandoned = False
         self._changed = threading.Condition()
         self._running = threading.Lock()
@@ -89,7 +90,7 @@ class Worker:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of its thread so far, seconds."""
+        """Total CPU time used by the worker's thread, seconds."""
         return time.thread_time() if threading.current_thread() is self._thread else self._cpu_s
 
     @property
@@ -100,7 +101,7 @@ class Worker:
 
     @property
     def signs(self) -> tuple[int, list[str]]:
-        """Values that change as long as its thread makes progress: finished tasks and CPU time."""
+        """Values that change as long as the worker's thread makes progress: finished tasks and CPU time."""
         task = Path(f"/proc/self/task/{self._thread.native_id}")
         # schedstat is in nanoseconds, but not every kernel has it.
         for name, times in (("schedstat", slice(1)), ("stat", slice(11, 13))):
@@ -109,7 +110,8 @@ class Worker:
         return self._num_done, []
 
     def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until every queued task has run, and count the wait. With `signs`, wait as long as they change."""
+        """Wait until every queued task has run, and count the wait. With `signs`, wait as long as the signs of
+        progress change."""
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
@@ -153,7 +155,7 @@ class Worker:
         return pending and (self._is_late() or self._queued_bytes + num_bytes > self.max_bytes)
 
     def _is_late(self) -> bool:
-        """Return True if queued tasks wait too long, or are about to."""
+        """Return True if queued tasks have waited too long, or are expected to."""
         if not self._tasks or self._awaits_device:
             return False
         expected_s = self._pace.expected_s(len(self._tasks), self._queued_bytes)
@@ -232,13 +234,13 @@ def run_within(
 
 
 class _Pace:
-    """Estimates the duration of tasks from the last ones."""
+    """Estimates how long tasks will take from the most recent ones."""
 
     def __init__(self) -> None:
         self._seconds, self._weight = _TASK_BYTES / _FIRST_PACE, float(_TASK_BYTES)
 
     def note(self, seconds: float, num_bytes: int) -> None:
-        """Add a finished task; earlier ones decay with time."""
+        """Add a finished task to the estimate; the weights of earlier tasks decay."""
         kept = math.exp(-seconds / _REMEMBERED_S)
         self._seconds = kept * self._seconds + seconds
         self._weight = kept * self._weight + num_bytes + _TASK_BYTES

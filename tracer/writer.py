@@ -1,4 +1,4 @@
-"""One process's writer: its thread, files and state, and how recording ends after an error."""
+"""A process's writer: its thread, files and state, and how recording ends after an error."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from .worker import Worker, run_within
 _T = TypeVar("_T")
 
 QUEUE_BYTES = 128 << 20
-"""Maximum queued data before the training thread waits, bytes."""
+"""Amount of queued data above which the training thread waits, bytes."""
 QUEUE_S = 1.0
-"""Maximum age of queued data before the training thread waits, seconds."""
+"""Age of queued data above which the training thread waits, seconds."""
 RESERVE_BYTES = 64 << 10
-"""Disk space reserved to write a state that reports a full disk, bytes."""
+"""Disk space reserved so that a state that reports a full disk can still be written, bytes."""
 
 
 class Part(StrEnum):
@@ -75,9 +75,9 @@ class TraceWriter:
         versions: Mapping[str, str] | None = None,
         max_wait_s: float = math.inf,
     ):
-        """`attempt` is its training attempt; None outside training.
+        """`attempt` is the training attempt that the writer records; None outside training.
 
-        `versions` are the versions of the libraries that computed the numbers; None for this process's.
+        `versions` are the versions of the libraries that computed the numbers; None for the libraries in this process.
 
         Without `journals` a killed process loses unsealed rows.
         """
@@ -146,7 +146,7 @@ class TraceWriter:
                 self._worker.submit(lambda: self._run(task), num_bytes, ready=ready)
 
     def raise_invalid(self) -> None:
-        """Raise the InvalidRecord of an earlier task, once."""
+        """Raise the InvalidRecord that an earlier task found, once."""
         if self._invalid is not None:
             error, self._invalid = self._invalid, None
             raise error
@@ -187,7 +187,7 @@ class TraceWriter:
         self.segments.append(table, batch)
 
     def contract(self, pass_name: str, contract: Contract) -> str:
-        """Record a pass's contract, once, and return its hash."""
+        """Record a pass's contract, if it is new, and return the contract's hash."""
         digest = contract_hash(contract)
         if (pass_name, digest) not in self._contracts:
             self._contracts.add((pass_name, digest))
@@ -232,8 +232,8 @@ class TraceWriter:
     def flush(self, *, sync: bool, weights: bool = True) -> bool:
         """Wait until everything submitted is written; with `sync`, until it is flushed to disk.
 
-        Without `weights`, these may still be queued. Returns False if recording has stopped, which is reported again. Raises
-        InvalidRecord if a task found contradictory values.
+        Without `weights`, weight versions may still be queued. Returns False if recording has stopped, which is
+        reported again. Raises InvalidRecord if a task found contradictory values.
         """
         with self._bounded():
             if weights and self._weights is not None:
@@ -344,7 +344,7 @@ class TraceWriter:
         groups = [path.parent for path in paths if path.parent.parent == self.folder / DENSE]
         files = {*paths, self._state_path, *(path for group in groups for path in group.rglob("*") if path.is_file())}
         for path in files:
-            with contextlib.suppress(FileNotFoundError):  # merged since
+            with contextlib.suppress(FileNotFoundError):  # the file has been merged into another one
                 sync(path)
         places = (*files, *(self.folder / name for name in beside))
         inside = {above for path in places for above in path.parents if self.folder in above.parents}

@@ -20,11 +20,13 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Response tokens, over all passes, sorted in memory at once; a larger step is sorted alone."""
+"""Number of response tokens, over all passes, that are sorted in memory at once; a step with more tokens is sorted
+alone."""
 SWEEP_BUCKETS = 128
-"""Buckets filled in one pass over the files."""
+"""Number of buckets that one reading of the files fills."""
 STEP_TOKENS = 32 << 10
-"""Minimum response tokens per row group; smaller steps share one. Larger for long runs."""
+"""Minimum number of response tokens per row group; steps with fewer tokens share a row group. Long runs use a larger
+minimum."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
 """Upper limit of STEP_TOKENS for long runs, and the target number of row groups per file: finding one step among
 thousands of row groups takes longer than reading a larger one.
@@ -40,9 +42,10 @@ class Part:
     entry: TableFile
     row_group: int
     steps: np.ndarray
-    """Distinct steps of its rows, ascending."""
+    """The distinct steps among the row group's rows, ascending."""
     tokens: np.ndarray
-    """Estimated response tokens per step: its number of rows times the row group's mean tokens per row."""
+    """Estimated number of response tokens in each step: the step's number of rows times the row group's mean tokens
+    per row."""
     num_bytes: int
     """Size of the row group in the file, bytes."""
 
@@ -193,5 +196,5 @@ def _row_groups(rows: pa.Table, small: int) -> Iterator[pa.Table]:
 
 
 def _changes(values: pa.Array | pa.ChunkedArray) -> list[int]:
-    """Return the positions at which the value changes."""
+    """Return the positions at which a value differs from the previous one."""
     return [int(position) + 1 for position in np.flatnonzero(np.diff(np.asarray(values)))]

@@ -103,7 +103,7 @@ def whole_snapshot(store: Store) -> Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """Ray cluster that writes the merged files instead of this process."""
+    """A Ray cluster whose actors write the merged files instead of this process."""
 
     address: str
     """Address of the cluster."""
@@ -164,7 +164,7 @@ class _Unit:
 
     table: str
     parts: tuple[tuple[str, int, np.ndarray, np.ndarray, int], ...]
-    """Path of the file and the remaining fields of each Part."""
+    """For each Part: the path of its file and the Part's other fields."""
     small: int
     """Minimum tokens per row group; smaller steps share one."""
     first: int
@@ -313,7 +313,7 @@ def _closed_step(snapshot: Snapshot) -> int | None:
 
 
 def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:
-    """Return path and content of the writer state for the merged files."""
+    """Return the path and content of the writer's state that lists the merged files."""
     writer = next(iter(files)).partition("/")[2].rpartition("-")[0]
     state = WriterState(
         writer=writer, run_id=snapshot.manifest.run_id, **this_process(), state=CLOSED, opened_at=now(), closed_at=now(),

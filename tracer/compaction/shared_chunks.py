@@ -18,7 +18,8 @@ from ...schemas.checksums import BlockDigests, SealedFile, short_hash, whole_has
 from ..parquet_file import BLOCKS, MAGIC
 
 MIN_BYTES = 1 << 10
-"""Smaller chunks are not shared, so that columns read together stay adjacent."""
+"""Minimum size of a column chunk that is shared, bytes. Smaller chunks are not, so that columns read together stay
+adjacent."""
 
 # Numbers of fields in parquet.thrift: https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 _ROW_GROUPS, _KEY_VALUES = 4, 5
@@ -149,7 +150,7 @@ def read_struct(content: bytes) -> Struct:
 
 
 def write_struct(fields: Struct) -> bytes:
-    """Encode a struct."""
+    """Encode a Thrift struct in the compact protocol."""
     target = bytearray()
     _put_struct(target, fields)
     return bytes(target)

@@ -14,12 +14,12 @@ from ..dense import Logits, TopK
 from .vllm_logprobs import Requested, distribution, gathered, sampled_logprobs
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-"""vLLM's sampling parameters that are columns of sequences."""
+"""vLLM's sampling parameters that are stored as columns of the table of sequences."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCall:
-    """Completions of one call, grouped by prompt.
+    """The completions returned by one engine call, grouped by prompt.
 
     Shapes: B completions, N response tokens of some completions together.
     """
@@ -38,17 +38,17 @@ class EngineCall:
 
     @property
     def prompt_of(self) -> list[int]:
-        """[B] index of each completion's prompt."""
+        """[B] index of the prompt that each completion belongs to."""
         return [index for index, output in enumerate(self.outputs) for _ in output.outputs]
 
     @property
     def lengths(self) -> list[int]:
-        """[B] number of response tokens."""
+        """[B] number of response tokens in each completion."""
         return [len(completion.token_ids) for completion in self.completions]
 
     @property
     def finish_reasons(self) -> list[str | None]:
-        """[B] vLLM's finish reasons."""
+        """[B] vLLM's finish reason for each completion."""
         return [completion.finish_reason for completion in self.completions]
 
     @property

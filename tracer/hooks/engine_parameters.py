@@ -1,4 +1,4 @@
-"""Finds the tensors given to a vLLM model in it: under their own names, or as rows of a fused parameter."""
+"""Finds, inside a vLLM model, the tensors it was given: under their own names, or as rows of a fused parameter."""
 
 from __future__ import annotations
 

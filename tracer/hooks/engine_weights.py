@@ -1,4 +1,5 @@
-"""Compares the engine's weights with the trainer's, by digests of what the trainer holds, sends, and the engine holds."""
+"""Compares the engine's weights with the trainer's, using digests of the tensors that the trainer holds, the trainer
+sends, and the engine holds."""
 
 from __future__ import annotations
 
@@ -21,15 +22,16 @@ from .vllm_contract import model_runner
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
-"""dtypes that a tensor may have been rounded to during the transfer."""
+"""Names of the dtypes to which a tensor may have been rounded during the transfer."""
 
 _NUM_ROWS = 64
 _MAX_VALUES = 256
-"""Number of values an 8-bit dtype has."""
+"""Number of distinct values that an 8-bit dtype can represent."""
 _MIN_TIMES_MORE = 2
-"""Minimum ratio of distinct values in a trainer row to those in the engine's row."""
+"""Minimum ratio between the number of distinct values in a trainer row and in the matching engine row."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine of the two sides' rows, in standard deviations of the cosine of random rows."""
+"""Minimum cosine similarity between trainer and engine rows, in standard deviations of the cosine between random
+rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
@@ -40,7 +42,7 @@ _NO_OWN = (
 
 
 class EngineWeights:
-    """Compares the weights of one process's engine and trainer, tensor by tensor.
+    """Compares the weights of the engine and the trainer in one process, tensor by tensor.
 
     A policy version is recorded when the engine first samples with it for training. The engine's own copy is read the first
     time and after 1, 2, 4, 8, ... versions, whenever the engine was sent something other than the trainer's weights, and at
@@ -58,7 +60,7 @@ class EngineWeights:
         self.restart()
 
     def restart(self) -> None:
-        """Reset everything except the engine, at the start of another training."""
+        """Reset everything except the engine when another training starts."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -83,7 +85,7 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """Take digests of all weights sent to an engine of this process from now on."""
+        """Start taking digests of all weights sent to an engine in this process."""
         if not self.is_on:
             return
         with self._guard():
@@ -193,7 +195,7 @@ class EngineWeights:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Return digests of the engine's own copy if they are due, else an empty dict."""
+        """Return digests of the engine's own copy of the weights if they are due, else an empty dict."""
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}
@@ -209,7 +211,8 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return tensor -> the dtype that explains its difference from the trainer's, or the distinct values per row."""
+        """Return, by tensor name, the dtype whose rounding explains the difference from the trainer's tensor, or the
+        number of distinct values per row."""
         import torch
 
         engine = None if self._model is None else self._model()
@@ -230,12 +233,12 @@ class EngineWeights:
 
 
 def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
-    """Return digests by tensor as integers."""
+    """Return tensor name -> digest, as an integer."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the maximum number of distinct values per row if `coarse` is `own`, coarsely rounded; else None.
+    """Return the maximum number of distinct values per row if `coarse` is `own` rounded to few values; else None.
 
     Shapes: R sampled rows, C columns.
     """

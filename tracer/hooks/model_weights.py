@@ -1,4 +1,4 @@
-"""Decides if a trainer's weights are recorded, and which tensors this process records."""
+"""Decide whether a trainer's weights are recorded, and which tensors this process records."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Samples of packed rows, encoded as bytes that travel in the trainer's batch to the process that gets the row.
 
-Shapes: R rows, one per process, L bytes of the longest.
+Shapes: R rows, one per process, L bytes in the longest encoded row.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSample:
-    """One sample of a packed row."""
+    """One of the samples packed into a row."""
 
     name: str
     group: str | None
     policy_version: int | None
-    """Version of the weights that sampled it; None if unknown."""
+    """Policy version of the weights that produced the sample; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
     """Reward function -> reward, and `reward` -> the trainer's sum of them; empty without rewards."""
     ids: np.ndarray
-    """[tokens] int32: prompt and response."""
+    """[tokens] int32 ids of the prompt's and the response's tokens."""
     mask: np.ndarray
     """[tokens] uint8: 1 where the token counts in the loss."""
 
@@ -53,19 +53,19 @@ class PackedRow:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[S] number of response tokens."""
+        """[S] number of response tokens in each sample."""
         return np.array([len(sample.ids) - sample.first for sample in self.samples], np.int64)
 
     @cached_property
     def terms(self) -> tuple[np.ndarray, np.ndarray]:
-        """[M] sample of each term of the loss, and [M] index of its token in the response."""
+        """For each term in the loss: [M] the index of its sample, and [M] the index of its token in the response."""
         counted = [sample.counted - sample.first for sample in self.samples]
         owners = np.repeat(np.arange(len(counted)), [len(places) for places in counted])
         return owners, np.concatenate([*counted, np.empty(0, np.int64)])
 
     @cached_property
     def scored(self) -> np.ndarray:
-        """[S, T] bool: tokens with a term in the loss."""
+        """[S, T] bool: True for response tokens that have a term in the loss."""
         scored = np.zeros((len(self.samples), int(self.lengths.max(initial=0))), bool)
         scored[self.terms] = True
         return scored

@@ -42,7 +42,7 @@ class Patches:
 
     @property
     def wrapped(self) -> list[tuple[Any, str]]:
-        """Owner and name of every wrapped function."""
+        """The owner and the name of every wrapped function."""
         return [(owner, name) for owner, name, _ in self._originals]
 
     def restore(self) -> None:

@@ -1,4 +1,4 @@
-"""One process under `tim-trace record`; its recorder is opened when there is something to record."""
+"""A process under `tim-trace record`. The process opens its recorder when there is something to record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
-"""Environment variable through which `tim-trace record` passes the order to its child processes."""
+"""Environment variable through which `tim-trace record` passes the Order to its child processes."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
 """First folder on PYTHONPATH of every recorded process."""
@@ -44,9 +44,10 @@ class Order:
     """`delta`, `none`, or `auto`: delta for a model of at most `weights_below` bytes."""
     weights_below: int = 500_000_000
     routing: bool = False
-    """True if a mixture of experts' router choices are recorded."""
+    """True if router choices are recorded for a mixture of experts."""
     engine_weights: str = "given"
-    """Digests besides the trainer's: of weights `given` to the engine, also of those `held` at every version, or `none`."""
+    """Which engine weights to take digests of: `given` (weights sent to the engine), `held` (also the engine's own
+    copy at every version), or `none`."""
     max_wait: float = MAX_WAIT_S
     """Maximum wait for a file system that does not respond, seconds; then recording stops."""
 
@@ -75,7 +76,7 @@ class Session:
         self.is_sampled_for_trainer = False
         """True if samples of this process's engines are recorded by their trainer."""
         self.num_engine_steps = 0
-        """Number of steps of engines without a trainer."""
+        """Number of steps counted for engines that have no trainer."""
         self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
@@ -90,13 +91,13 @@ class Session:
 
     @property
     def is_recording(self) -> bool:
-        """True while this process records."""
+        """True while this process is recording."""
         is_open = self._recorder is None or self._pid != os.getpid() or self._recorder.writer.is_open
         return is_open and self._over is None
 
     @property
     def recorder(self) -> Any:
-        """This process's recorder; a forked child gets its own."""
+        """The recorder for this process; a forked child gets its own recorder."""
         if self._recorder is None or self._pid != os.getpid():
             from ..recorder import Recorder
             from ..writer import TraceWriter
@@ -117,7 +118,7 @@ class Session:
 
     @property
     def engine_weights(self) -> Any:
-        """Comparison of the engine's weights with the trainer's in this process."""
+        """The comparison between the engine's and the trainer's weights in this process."""
         if self._engine_weights is None:
             from .engine_weights import EngineWeights
 
@@ -194,7 +195,7 @@ class Session:
             return None
         with self.guard(part):
             writer = self.recorder.writer
-            writer.raise_invalid()  # raises errors in earlier rows
+            writer.raise_invalid()  # raises errors found in earlier rows
             try:
                 found: _T | None = writer.part(part, function, *args, **kwargs)
             except InvalidRecord as error:
@@ -227,7 +228,7 @@ class Session:
                 self.recorder.writer.note(sentence)
 
     def tell(self, sentence: str) -> None:
-        """Print a sentence on stderr, once."""
+        """Print a sentence on stderr, unless it has been printed before."""
         if sentence not in self._told:
             self._told.add(sentence)
             print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Decides which trainers are recorded: any class with the functions of TRL's GRPO, RLOO and AsyncGRPO trainers.
+"""Decide which trainers are recorded: any class with the functions of TRL's GRPO, RLOO or AsyncGRPO trainers.
 
 Users subclass TRL's classes, and unsloth and ms-swift generate and copy them.
 """
@@ -14,7 +14,7 @@ from .trl_release import NEEDED, NEEDED_ASYNC, OUTPUT
 from .versions import tested_releases, untested, version_sentence
 
 TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
-"""Modules whose losses are known."""
+"""Prefixes of the modules whose losses are known."""
 
 
 def name_of(trainer_class: type) -> str:
@@ -62,13 +62,14 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
 
 
 def lacks(trainer_class: type, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence on an untested TRL release and a class's missing functions; None without any."""
+    """Return a sentence on an untested TRL release or on functions missing from a class; None if there is nothing to
+    report."""
     version = trl_version()
     return None if version is None else version_sentence("trl", version, missing)
 
 
 def own_loss(trainer_class: type) -> str | None:
-    """Return a sentence on a loss that TRL does not define; None for TRL's own."""
+    """Return a sentence saying that a trainer's loss is not defined by TRL; None for TRL's own losses."""
     for name in ("compute_loss", "_compute_loss"):
         function = inspect.unwrap(getattr(trainer_class, name, own_loss))
         module = str(getattr(function, "__module__", ""))

@@ -32,7 +32,7 @@ class TrainerClasses:
         self._async_hooks = AsyncTrainerHooks(session)
         self._seen: weakref.WeakSet[type] = weakref.WeakSet()
         self._hears = False
-        """True once weight transfers are hooked."""
+        """True once the functions that transfer weights are hooked."""
 
     def init(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with self._session.guard("a trainer (its functions could not be hooked)"):

@@ -1,6 +1,7 @@
-"""Records TRL's AsyncGRPO trainers: queued samples, several packed in a row, with the engine's logprobs as old ones.
+"""Records TRL's AsyncGRPO trainers: samples come from a queue, several are packed in a row, and the engine's logprobs
+serve as the old logprobs.
 
-Shapes: S samples of a packed row, N its tokens, T tokens of the longest response, M terms of the loss.
+Shapes: S samples in a packed row, N tokens in the row, T tokens in the longest response, M terms in the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .trl_state import TrainerState
 from .trl_trainer import TrainerHooks
 
 _REWARDS = "rewards/"
-"""Prefix of the rewards among a sample's metrics."""
+"""Prefix of the names under which a sample's metrics hold rewards."""
 
 
 class SampleQueue:
@@ -39,7 +40,7 @@ class SampleQueue:
         self._queue = queue
         self._versions: dict[int, int] = {}
         self.num_packed = 0
-        """Number of samples packed so far."""
+        """Number of samples that the trainer has packed."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -47,7 +48,7 @@ class SampleQueue:
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
         with self._session.guard("which weights sampled"):
-            # The trainer passes on only the token array, so it is the key.
+            # The trainer passes on only the token array, so the array is the key.
             key = id(sample.input_ids)
             self._versions[key] = int(sample.model_version)
             weakref.finalize(sample.input_ids, self._versions.pop, key, None).atexit = False
@@ -241,7 +242,8 @@ class AsyncTrainerHooks(TrainerHooks):
         entropy: Any = None,
         version: int | None = None,
     ) -> None:
-        """Record a pass's value for each term of the loss. `version` is the trainer weights'; None for the engine."""
+        """Record a pass's value for each term in the loss. `version` is the policy version of the trainer's weights;
+        None for the engine's pass."""
         count = len(row.samples)
         forward = None
         if version is not None:
@@ -267,7 +269,7 @@ class AsyncTrainerHooks(TrainerHooks):
 
 
 def _spread(values_M: Any, row: PackedRow) -> Any:
-    """Return [S, T]: each term at its token in the response, 0 elsewhere."""
+    """Return [S, T]: the value of each term at that term's token in the response, 0 elsewhere."""
     import torch
 
     values_ST = values_M.new_zeros(row.scored.shape)

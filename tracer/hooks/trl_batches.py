@@ -17,13 +17,14 @@ from .trl_release import PAD_TOKEN, REWARD_NAMES, REWARD_WEIGHTS, end_tokens, fi
 from .trl_state import Generation, Loss, Recorded, Scoring
 
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
-"""Positional arguments of a scoring call after the model."""
+"""Names of a scoring call's positional arguments after the model."""
 ROW_KEY = "tim_trace_row"
 """Key in the trainer's batches for the row indices of a shuffled micro-batch, or the samples of each packed row."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Return the pass of each scoring of a generation: by identity with the trainer's output, or by order for RLOO."""
+    """Return the name of the pass for each scoring of a generation batch: by identity with the trainer's output, or
+    by order for RLOO."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -52,7 +53,7 @@ def scoring_of(trainer: Any, call: dict[str, Any], result: Any) -> Scoring:
 
 
 def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
-    """Return the recorded rows of a loss; None if they were not recorded."""
+    """Return the recorded rows that a loss is computed from; None if they were not recorded."""
     keys = inputs.get(ROW_KEY) if isinstance(inputs, dict) else None
     if keys is None or not len(keys):
         return None
@@ -107,7 +108,8 @@ def server_logprobs(generation: Generation) -> list[list[float]] | None:
 
 
 def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation) -> list[str | None]:
-    """Return the engine's reasons; without an engine call, `stop` after an end token and `length` otherwise."""
+    """Return the finish reasons given by the engine; without an engine call, `stop` after an end token and `length`
+    otherwise."""
     if call is not None:
         return call.finish_reasons
     ends = end_tokens(trainer)
@@ -115,16 +117,17 @@ def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation
 
 
 def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | None]:
-    """Return why each response ended, from its last token; None if the token or the end tokens are unknown."""
+    """Return each response's finish reason, derived from its last token; None if the token or the end tokens are
+    unknown."""
     known = (None if token is None or not ends else token in ends for token in last_tokens)
     return [None if is_end is None else "stop" if is_end else "length" for is_end in known]
 
 
 def right_padded(width: int, lengths: np.ndarray) -> np.ndarray:
-    """Return the [B, width] mask of right-padded rows."""
+    """Return the [B, width] attention mask for right-padded rows."""
     return np.arange(width)[None, :] < lengths[:, None]
 
 
 def left_padded(width: int, lengths: np.ndarray) -> np.ndarray:
-    """Return the [B, width] mask of left-padded rows."""
+    """Return the [B, width] attention mask for left-padded rows."""
     return np.arange(width)[None, :] >= width - lengths[:, None]

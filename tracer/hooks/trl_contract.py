@@ -1,4 +1,4 @@
-"""Contracts of a TRL trainer's passes, read from the trainer."""
+"""Contracts for a TRL trainer's passes, built by reading the trainer's settings."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def server_info(trainer: Any) -> Any:
 
 
 def server_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings that determine rollouts of a vLLM server. `server` is its configuration, or None."""
+    """Return the settings that determine rollouts from a vLLM server. `server` is the server's configuration, or
+    None."""
     return {
         "engine": "vllm",
         "function": "a server, through TRL's VLLMClient.generate",
@@ -135,7 +136,7 @@ def sampling(trainer: Any) -> dict[str, Any]:
 
 
 def sampling_columns(trainer: Any) -> dict[str, Any]:
-    """Return the sampling settings under the column names of sequences."""
+    """Return the sampling settings, named as the columns of sequences."""
     settings = sampling(trainer)
     found = {name: settings.get(name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     return found | {"min_p": settings.get("min_p") or 0.0, "max_tokens": settings.get("max_completion_length")}

@@ -44,23 +44,24 @@ class Attribute:
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return the paths of a tokenizer's token: from 1.3 on, before 1.3, and with an image processor."""
+    """Return the paths to one of a tokenizer's special tokens: in TRL 1.3 and newer, before 1.3, and with an image
+    processor."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
-# From 1.14 on a trainer has several end tokens.
+# In TRL 1.14 and newer a trainer has several end tokens.
 END_TOKENS = Attribute("finish reasons", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
 PAD_TOKEN = Attribute("responses that end with padding, which count as cut off", _of_tokenizer("pad_token_id"))
 TEMPERATURE = Attribute("the temperature of the trainer's passes", ("temperature", "args.temperature"))
 NUM_GENERATIONS = Attribute("which responses share a prompt", ("num_generations", "args.num_generations"))
 REWARD_WEIGHTS = Attribute("rewards", ("reward_weights",))
 REWARD_NAMES = Attribute("rewards", ("reward_func_names",))
-SERVER_URL = Attribute(  # from 0.28 on, before 0.28, and for AsyncGRPOTrainer
+SERVER_URL = Attribute(  # in TRL 0.28 and newer, before 0.28, and in AsyncGRPOTrainer
     "the server's configuration",
     ("vllm_generation.vllm_client.base_url", "vllm_client.base_url", "vllm_client.server_url"),
 )
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
-"""Attributes of every trainer."""
+"""Attributes that every recorded trainer has."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
 """Attributes of a trainer that generates; samples from a queue carry their own rewards."""
 
@@ -90,7 +91,7 @@ def end_tokens(trainer: Any) -> set[int]:
 
 
 def engine_classes(name: str) -> list[type]:
-    """Return TRL's imported classes of this name around vLLM."""
+    """Return the imported TRL classes around vLLM that have this name."""
     found = (getattr(sys.modules.get(module), name, None) for module in ENGINE_MODULES)
     return [owner for owner in found if owner is not None]
 
@@ -105,7 +106,7 @@ def fused_lm_head() -> str | None:
 def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[float]] | None:
     """Return the sampled tokens' logprobs from the result of `_generate`: B lists of floats, as long as the responses.
 
-    Needed before 0.28, where the trainer's output does not include them.
+    This is needed for TRL before 0.28, where the trainer's output does not include the engine's logprobs.
     """
     for values in generated[2:]:
         rows: list[Any] = values if isinstance(values, list) and len(values) == len(lengths) else [None]

@@ -1,4 +1,4 @@
-"""State of a TRL trainer between hooks: current generation, passes so far, current loss.
+"""The state of a TRL trainer that hooks share: current generation batch, recorded passes, current loss.
 
 Shapes: B rows of one process's generation batch, P padded prompt width, T padded response width.
 """
@@ -28,9 +28,9 @@ class Scoring:
     """One call of the trainer's scoring function."""
 
     logprobs: Any
-    """[rows, T] tensor."""
+    """[rows, T] tensor of logprobs, nats."""
     entropy: Any
-    """[rows, T] tensor, or None."""
+    """[rows, T] tensor of entropies, or None if the call returned none."""
     is_reference: bool
     rows_a_forward: int
     distribution: Distribution | None = None
@@ -64,9 +64,9 @@ class Generation:
     last_tokens: list[int | None] = field(default_factory=list)
     """[B] last token of each response; None for an empty response."""
     returned: Any = ()
-    """Result of `_generate`."""
+    """The result that the trainer's `_generate` returned."""
     rewards_per_func: Any = None
-    """[all processes' rows, F] tensor."""
+    """[rows of all processes, F] tensor of each reward function's rewards; None until computed."""
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Recorded:
     """True if rows may be masked out of attention, which then have no score."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
-        """Return the forwards of these rows, `rows_a_forward` rows each."""
+        """Return the forward passes that these rows are in, with `rows_a_forward` rows in each."""
         place = np.arange(len(rows))
         forward = place // rows_a_forward
         sizes = np.bincount(forward, minlength=1)
@@ -109,7 +109,7 @@ class Loss:
 
     recorded: Recorded
     rows: np.ndarray
-    """Rows of the generation batch, in the loss's order."""
+    """Row numbers in the generation batch, in the order in which the loss has them."""
     scored_mask: Any
     scorings: list[Scoring] = field(default_factory=list)
 
@@ -118,11 +118,11 @@ _KEPT_BATCHES = 4
 """Number of generation batches kept for later losses."""
 
 _EVALUATED = -1
-"""Index of the evaluation batch, kept in addition to training batches."""
+"""Index under which an evaluation batch is kept, in addition to training batches."""
 
 
 class TrainerState:
-    """State of one trainer."""
+    """Everything that the hooks around one trainer share between calls."""
 
     def __init__(self, session: Session):
         self.generation: Generation | None = None
@@ -131,12 +131,12 @@ class TrainerState:
         self._num_batches = 0
         self._generations: dict[str, tuple[int, int]] = {}
         self.num_forwards: dict[tuple[str, str], int] = {}
-        """Split and pass -> its number of forwards so far."""
+        """(split, pass) -> number of forward passes recorded."""
         self.described = False
         self.weights = KeptWeights(session)
         self.told_step: int | None = None
         self.told: dict[str, Any] = {}
-        """Metrics of `told_step` recorded so far."""
+        """Metrics already recorded for the step `told_step`."""
         self._contracts: dict[Any, Contract] = {}
         self._settings: Any = None
 
@@ -147,7 +147,8 @@ class TrainerState:
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Store a recorded batch for a loss and return its index; keeps the newest batches, and one of evaluation."""
+        """Store a recorded batch for later losses and return its index. The newest training batches and one
+        evaluation batch are kept."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED
@@ -158,7 +159,7 @@ class TrainerState:
         return index
 
     def next_forwards(self, split: str, pass_name: str, count: int) -> int:
-        """Return the number of the first of the next `count` forwards of a pass."""
+        """Reserve numbers for a pass's next `count` forward passes, and return the first number."""
         first = self.num_forwards.get((split, pass_name), 0)
         self.num_forwards[split, pass_name] = first + count
         return first

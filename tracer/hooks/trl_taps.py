@@ -80,7 +80,7 @@ class HeadTap:
         return projection.distribution(hidden, self._session.capture, find(self._trainer, TEMPERATURE))
 
     def _dtype(self) -> Any:
-        """Return the compute dtype of the trainer's fused head; None for that of the hidden states."""
+        """Return the dtype in which the trainer's fused head computes; None for the dtype of the hidden states."""
         import torch
 
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):

@@ -54,7 +54,7 @@ from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainR
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
 OPTIMIZER_STEPS = 5
-"""Interval of the optimizer's statistics, steps; they are also recorded at the first step."""
+"""Interval at which the optimizer's statistics are recorded, steps; they are also recorded at the first step."""
 
 
 def _sends_weights(trainer: Any) -> bool:
@@ -215,7 +215,8 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record metrics new for this step; `only_new` compares names only, since a value may be on a device."""
+        """Record the metrics that are new in this step. `only_new` compares names only, since comparing values may
+        wait for a device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -305,7 +306,7 @@ class TrainerHooks:
             )
 
     def _train_rows(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> TrainRows | None:
-        """Return the rows of a call that yields the `train` pass; None for other calls."""
+        """Return the rows scored by a call that yields the `train` pass; None for other calls."""
         if call["model"] is getattr(trainer, "ref_model", None):
             return None
         if state.loss is not None:

@@ -1,6 +1,6 @@
 """Reads the batches of verl's trainers: rows in its TransferQueue, and RayPPOTrainer's padded tensors on the driver.
 
-Shapes: B rows, P padded prompt width, T response tokens of a row, or the padded width of responses.
+Shapes: B rows, P padded prompt width, T response tokens in a row, or the padded width of responses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .verl_forwards import FORWARD_KEYS, ROW_KEY
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns that exist before the advantages; the mask is read before verl's rejection removes tokens from it."""
+"""Columns that exist before the advantages are computed. The mask is read before verl's rejection sampling removes
+tokens from it."""
 ESTIMATED = ("advantages",)
 """Columns that exist after the advantages are computed."""
 _OF_PROMPT = ("prompts",)
@@ -34,7 +35,7 @@ class Row:
     """One row of a batch, with its key `<uid>_<sample>_<output>`."""
 
     index: int
-    """Position in verl's batch."""
+    """Position of the row in verl's batch."""
     key: str
     oldest_weights: int | None
     """Global step of the oldest weights that sampled part of the row; None if unknown."""
@@ -42,7 +43,7 @@ class Row:
 
     @property
     def group_id(self) -> str:
-        """verl's uid of the prompt."""
+        """The uid that verl gave to the row's prompt."""
         uid, *rest = self.key.rsplit("_", 2)
         return uid if len(rest) == 2 else self.key
 
@@ -59,7 +60,7 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def fetch(batch: Any, columns: Sequence[str]) -> Any:
-    """Return the given columns, as far as the batch has them."""
+    """Return those of the given columns that the batch has."""
     import transfer_queue
 
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(columns))
@@ -93,7 +94,7 @@ def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most
 
 
 def sums(values: Sequence[np.ndarray] | None) -> np.ndarray | None:
-    """Return [B]: the sum of each row."""
+    """Return [B]: the sum of the values in each row."""
     return None if values is None else np.array([float(row.sum()) for row in values])
 
 

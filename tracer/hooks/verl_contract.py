@@ -1,4 +1,5 @@
-"""Contracts of verl's passes and its loss, read from a worker's engine and from the run's configuration."""
+"""Contracts for verl's passes, and a description of verl's loss, read from a worker's engine and from the run's
+configuration."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ _KL_TYPES = ("low_var_kl", "k3")
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
     """Return the settings that determine the logprobs of a worker's engine.
 
-    `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward); `dtype` is that of the
-    logprobs: bfloat16 has a resolution of 0.031 nats at -4.
+    `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward); `dtype` is the dtype in
+    which the logprobs are returned; bfloat16 has a resolution of 0.031 nats at -4.
     """
     settings = engine.engine_config
     model = _model(engine)

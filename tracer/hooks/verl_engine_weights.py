@@ -23,7 +23,7 @@ ASKED = "tim_trace_digests"
 """Name of the function added to vLLM's worker that writes digests of the weights it holds."""
 
 NAIVE = "naive"
-"""verl's weight transfer to an engine on the same devices."""
+"""verl's name for the weight transfer to an engine on the same devices."""
 
 _APART = (
     "the engine's weights are not compared: verl's checkpoint engine {} sends them to engines in other processes; "
@@ -42,7 +42,7 @@ class VerlEngineWeights(EngineWeights):
         self._engine: Any = None
         """verl's training engine, during a transfer."""
         self._newest: Any = None
-        """Training engine of the newest transfer, until it is recorded."""
+        """Training engine that made the newest transfer, until that transfer is recorded."""
         self._found: dict[str, int] = {}
         self._reads_held = True
 
@@ -58,7 +58,7 @@ class VerlEngineWeights(EngineWeights):
         return result
 
     def give(self, original: Callable[..., Any], adapter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take digests of the weights sent to the engine."""
+        """Pass on the weights sent to the engine, taking a digest of each."""
         if self._engine is not None and self.is_on:
             if args:
                 args = (self.heard(args[0]), *args[1:])

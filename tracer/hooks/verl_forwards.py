@@ -1,6 +1,6 @@
-"""Rows of each forward of a verl engine, read from its micro-batches.
+"""The rows in each forward pass of a verl engine, read from the engine's micro-batches.
 
-Shapes: B rows of a worker's batch.
+Shapes: B rows in a worker's batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)
 
 
 class Forwards:
-    """Forwards of one engine call: each row's forward, position in it, number of rows in it, and padding after the row."""
+    """The forward passes in one engine call: each row's forward pass, its position there, the number of rows there,
+    and the padding after the row."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         """`numbers` yields the numbers of this process's forwards."""
@@ -66,7 +67,7 @@ class Forwards:
         return torch.tensor(found, dtype=torch.int64) if len(found) == num_rows else None
 
     def of(self, rows: Sequence[int]) -> Forward | None:
-        """Return the forwards of these rows; None if a row was in no forward."""
+        """Return the forward passes that these rows were in; None if a row was in none."""
         known = all(int(row) in self._of_row for row in rows)
         return forward_of([np.array(self._of_row[int(row)]) for row in rows]) if known else None
 
@@ -79,7 +80,7 @@ def attended_tokens(loss_mask: Any) -> dict[str, int]:
 
 
 def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
-    """Return the forwards in a worker's column, an array [4] per row."""
+    """Return the forward passes stored in a worker's column, which has an array [4] per row."""
     if values is None or not len(values):
         return None
     ids, places, rows, after = np.stack(values).astype(np.int64).T

@@ -1,4 +1,4 @@
-"""Progress of a verl trainer: the step that verl logs, and policy versions as updates of the actor."""
+"""A verl trainer's progress: the step that verl logs, and policy versions, counted in updates of the actor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The next update of the actor, or the passes before it."""
+    """The state of training at the next update of the actor, or during the passes before that update."""
 
     step: int
     version: int

@@ -1,6 +1,6 @@
 """Records verl's workers: the logprobs inside the loss, and the settings that determine a worker's logprobs.
 
-Shapes: B rows of one update on this worker, T padded response width.
+Shapes: B rows that this worker has in one update, T padded response width.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Update:
 
     batch: Batch
     lengths: np.ndarray
-    """[B] number of response tokens of verl's rows."""
+    """[B] number of response tokens in each of verl's rows."""
     places: dict[int, int]
-    """verl's row -> row of `batch`, without verl's padding rows."""
+    """Row number in verl's batch -> row number in `batch`; verl's padding rows are left out."""
     policy_version: int
     is_last: bool
     """True for the last update of the training."""
@@ -95,7 +95,7 @@ class WorkerHooks:
     def __init__(self, session: Session):
         self.session = session
         self.account = VerlEngineWeights(session)
-        """Comparison of this worker's weights with those of the engine that gets them."""
+        """The comparison between this worker's weights and those of the engine that receives them."""
         self._update: Update | None = None
         self._is_training = False
         self._declared: set[str] = set()
@@ -103,10 +103,10 @@ class WorkerHooks:
         self._contract: Contract | None = None
         self._weights = KeptWeights(session)
         self._forwards: Forwards | None = None
-        """Forwards of the engine's current call."""
+        """Forward passes in the engine's current call; None outside of a call."""
         self._attended: dict[str, int] = {}
         self._numbers = count()
-        """Numbers of forwards."""
+        """Counter that numbers this process's forward passes."""
 
     def fetch(self, original: Callable[..., Any], meta: Any, *args: Any, **kwargs: Any) -> Any:
         """Number the rows of an update as they arrive from the TransferQueue."""
@@ -203,7 +203,7 @@ class WorkerHooks:
         return made
 
     def _listen(self, engine: Any) -> None:
-        """Record the rows of forwards from now on, if the engine pads rows as verl's FSDP engine does."""
+        """Start recording which rows are in each forward pass, if the engine pads rows as verl's FSDP engine does."""
         if Forwards.are_known(engine):
             self._forwards = Forwards(engine, self._numbers)
 

@@ -1,4 +1,4 @@
-"""Tested versions of the hooked libraries, and the note on other versions."""
+"""The tested versions of the hooked libraries, and the note that is shown for other versions."""
 
 from __future__ import annotations
 

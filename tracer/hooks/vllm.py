@@ -30,7 +30,7 @@ POINTS = {
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-"""Other functions that sample."""
+"""Functions of vLLM's LLM class that sample but are not recorded."""
 
 _NO_ROUTING = (
     "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "
@@ -166,7 +166,7 @@ class OfflineHooks(EngineHooks):
         return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
-        """Return for each of a call's prompts True if its distributions are recorded."""
+        """Return, for each prompt in a call, True if the prompt's distributions are recorded."""
         capture = self.session.capture
         generation: Generation | None = self.session.generation
         if not capture.dense:

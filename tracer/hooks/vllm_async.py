@@ -233,12 +233,12 @@ class GivenCompletion:
         self.num_tokens = len(self.tokens)
 
     def replace(self, completion: Any, logprobs: Any) -> None:
-        """Replace all tokens so far, and the engine's logprobs for them."""
+        """Replace all tokens received before, and the engine's logprobs for them."""
         self.tokens, self.positions, self.num_tokens = completion.token_ids, logprobs, len(completion.token_ids)
 
 
 class AsyncRequest:
-    """A running request."""
+    """A request that the engine is processing, with the completions received for it."""
 
     def __init__(self, *, name: str, step: int, requested: Requested, conditions: Conditions):
         self.name = name
@@ -254,7 +254,7 @@ class AsyncRequest:
         return [(completion, cut_down(completion, self.requested)) for completion in output.outputs]
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Add the content of an output."""
+        """Add an engine output to the request's completions."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
@@ -262,13 +262,13 @@ class AsyncRequest:
             held.finish_reason = completion.finish_reason
 
     def end(self, reason: str) -> None:
-        """Set this finish reason for unfinished completions."""
+        """End the request, giving this finish reason to unfinished completions."""
         for held in self._completions.values():
             held.finish_reason = held.finish_reason or reason
 
     @property
     def outputs(self) -> list[GivenCompletion]:
-        """Completions that have a token or ended normally without one."""
+        """The completions that have at least one token, or that ended normally without any."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
 

@@ -1,4 +1,4 @@
-"""Contract of a vLLM rollout, read from the engine."""
+"""The contract for a vLLM rollout, read from the engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Conditions:
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
-        """Create from a call; `lora_requests` is the caller's argument: None, one, or one per prompt."""
+        """Return the conditions of a call. `lora_requests` is the caller's argument: None, one request, or one per
+        prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
         return cls(
             adapters=tuple(
@@ -67,7 +68,7 @@ class Conditions:
 
     @property
     def sentences(self) -> list[str]:
-        """Notes on what is not recorded for such rollouts."""
+        """Notes on what is not recorded for rollouts under these conditions."""
         found = [
             f"weights of the LoRA adapter {name} of vLLM's requests are not recorded: the rollouts' contract has its name and path"
             for name, _, _ in self.adapters
@@ -103,7 +104,8 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """Return the same for a serving engine. It runs in other processes, so its kernels are unknown.
+    """Return what determines the logprobs of vLLM's serving engine, which runs in other processes, so that its
+    kernels are unknown.
 
     `model_patches` are the calls with which the caller changed the engine's model. Settings of single requests are left out.
     """

@@ -14,15 +14,16 @@ from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30
-"""`max_logprobs` larger than any vocabulary; -1 would disable other engine features."""
+"""Value for vLLM's `max_logprobs` that is larger than any vocabulary; -1 would disable other engine features."""
 
 DELTA = "DELTA"
-"""vLLM's output kind with new tokens only; vLLM joins waiting ones by position, which loses flat logprobs."""
+"""vLLM's output kind in which each output holds only new tokens. vLLM joins waiting outputs by position, which loses
+flat logprobs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Requested:
-    """The caller's options for one request."""
+    """The logprob options that the caller gave for one request."""
 
     params: Any
     logprobs: int | None

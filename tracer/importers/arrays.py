@@ -27,12 +27,12 @@ _ONE_NAME = {
     "double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32", "short": "int16",
     "char": "int8", "byte": "uint8",
 }  # fmt: skip
-"""torch's alias of a dtype -> its canonical name."""
+"""Alias of a dtype in torch -> the dtype's canonical name."""
 MAX_DIMENSIONS = 8
 
 
 class Held:
-    """An array whose bytes may still be missing."""
+    """A stand-in for an array whose bytes may not have been read yet."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ class Tensor(Held):
 
     @property
     def dtype(self) -> str | None:
-        """torch's name of the saved dtype."""
+        """Name, in torch, of the dtype in which the tensor was saved."""
         name = self._dtype or self._storage.dtype
         return _ONE_NAME.get(name, name) if name is not None else None
 
@@ -294,4 +294,4 @@ PLAIN = {
     ("torch", "Size"): Known(_size),
     ("torch", "device"): Known(_text),
 }
-"""(module, name) -> its stand-in, for names that occur in every framework's pickles."""
+"""(module, name) of a class or function -> the stand-in for it; these names occur in every framework's pickles."""

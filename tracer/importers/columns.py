@@ -28,7 +28,7 @@ class Columns:
         self._arrays = arrays
         self.num_rows = num_rows
         self.routing = routing or [None] * num_rows
-        """[B] router choices of each row, as in RowBatch."""
+        """[B] router choices for each row, in the form of RowBatch.routing."""
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
@@ -58,7 +58,7 @@ class Columns:
         return Columns(arrays, len(rows), [self.routing[row] for row in rows])
 
     def has(self, name: str) -> np.ndarray:
-        """Return [B] bool: where a column is not NULL; all False if the column is missing."""
+        """Return [B] bool: True where a column is not NULL; all False if the column is missing."""
         array = self[name]
         if array is None:
             return np.zeros(self.num_rows, bool)

@@ -34,7 +34,7 @@ class DumpFolder:
     is_file: bool = False
     """True if the given path is a single file, which may be a symlink."""
     filesystem: fsspec.AbstractFileSystem | None = None
-    """None for local files."""
+    """File system of an object storage; None for local files."""
     remote: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """File on object storage -> its path on that file system and its size in bytes when listed."""
 
@@ -153,9 +153,9 @@ class Part:
 
     files: tuple[str, ...]
     step: int | None = None
-    """None if each row has its own step."""
+    """Step that all rows in the part belong to; None if each row has its own step."""
     waits_for: str | None = None
-    """Why it is incomplete; None if it is complete."""
+    """The reason why the part is incomplete; None if it is complete."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Collecting rows of a dump, by the trace's column names, into a RowBatch.
+"""Collect a dump's rows, by the trace's column names, into a RowBatch.
 
-Shapes: B rows, N tokens of all rows, L layers with a router, S experts per token.
+Shapes: B rows, N tokens of all rows, L layers with a router, S experts selected per token.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .pickles import Budget
 
 
 class Values(NamedTuple):
-    """Per-token numbers [T], and [T] bool: which of them were recorded."""
+    """Per-token numbers [T], and [T] bool, True where a number was recorded."""
 
     values: np.ndarray
     known: np.ndarray
@@ -54,7 +54,7 @@ class Fields:
 
     @property
     def record(self) -> Mapping[Any, Any]:
-        """The record under the file's own field names."""
+        """The record with the field names that the file uses."""
         return self._record
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
@@ -255,7 +255,7 @@ _KNOWN.flags.writeable = False
 
 
 def _all_known(length: int) -> np.ndarray:
-    """Return [T] True, read-only."""
+    """Return a read-only array [T] of True."""
     return _KNOWN[:length] if length <= len(_KNOWN) else np.ones(length, bool)
 
 

@@ -17,7 +17,7 @@ _BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """A range of lines of a file."""
+    """A range of lines in a file, as line number and byte offsets."""
 
     first: int
     """Number of the first line, from 1."""

@@ -153,7 +153,8 @@ def _holds_none(format: Format, folder: DumpFolder) -> str:
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """True if each step is one part and steps increase: the names of a finished step can be forgotten."""
+    """Return True if each step is a single part and steps increase, so that the names in a finished step can be
+    forgotten."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -241,7 +242,7 @@ _LACKS = "the files have no logprobs for this pass"
 
 
 class _Before:
-    """What earlier imports added to a trace."""
+    """A record of what earlier imports added to a trace."""
 
     def __init__(self, url: str, sources: dict[str, SealedFile], passes: set[str]):
         self._url, self.sources, self.passes = url, sources, passes
@@ -298,7 +299,8 @@ class _Before:
         return found
 
     def _has_grown(self, folder: DumpFolder, name: str) -> bool:
-        """True if lines were appended to a file. Raises ImportFailed if its earlier content has changed."""
+        """Return True if lines were appended to a file. Raises ImportFailed if the file's earlier content has
+        changed."""
         path, known, size = folder.path(name), self.sources[name], folder.num_bytes([name])
         now_there = content_of(path, num_bytes=known.num_bytes)
         if now_there.hash != known.hash or (size != known.num_bytes and known.num_rows is None):

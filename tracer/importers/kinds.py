@@ -25,7 +25,7 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """A column holds invalid values; the caller finds the row."""
+    """Raised for a column that holds invalid values; the caller finds the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class Kind:
     """The rule for the cells of a column."""
 
     wants: str
-    """Completes the message "where each row needs ..."."""
+    """Text that completes the message "where each row needs ..."."""
     type: pa.DataType
     convert: Callable[[pa.Array], pa.Array]
     """Converts a plain Arrow array that is not all NULL to `type`. Raises WrongValues or an Arrow error."""
     holds: Callable[[Any], bool]
-    """True for a valid value; not called with None."""
+    """Function that returns True for a valid value; it is not called with None."""
     of: Callable[[Any], Any]
     """Converts one valid value to the Python form of `type`; for mixtures that Arrow cannot infer a type for."""
     nullable: bool = True

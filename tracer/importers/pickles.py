@@ -20,7 +20,7 @@ CONTAINER_BYTES = 64
 VIEWED_BYTES = 1 << 16
 """Minimum length from which bytes are kept as a view of the file, for arrays, instead of copied."""
 BYTES = (bytes, memoryview)
-"""Types that a pickle's bytes become."""
+"""The types in which bytes read from a pickle may be held."""
 
 
 class NotPlain(ValueError):
@@ -46,7 +46,7 @@ class Budget:
 
 
 class Known:
-    """An allowed name, and the function that replaces it."""
+    """A name that pickles may refer to, and the function that replaces the named object."""
 
     __slots__ = ("make",)
 
@@ -65,7 +65,7 @@ class Stateful:
 
 
 Names = Mapping[tuple[str, str], Known]
-"""(module, name) -> its replacement: the allowlist."""
+"""The allowlist: (module, name) -> the replacement for that class or function."""
 Persistent = Callable[[Any], Any]
 """Resolves a persistent id, which torch uses for storages."""
 

@@ -30,11 +30,11 @@ class Placeholders:
     """Number of values that were judged placeholders and became NULL, by kind."""
 
     clamped: int = 0
-    """Values of -9999."""
+    """Number of values equal to -9999."""
     masked_zeros: int = 0
-    """Values of 0.0 at tokens outside the loss mask."""
+    """Number of values equal to 0.0 at tokens outside the loss mask."""
     all_zero: int = 0
-    """Values in lists of only 0.0, where the policy is not certain."""
+    """Number of values in lists that hold only 0.0, where other passes show that the policy is not certain."""
     certain: int = 0
     """Values that were kept, in lists of two or more 0.0: another pass is equally certain of these tokens."""
 
@@ -146,7 +146,7 @@ def as_holes(logprobs: Ragged) -> Ragged:
 
 
 def _known(logprobs: Ragged) -> np.ndarray:
-    """Return [N] bool: which values were recorded."""
+    """Return [N] bool: True where a value was recorded."""
     return np.ones(len(logprobs.values), bool) if logprobs.valid is None else logprobs.valid
 
 
@@ -162,7 +162,7 @@ def _zero_lists(logprobs: Ragged) -> np.ndarray:
 
 
 def _sums(flags_N: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return [B]: number of set flags per sequence."""
+    """Return [B]: the number of set flags in each sequence."""
     counts = np.concatenate([[0], np.cumsum(flags_N)])
     return np.asarray(counts[ends] - counts[ends - lengths])
 

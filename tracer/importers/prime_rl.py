@@ -1,6 +1,6 @@
 """prime-rl: token exports, one line per packed sequence.
 
-Shapes: S tokens of a sequence.
+Shapes: S tokens in a sequence.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from ...schemas.errors import ImportFailed
 from ..store import first_line, too_large
 
 AHEAD_BYTES = 8 << 20
-"""Read-ahead of sequential reads, bytes."""
+"""Number of bytes that sequential reads read ahead."""
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
 """Maximum bytes of a line; a sequence of a million tokens takes less."""
 TIMES_AS_JSON = 16
-"""Bytes in memory per byte of JSON."""
+"""Estimated bytes in memory per byte of JSON in a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class RemoteFile:
     path: str
     """Path on the file system."""
     url: str
-    """URL, for messages."""
+    """URL of the file, shown in messages."""
 
     def __str__(self) -> str:
         return self.url

@@ -14,13 +14,13 @@ from .textfiles import parsed, read_lines
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
-"""Step of a response without one: it was not sampled in training."""
+"""Step assigned to a response that has none, since it was not sampled in training."""
 
 SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top_k",), "step": ("step",)}
 
 
 def _holds(folder: DumpFolder, key: str) -> bool:
-    """True if the first response in a folder has this key."""
+    """Return True if the first response in a folder has this key."""
     name = next((name for name, _ in folder.matching(_FILE)), None)
     if name is None:
         return False

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..weights.attach import Attached
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
-"""Column -> its standard pass."""
+"""Column with logprobs -> the standard pass that the logprobs belong to."""
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
 """Score columns other than logprobs; they belong to `train`, else `current`, else `rollout`."""
 
@@ -50,23 +50,23 @@ REQUIRED = ("step", "prompt_ids", "response_ids")
 
 @dataclass(slots=True, kw_only=True)
 class Imported:
-    """Result of an import."""
+    """The result of an import."""
 
     folder: Path
     format: str = "parquet"
     num_sequences: int = 0
     num_tokens: int = 0
-    """Response tokens."""
+    """Number of imported response tokens."""
     num_metrics: int = 0
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
     num_above_zero: int = 0
-    """Logprobs above 0, kept unchanged although they are invalid."""
+    """Number of logprobs above 0, which are kept unchanged although they are invalid."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
-    """Files read in this import; 0 for the format parquet."""
+    """Number of files read in this import; 0 for the format `parquet`."""
     num_known_files: int = 0
-    """Files that an earlier import had already read into the same trace."""
+    """Number of files that an earlier import had already read into the same trace."""
     held_back: tuple[str, ...] = ()
     """One sentence per incomplete part that was left for a later import."""
     missing: tuple[str, ...] = ()
@@ -101,19 +101,19 @@ class RowImport:
         self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
         self._zero_lists = zero_lists or ZeroLists()
         self.left_open: tuple[str, ...] = ()
-        """Passes whose zeros were decided at the end."""
+        """Passes whose zeros could be judged only at the end of the import."""
         self._open: dict[str, list[_Scores]] = {}
         self._num_read = num_before
         self._unowned: tuple[str, ...] = ()
         self.scored: set[str] = set()
         """Passes with at least one logprob."""
         self.lacks: Mapping[str, str] = {}
-        """Pass -> note for the case that no row has a logprob of it."""
+        """Pass -> note that is recorded if no row has a logprob for that pass."""
         self._where = path
 
     @property
     def state(self) -> Any:
-        """State of the writer."""
+        """The state of the writer that records the import."""
         return self._writer.state
 
     def __enter__(self) -> RowImport:

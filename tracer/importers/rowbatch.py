@@ -23,7 +23,7 @@ class RowBatch:
 
     file: str
     columns: dict[str, pa.Array | list[Any]]
-    """Column name in the file -> values."""
+    """Column name in the file -> the column's values, one per row."""
     numbers: Sequence[int]
     """Number of each row in its file, from 1."""
     unit: str = "row"

@@ -22,7 +22,7 @@ _READ = ".parquet, .jsonl, .json, .csv or .arrow"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Readers for files with some suffixes."""
+    """The readers for a file format, and the file suffixes that identify it."""
 
     suffixes: tuple[str, ...]
     names: Callable[[fsspec.AbstractFileSystem, str], list[str]]

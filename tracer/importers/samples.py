@@ -49,7 +49,7 @@ PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entrop
 KEPT_MASS = "rollout/kept_mass"
 """Pass whose logprobs are the log of the probability mass kept by top-p at each token."""
 KEPT_TOKENS = "rollout/top_p_kept_tokens"
-"""Metric: mean number of vocabulary entries kept by top-p."""
+"""Name of the metric for the mean number of vocabulary entries kept by top-p."""
 
 
 def dump_parts(folder: DumpFolder) -> list[Part]:
@@ -78,7 +78,7 @@ def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def framework_of(folder: DumpFolder) -> str | None:
-    """Return "slime" or "miles" by the first readable file; None if the dumps are from neither.
+    """Return "slime" or "miles", judged by the first readable file; None if neither wrote the dumps.
 
     miles writes one train file per rank with `rollout_data`; its rollout files have `metadata`, those of slime do not.
     """
@@ -251,11 +251,11 @@ class StepSamples:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step."""
+        """The metrics to log for the step."""
         return {KEPT_TOKENS: float(np.mean(self._kept))} if self._kept else {}
 
     def rows(self, file: str) -> DumpRows:
-        """Return one row per sample."""
+        """Return the cells of one row per sample."""
         rows = DumpRows(file, "sample")
         for number, (name, cells) in enumerate(self.cells.items(), start=1):
             rows.add(number, seq_id=name, **cells)

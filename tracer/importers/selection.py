@@ -16,12 +16,12 @@ class Selection:
     """The sequences to import, by step and by a hash of their names."""
 
     steps: frozenset[int] | None = None
-    """None for all steps."""
+    """Steps to import; None for all steps."""
     sample: float = 1.0
-    """Share of the sequences; the hash makes it the same ones in every import."""
+    """Share of the sequences to import; a hash of the names selects the same sequences in every import."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
-        """Return [B] bool: which sequences, given their steps and names, are selected."""
+        """Return [B] bool: True for each sequence that is selected, given the sequences' steps and names."""
         kept = np.ones(len(seq_ids), bool)
         if self.steps is not None:
             kept &= np.isin(np.array(steps, np.int64), list(self.steps))

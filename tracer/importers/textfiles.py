@@ -112,7 +112,7 @@ class _Object(dict[str, Any]):
 
     @classmethod
     def of(cls, pairs: list[tuple[str, Any]]) -> _Object:
-        """Build it from the pairs that the JSON parser passes to `object_pairs_hook`."""
+        """Build the object from the pairs that the JSON parser passes to `object_pairs_hook`."""
         found = cls(pairs)
         if len(found) < len(pairs):
             keys = [key for key, _ in pairs]
@@ -154,7 +154,7 @@ _LINES = "each line is one object, or a .json file is one array of objects"
 
 
 def _is_array(name: str) -> bool:
-    """True if a file may be one JSON array, by its suffix."""
+    """Return True if a file's suffix allows a single JSON array."""
     return name.removesuffix(".gz").endswith(".json")
 
 
@@ -192,7 +192,7 @@ def parsed(text: bytes, where: str, remedy: str) -> Any:
 
 
 def _follow_quotes(text: bytes, colons: int) -> bool:
-    """True if every colon of a text follows a quote, as after keys."""
+    """Return True if every colon in a text follows a quote, as colons after keys do."""
     if colons > _FEW_COLONS:
         return text.count(b'":') == colons
     place = -1

@@ -44,7 +44,8 @@ def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known
 
 
 def is_cut(path: DumpFile) -> bool:
-    """True if a file is empty, or starts as a zip file but does not end as one: still being written, or truncated."""
+    """Return True if a file is empty, or begins but does not end as a zip file: it is still being written, or
+    truncated."""
     with path.open("rb", ahead=_ENDS_BYTES) if isinstance(path, RemoteFile) else path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
@@ -202,7 +203,7 @@ def _sized(content: Bytes, dtype: str | None, numel: int) -> Bytes:
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """Return name -> tensor of a TensorDict that was saved as one storage."""
+    """Return the tensors, by name, in a TensorDict that was saved as a single storage."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, Held)):
         raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}
@@ -217,7 +218,7 @@ def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
 
 
 def _tensors_of(state: Any) -> dict[str, Any]:
-    """Return name -> tensor of a TensorDict that was saved as its state."""
+    """Return the tensors, by name, in a TensorDict that was saved as its state."""
     tensors = state.get("_tensordict") if isinstance(state, dict) else None
     if not isinstance(tensors, dict):
         raise NotPlain("malformed TensorDict")
@@ -237,7 +238,7 @@ class _TensorDict(Stateful):
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Return name -> tensor of a TensorDict in any saved form. Raises NotPlain."""
+    """Return the tensors, by name, in a TensorDict saved in any form. Raises NotPlain."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
         raise NotPlain("not a TensorDict")

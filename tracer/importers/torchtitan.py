@@ -16,7 +16,8 @@ from .format import Format
 
 
 def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield a rollout as one row: prompt of the first turn; response of sampled tokens and those inserted between turns."""
+    """Yield a rollout as one row. The prompt is the first turn's; the response holds the sampled tokens and those
+    inserted between turns."""
     turns = fields.record.get("turns")
     if fields.record.get("is_validation") is True:
         return

@@ -43,7 +43,7 @@ from .selection import Selection
 UNITS = 64
 """Target number of units: enough that actors that finish early find more work."""
 LEAST_BYTES = 4 << 20
-"""Minimum size of a unit, bytes: a smaller one does not pay for its writer and files."""
+"""Minimum size of a unit, bytes. A smaller unit is not worth a writer and files of its own."""
 _DONE = f"{TEMPORARY_PREFIX}unit.json"
 """File with the result of a unit, in its folder."""
 _CPUS = 1
@@ -60,11 +60,11 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Identifies input and options, to find the units of a killed import."""
+        """Name derived from input and options, used to find the units left by a killed import."""
         raise NotImplementedError
 
     def fresh(self) -> Job:
-        """Return a copy that has read nothing."""
+        """Return a copy of the job that has read nothing yet."""
         raise NotImplementedError
 
     def pieces(self, name: str, most: int) -> Iterator[Piece]:
@@ -110,7 +110,7 @@ class Job:
         return content_of(self.folder.path(name), lines=lines)
 
     def still_holds(self, name: str, content: SealedFile) -> bool:
-        """True if the part of a file that was read is unchanged."""
+        """Return True if the part of a file that was read is unchanged."""
         if content.num_rows is None:
             return self.content(name, None).hash == content.hash
         return content_of(self.folder.path(name), num_bytes=content.num_bytes).hash == content.hash
@@ -133,7 +133,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitImport:
-    """Result of a unit."""
+    """The result of importing one unit."""
 
     num_read: int
     num_sequences: int
@@ -148,9 +148,9 @@ class UnitImport:
     """Names of the fields that were read."""
     sources: dict[str, dict[str, Any]]
     zeros: tuple[list[str], list[str]]
-    """Passes with a value, and with a value other than 0.0."""
+    """Names of the passes with any value, and of those with a value other than 0.0."""
     left_open: list[str]
-    """Passes with zeros that only the whole import can judge."""
+    """Names of the passes whose zeros can be judged only from the whole import."""
     folder: str = ""
 
 
@@ -277,7 +277,7 @@ def _run(address: str, worker: _Reader, units: Sequence[Unit], advance: Callable
 
 
 def _decides(name: str, seen: Sequence[str] | set[str], filled: Sequence[str] | set[str]) -> bool:
-    """True if undecided zeros of a pass are placeholders."""
+    """Return True if a pass's undecided zeros are placeholders."""
     zeros = ZeroLists(seen, filled)
     return not zeros.is_filled(name) and zeros.was_never_filled(name)
 
@@ -302,7 +302,7 @@ def _refuse_repeated(units: Sequence[tuple[Unit, Path]], folder: DumpFolder) -> 
 
 
 def _add(found: UnitImport, job: Job, rows: RowImport) -> None:
-    """Add a unit's result to that of the whole import."""
+    """Add a unit's result to the result of the whole import."""
     result = rows.result
     for name in ("num_sequences", "num_tokens", "num_metrics", "num_above_zero"):
         setattr(result, name, getattr(result, name) + getattr(found, name))
@@ -354,7 +354,7 @@ class _Reader:
         return replace(found, folder=str(place))
 
     def close(self) -> None:
-        """Do nothing: `run` closes each unit."""
+        """Do nothing, since `run` closes each unit's writer."""
 
     def _import(self, unit: Unit, job: Job, folder: Path) -> UnitImport:
         zeros = ZeroLists(*(unit.passes or ((), ())))

@@ -35,7 +35,7 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> tuple[list[Any], list[Any] | None]:
-    """Return tokens and logprobs of a choice, of a completion or a chat."""
+    """Return the tokens and logprobs in a choice, from a completion or a chat response."""
     content = logprobs.get("content")
     if isinstance(content, list):
         entries = [entry if isinstance(entry, Mapping) else {} for entry in content]

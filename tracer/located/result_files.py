@@ -30,12 +30,12 @@ from ..whole_file import unnamed_file, write_part
 from .results import FORMAT, A, B, Located, LocateQuestion, OperatorError, Patch, ResultHeader, limits, parse_header
 
 UNFINISHED = "-unfinished"
-"""Part of the names of files left by an interrupted `locate`."""
+"""Marker in the names of files that an interrupted `locate` leaves."""
 _AGAIN = "run locate again, or delete the file"
 _HEADER = re.compile(r"[0-9a-f]{16}\.json")
 _OPTIONS: dict[str, Any] = {"compression": "zstd"}
 _MOST_ROWS = 1 << 20
-"""A table with more rows is rejected without reading it."""
+"""Maximum number of rows in a table of a result; a larger table is rejected without reading it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class KeptResult:
 
     @property
     def relative(self) -> str:
-        """Path of its header in the trace."""
+        """Path of the result's header in the trace."""
         return header_path(self.header.id)
 
 
@@ -122,7 +122,7 @@ def result_ids(store: Store) -> list[str]:
 
 
 def unfinished_names(store: Store, question: str) -> list[str]:
-    """Return the paths in a trace that an interrupted `locate` left for a question."""
+    """Return the paths of files that an interrupted `locate` left in a trace for a question."""
     return [f"{LOCATE}/{name}" for name in store.files(LOCATE) if name.startswith(f"{question}{UNFINISHED}")]
 
 
@@ -173,7 +173,7 @@ def read_result(store: Store, result: str) -> KeptResult:
 
 
 def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
-    """Check one of a result's tables against its full hash. Raises DamagedTrace, also if it is missing."""
+    """Check one of a result's tables against its full hash. Raises DamagedTrace, also if the table is missing."""
     try:
         read_table(store, header, relative)
         is_whole = whole_hash(store.read_bytes(relative)) == header.files[relative].hash
@@ -239,7 +239,7 @@ def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[s
 
 
 def _check_rows(rows: Iterable[dict[str, Any]], spec: Table, num_sequences: int, where: str) -> None:
-    """Raise DamagedTrace for rows that locate cannot have written."""
+    """Raise DamagedTrace if a table contains rows that `locate` cannot have written."""
     never = [column.name for column in spec.columns if not column.null]
     for row in rows:
         lists = [value for value in row.values() if isinstance(value, list)]

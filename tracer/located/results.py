@@ -17,7 +17,8 @@ A, B = "a", "b"
 ROUTES = "routes"
 """Name of the patch that gives one execution the other's expert choices."""
 BEYOND = 1.0
-"""Rounding cannot explain an introduced error larger than this, in units of its bound."""
+"""Maximum ratio between an operator's introduced error and its rounding bound; rounding cannot explain a larger
+error."""
 FORMAT = 1
 """Format version of the header and its tables."""
 _WHAT = "a locate result"
@@ -61,16 +62,16 @@ class OperatorError:
     """torch's name of the output's dtype."""
     num_values: int
     introduced: float
-    """Root mean square of its own error, relative to the RMS of the exact result."""
+    """Root mean square of the operator's own error, relative to the root mean square of the exact result."""
     ratio: float
-    """Its largest own error divided by the rounding bound; above 1 rounding does not explain it."""
+    """The operator's largest own error divided by the rounding bound; rounding does not explain a ratio above 1."""
     seq_id: str
     token: int
-    """Location of that error: `seq_id`, and the token's index in prompt and response, from 0."""
+    """Token with the operator's largest error: its index in prompt and response, from 0, in the sequence `seq_id`."""
     inherited: float | None
-    """RMS difference between the two executions' inputs, relative to a's; None if they share no input."""
+    """RMS difference between the two executions' inputs, relative to a's input; None if they share no input."""
     difference: float | None
-    """RMS difference between the outputs, relative to a's; None if they share none."""
+    """RMS difference between the two executions' outputs, relative to a's output; None if they share no output."""
     in_double: float | None
     """Largest `introduced` of a token when the same code runs in float64; None if not run."""
 
@@ -93,7 +94,7 @@ class LocatedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightDifference:
-    """A tensor of an execution that differs from the recorded one, compared in the execution's dtype."""
+    """A tensor in an execution that differs from the recorded tensor, compared in the execution's dtype."""
 
     side: str
     tensor: str
@@ -101,9 +102,9 @@ class WeightDifference:
     largest: float
     """Largest absolute difference."""
     version: int | None
-    """Policy version whose recorded tensor it equals; None if it equals none."""
+    """Policy version whose recorded tensor equals this execution's; None if there is no such version."""
     share: float = 1.0
-    """Fraction of its elements that differ."""
+    """Share of the tensor's elements that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ class Router:
     layer: int | None
     num_tokens: int
     num_flipped: int
-    """Number of tokens with a different set of experts."""
+    """Number of tokens for which the two executions choose different sets of experts."""
     margin: float | None = None
     """Largest distance from a tie over these tokens: the lowest score of an expert that a chose minus the highest of
     one it did not choose. None without flips, and if the choice does not follow from the scores alone.
@@ -128,7 +129,7 @@ class Patch:
     patch: str
     """Patched operators: a kind of operator, `layers 0 to 7`, `all operators`, or `routes` for differing expert choices."""
     taker: str
-    """Side whose operators were replaced."""
+    """Execution, `a` or `b`, whose operators were replaced."""
     num_operators: int
     squares_left: tuple[float, ...]
     """Sum of d^2 with the operators replaced, nats^2, per sequence of the result."""
@@ -160,10 +161,10 @@ class LocatedFacts:
     device: str
     """`cpu` or `cuda`."""
     a: str
-    """Name of its arm."""
+    """Name of the arm that execution a replays."""
     b: str
     chosen: str
-    """How the sequences were chosen."""
+    """Description of how the compared sequences were chosen."""
     sequences: tuple[LocatedSequence, ...]
     num_tokens: int
     """Number of compared response tokens."""
@@ -209,17 +210,17 @@ class ResultHeader(LocatedFacts):
 
     format: int
     id: str
-    """Id of its question; part of its file names."""
+    """Id of the result's question; part of the names of the result's files."""
     run_id: str
     question: LocateQuestion
     made_at: str
     """ISO 8601 in UTC."""
     made_by: str
-    """tim-trace version."""
+    """Version of tim-trace that wrote the result."""
     versions: dict[str, str]
-    """Libraries that can change a logprob -> version."""
+    """Name of a library that can change a logprob -> its version."""
     files: dict[str, SealedFile]
-    """Path in the trace -> record of the table stored there: one for operators, one for patches."""
+    """Path in the trace -> SealedFile of the table at that path. There are two tables: operators and patches."""
 
     def to_json(self) -> str:
         return to_document(asdict(self))

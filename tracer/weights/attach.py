@@ -28,7 +28,7 @@ from .reader import WeightReader
 _DECIDING = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-"""Config entries that must be equal in two configs of the same model."""
+"""Config entries by which two configs are compared; they must be equal for the configs to describe the same model."""
 _TOLD = 8
 """Maximum number of versions or tensors listed in an error."""
 
@@ -42,7 +42,7 @@ class Attached:
     num_tensors: int
     num_bytes: int
     has_tokenizer: bool
-    """True if the folder's tokenizer was stored too; a tokenizer already in the trace is not replaced."""
+    """True if the tokenizer in the folder was stored too; a tokenizer already in the trace is not replaced."""
 
 
 def attach(
@@ -176,7 +176,7 @@ def _is_language_model(kind: object) -> bool:
 
 
 def _put_own_dtypes(model: Any, path: Path) -> None:
-    """Restore the file's own bits for tensors that the model loaded in another dtype."""
+    """Restore the bits stored in the file for tensors that the model loaded in another dtype."""
     from safetensors import safe_open
 
     tensors = model.state_dict(keep_vars=True)

@@ -4,7 +4,7 @@ An update at a small learning rate changes few of a half-precision model's weigh
 last place. Each change is stored as the distance from the previous changed element and the difference of the bits as
 unsigned integers, modulo their range. Differences of several updates can be added in any order, and undone.
 
-Shapes: K changed elements of a chunk of C, G bytes of distances.
+Shapes: C elements in a chunk, K of them changed, G bytes that encode the distances.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
 
 
 def added(several: Sequence[Changes]) -> Changes:
-    """Add several changes of one chunk."""
+    """Add up the changes from several updates of the same chunk."""
     places = np.concatenate([places_K for places_K, _ in several])
     if not len(places):
         return several[0]

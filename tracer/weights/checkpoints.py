@@ -18,7 +18,7 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-"""safetensors' name of a dtype -> torch's."""
+"""Name of a dtype in safetensors -> name in torch."""
 _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
@@ -39,7 +39,7 @@ class CheckpointReader:
 
     @property
     def versions(self) -> list[int]:
-        """Available versions, in order."""
+        """The policy versions available in the folder, in ascending order."""
         return sorted(self.folders)
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ Metadata and chunks follow the Zarr v3 specification (core 3.0, codecs `bytes` a
 them. They are written without one: a library takes 10 ms and threads per array, which would slow every step of a small
 model's training, and its threads are gone at interpreter exit.
 
-Shapes: R rows (versions) of a segment, E elements of a row (all tensors of a dtype), C elements of a chunk.
+Shapes: R rows (versions) in a segment, E elements in a row (all tensors with the same dtype), C elements in a chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes per element -> the unsigned integer type that holds its bits."""
 Bits = dict[str, np.ndarray]
-"""dtype -> [E] bits."""
+"""dtype -> [E] bits of all tensors with that dtype, as unsigned integers."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
@@ -39,12 +39,12 @@ def bits_type(dtype: str) -> Any:
 
 
 def part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
-    """Return a tensor's elements."""
+    """Return the slice of a row that holds one tensor's elements."""
     return bits[tensor.dtype][tensor.start : tensor.start + tensor.numel]
 
 
 def chunk_elements(dtype: str, num_elements: int) -> int:
-    """Return C, the elements of a chunk."""
+    """Return C, the number of elements in a chunk."""
     return max(1, min(num_elements, CHUNK_BYTES // ITEM_BYTES[dtype]))
 
 

@@ -1,6 +1,6 @@
 """64-bit digests of tensors, computed on the tensor's device.
 
-Shapes: N 32-bit lanes of a tensor, C lanes of a chunk.
+Shapes: N 32-bit lanes in a tensor, C lanes in a chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 """Bytes per element -> an integer dtype that both torch and NumPy have."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
-"""An int, or on an accelerator an int64 tensor, which `resolved` reads."""
+"""The digest of a tensor: an int, or on an accelerator an int64 tensor that `resolved` converts to an int."""
 
 _coefficients: dict[Any, Any] = {}
 
@@ -126,7 +126,7 @@ def _pieces(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _odd_numbers(device: Any) -> Any:
-    """Return [C] int64: splitmix64 of the position, made odd."""
+    """Return [C] int64: the splitmix64 hash of each position, made odd."""
     import torch
 
     z = (torch.arange(_CHUNK_LANES, dtype=torch.int64, device=device) + 1) * _signed(_PRIME)
@@ -136,7 +136,7 @@ def _odd_numbers(device: Any) -> Any:
 
 
 def _shifted(z: Any, places: int) -> Any:
-    """Shift right logically."""
+    """Shift int64 values right, filling with zeros."""
     return (z >> places) & ((1 << (64 - places)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Layout of a model's tensors: shared memory, and the shard of each that this process holds."""
+"""The layout of a model's tensors: which tensors share memory, and which shard of each tensor this process holds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatPart:
-    """This process's shard of a parameter flattened by FSDP1: a run of its elements in row-major order."""
+    """This process's shard of a parameter that FSDP1 flattened: a run of the parameter's elements in row-major
+    order."""
 
     values: Any
-    """1-D tensor."""
+    """1-D tensor with the shard's elements."""
     start: int
     """Index of the run's first element."""
     shape: tuple[int, ...]
@@ -33,7 +34,7 @@ class FlatPart:
         return self.values.dtype
 
     def numel(self) -> int:
-        """Return the number of elements of the whole parameter, as DTensor does."""
+        """Return the number of elements in the whole parameter, as DTensor.numel does."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
@@ -105,7 +106,7 @@ def flat_parameter(module: Any) -> Any:
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    """Yield the shards of the parameters in FSDP1's flat parameter."""
+    """Yield this process's shards of the parameters in an FSDP1 flat parameter."""
     # Before the first forward the flat parameter is the shard; later it may be the gathered parameter.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)
@@ -121,7 +122,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Lay a model's tensors out in one array per dtype, tied tensors once.
+    """Lay a model's tensors out in one array per dtype; tensors that are tied are stored once.
 
     Raises InvalidRecord for an unsupported dtype.
     """

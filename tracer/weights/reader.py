@@ -1,6 +1,6 @@
 """Reads the weights of a recorded version bit for bit; errors say what is missing.
 
-Shapes: E elements of all tensors of one dtype in one segment.
+Shapes: E elements in all tensors of one dtype in one segment, N elements in a tensor, C elements in a chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tensor:
     """A tensor's bits and dtype."""
 
     dtype: str
-    """torch's name of the dtype."""
+    """The dtype's name in torch."""
     bits: np.ndarray
     """Unsigned integers in the tensor's shape."""
 
@@ -79,7 +79,7 @@ class WeightReader:
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []
-        """Sentences on damaged or missing parts."""
+        """One sentence per damaged or missing part of the weights."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
         """(version, attempt) with a damaged or missing part -> sentence."""
@@ -133,7 +133,7 @@ class WeightReader:
 
     @property
     def parts(self) -> dict[int, list[WeightVersion]]:
-        """Version -> the records of its newest attempt, one per writer."""
+        """Version -> the records stored by its newest training attempt, one per writer."""
         return {version: self._parts(version, None) for version in self.versions}
 
     @property
@@ -166,7 +166,7 @@ class WeightReader:
         return self._layouts[record.segment]
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Load every tensor of a version by name, tied ones under each name.
+        """Load every tensor in a version by name; a tied tensor appears under each of its names.
 
         A resumed run has some versions once per `attempt`; the default is the newest. With `is_lazy`, a tensor is read
         and checked against its hash when its bits are accessed, which must happen before another version is loaded.
@@ -195,7 +195,7 @@ class WeightReader:
             ) from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
-        """Return the errors in each writer's part of a version."""
+        """Return the errors found in the writers' parts of a version."""
         found = []
         for record in self._parts(version, attempt):
             try:
@@ -210,7 +210,7 @@ class WeightReader:
         return found
 
     def _read_row(self, record: WeightVersion) -> None:
-        """Decode one version's own chunks, independent of earlier versions, which may be lost."""
+        """Decode the chunks stored for one version, without using earlier versions, which may be lost."""
         for dtype, indexes in self._chunks_of(record).items():
             for index in indexes:
                 self._apply(record, dtype, index, self._empty(record, dtype, index))
@@ -264,7 +264,7 @@ class WeightReader:
             return found_N
         self._held.clear()
         for step in self._path(record)[:-1]:
-            self._read(step, tensor)  # raises for the first row with wrong bits
+            self._read(step, tensor)  # raises DamagedTrace for the first row with wrong bits
         raise DamagedTrace(
             f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged "
             "(hash mismatch); restore the folder from a copy"

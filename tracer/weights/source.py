@@ -1,4 +1,4 @@
-"""Finds a trace's weights: in the trace, or in checkpoints saved by its run."""
+"""Find a trace's weights: in the trace itself, or in checkpoints saved by the recorded run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .checkpoints import CheckpointReader
 from .reader import WeightReader
 
 FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
-"""Environment variable that sets --weights-from for every command."""
+"""Name of the environment variable that sets --weights-from for every command."""
 
 
 def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:

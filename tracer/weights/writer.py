@@ -1,6 +1,6 @@
 """Writes the weights of each policy version during training.
 
-Shapes: E elements of all tensors of one dtype.
+Shapes: E elements in all tensors of one dtype.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change; more while all deltas together are smaller than the keyframe."""
+"""Number of versions per segment if many elements change. A segment may grow further while all of its deltas together
+are smaller than its keyframe."""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 
 FEW = 1 / 8
-"""Maximum share of changed elements for storing sparse changes."""
+"""Maximum share of elements that changed for an update to be stored as sparse changes."""
 STRIDE = 4
 """Row r of a segment stores changes relative to row r - STRIDE ** n, the largest power that divides r, so paths stay short."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum of changed shares from a keyframe to a version; applying them takes as long as reading the keyframe."""
+"""Maximum sum of the shares of changed elements on the path from a keyframe to a version. At this sum, applying the
+changes takes as long as reading the keyframe."""
 
 PINNED_BYTES = 512 << 20
 """Largest version copied to pinned memory, bytes; up to this size the caller need not wait. Pinned memory is
@@ -58,12 +60,12 @@ ENCODERS = 2
 
 
 ChunkChanges = dict[str, list[Changes]]
-"""dtype -> the changes of each of its chunks."""
+"""dtype -> the changes in each chunk of that dtype's array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How a version is added to the current segment."""
+    """How a version will be added to the current segment."""
 
     base_row: int | None = None
     changes: ChunkChanges | None = None
@@ -94,7 +96,7 @@ class WeightWriter:
         self._stored = self._of_deltas = 0
         """Sizes of the segment's keyframe and of its deltas, bytes."""
         self._is_few = True
-        """True if all rows of the segment after the keyframe are sparse."""
+        """True if all rows after the keyframe in the current segment are stored as sparse changes."""
         self._recent: list[list[ChunkChanges]] = []
         """Changes of recent rows per level (single rows, sums of STRIDE rows, ...) since the next level's last sum."""
         self._on_the_way: list[int] = []
@@ -117,12 +119,13 @@ class WeightWriter:
 
     @property
     def signs(self) -> list[Any]:
-        """Value that changes while its threads make progress, as a version of a large model may take minutes."""
+        """A value that changes while the writer's threads make progress, since a version of a large model may take
+        minutes."""
         return [worker.signs for worker in (self._worker, *self._encoders)]
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of its threads so far, seconds."""
+        """Total CPU time used by the writer's threads, seconds."""
         return sum(worker.cpu_s for worker in (self._worker, *self._encoders))
 
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
@@ -160,7 +163,7 @@ class WeightWriter:
             worker.close(signs=signs)
 
     def abandon(self) -> None:
-        """Stop waiting for the threads."""
+        """Give up on the writer's threads without waiting for them."""
         for worker in (self._worker, *self._encoders):
             worker.abandon()
 
