@@ -1,4 +1,7 @@
-"""Compares the engine's weights with the trainer's, by digests of what the trainer holds, sends, and the engine holds."""
+"""Compares the engine's weights with the trainer's.
+
+It uses digests of the weights that the trainer holds, that the trainer sends, and that the engine holds.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,19 @@ from .vllm_contract import model_runner
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
-"""dtypes that a tensor may have been rounded to during the transfer."""
+"""dtypes to which a tensor may have been rounded on its way from the trainer to the engine."""
 
 _NUM_ROWS = 64
 _MAX_VALUES = 256
-"""Number of values an 8-bit dtype has."""
+"""Number of distinct values in an 8-bit dtype. A row with more was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""Minimum ratio of distinct values in a trainer row to those in the engine's row."""
+"""Minimum ratio between the numbers of distinct values in a trainer row and in the engine's row, for the engine's
+tensor to count as a coarsely rounded copy.
+"""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine of the two sides' rows, in standard deviations of the cosine of random rows."""
+"""Minimum cosine similarity between trainer and engine rows, in standard deviations of the cosine between random rows.
+Above it, the engine's tensor counts as a coarsely rounded copy of the trainer's.
+"""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
@@ -40,11 +47,12 @@ _NO_OWN = (
 
 
 class EngineWeights:
-    """Compares the weights of one process's engine and trainer, tensor by tensor.
+    """Compares the engine's weights with the trainer's within one process, tensor by tensor.
 
-    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read the first
-    time and after 1, 2, 4, 8, ... versions, whenever the engine was sent something other than the trainer's weights, and at
-    every version once it differed from what was sent. An error ends this comparison only, not the recording.
+    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read at
+    the first version, then after 1, 2, 4, 8, ... further versions, and whenever the tensors sent to the engine differ
+    from the trainer's. Once the copy has differed from the tensors sent, it is read at every version. An error ends
+    only this comparison, not the recording.
     """
 
     def __init__(self, session: Any):
@@ -58,7 +66,7 @@ class EngineWeights:
         self.restart()
 
     def restart(self) -> None:
-        """Reset everything except the engine, at the start of another training."""
+        """Forget all digests and versions, at the start of another training; the engine stays known."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -83,7 +91,7 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """Take digests of all weights sent to an engine of this process from now on."""
+        """Start taking digests of all weights sent to this engine, which runs in the trainer's process."""
         if not self.is_on:
             return
         with self._guard():
@@ -111,7 +119,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Pass tensors through, digesting each before the engine receives it."""
+        """Yield the tensors unchanged, taking each one's digest before the engine receives it."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -122,7 +130,9 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Pass through the tensors gathered from a sharded trainer, using their digests as the trainer's own."""
+        """Yield the tensors gathered from a sharded trainer unchanged, and store their digests as those of the
+        trainer's weights.
+        """
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -130,12 +140,12 @@ class EngineWeights:
             yield name, tensor
 
     def _take(self, name: str, tensor: Any) -> None:
-        """Digest one of the trainer's own tensors."""
+        """Start the digest of a tensor that the trainer holds."""
         self._shapes[name] = tuple(tensor.shape)
         self._own[name] = digest(tensor, self._dtype, self._device)
 
     def hold(self, trainer: Any) -> None:
-        """Take the trainer's digests, once per policy version, before its weights are sent to the engine."""
+        """Take digests of the trainer's weights, once per policy version, before they are sent to the engine."""
         version = int(trainer.state.global_step)
         if not self.is_on or self._version == version:
             return
@@ -155,7 +165,8 @@ class EngineWeights:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
     def tell(self, step: int) -> None:
-        """Record this policy version once, when the engine first samples with it for a step."""
+        """Record the comparison for the current policy version, once, when the engine first samples with this version.
+        """
         if not self.is_on or self._version is None or self._told == self._version:
             return
         with self._guard():
@@ -193,7 +204,9 @@ class EngineWeights:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Return digests of the engine's own copy if they are due, else an empty dict."""
+        """Return digests of the weights that the engine holds, or an empty dict if they need not be read at this
+        version.
+        """
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}
@@ -209,7 +222,10 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return tensor -> the dtype that explains its difference from the trainer's, or the distinct values per row."""
+        """Return tensor -> explanation for tensors that differ from the trainer's only by rounding.
+
+        The explanation is the dtype rounded to, or the number of distinct values per row.
+        """
         import torch
 
         engine = None if self._model is None else self._model()
@@ -230,12 +246,13 @@ class EngineWeights:
 
 
 def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
-    """Return digests by tensor as integers."""
+    """Return tensor -> digest, with all digests read from the device as integers."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the maximum number of distinct values per row if `coarse` is `own`, coarsely rounded; else None.
+    """Return the maximum number of distinct values per row of `coarse`; None if `coarse` is not a coarsely rounded copy
+    of `own`.
 
     Shapes: R sampled rows, C columns.
     """
