@@ -1,4 +1,4 @@
-"""Finds a trace's weights: in the trace, or in checkpoints saved by its run."""
+"""Finds the weights for a trace, either stored in it or in checkpoints that its run saved."""
 
 from __future__ import annotations
 
