@@ -142,7 +142,7 @@ def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | No
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
         raise ValueError(f"it does not hold up to {most:,} numbers of {kind.itemsize} bytes")
-    if int.from_bytes(encoded[12:16], "little") != len(encoded):  # Checked first, since blosc reads as many bytes as the header says, even past the end.
+    if int.from_bytes(encoded[12:16], "little") != len(encoded):  # blosc would read past the end
         raise ValueError(f"it has {len(encoded):,} bytes, which is incomplete")
     try:
         return np.frombuffer(_CODEC.decode(encoded, out), kind)
