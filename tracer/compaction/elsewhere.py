@@ -50,7 +50,7 @@ def merge_to(
         merged = _write(snapshot, upload.folder, file_bytes, force, progress, actors)
         upload.send(progress)
         if replaces_part:
-            for folder in (WRITERS,) if actors else (*TABLES, WRITERS):  # Actors remove the files that they uploaded themselves.
+            for folder in (WRITERS,) if actors else (*TABLES, WRITERS):  # actors remove leftover table files themselves
                 upload.keep_only(folder, Store(upload.folder).files(folder))
         upload.send_index(elsewhere=None if actors is None else Store(output))
         forget(trace, output)

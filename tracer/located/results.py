@@ -78,8 +78,7 @@ class OperatorError:
     """
     seq_id: str
     token: int
-    """Token with the largest error, counted from 0 over prompt and response. `sequence` is the `seq_id` of its
-    sequence.
+    """Index of the token with the largest error, counted from 0 over the prompt and response of the sequence `seq_id`.
     """
     inherited: float | None
     """RMS difference between the operator's inputs in the two executions, relative to a's input; None if the operator
