@@ -81,8 +81,7 @@ class HeadTap:
         return projection.distribution(hidden, self._session.capture, find(self._trainer, TEMPERATURE))
 
     def _dtype(self) -> Any:
-        """Return the dtype in which the trainer's fused head computes; None if it computes in the hidden states' dtype.
-        """
+        """Return the dtype in which the trainer's fused head computes; None if it computes in the hidden states' dtype."""
         import torch
 
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):
@@ -106,8 +105,7 @@ class RoutingTap(RouterTap):
         self._widths = call["input_ids"].shape[1] - call["logits_to_keep"], call["logits_to_keep"]
 
     def routing(self) -> Routing | None:
-        """Return the routers' choices for every prompt and response token, row after row; None if they cannot be read.
-        """
+        """Return the routers' choices for every prompt and response token, row after row; None if they cannot be read."""
         prompt, response = self._rows.prompt_lengths, self._rows.response_lengths
         mask_BW = np.hstack([left_padded(self._widths[0], prompt), right_padded(self._widths[1], response)])
         heard = self.forwards()

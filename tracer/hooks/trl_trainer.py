@@ -298,8 +298,7 @@ class TrainerHooks:
             recorder.add_contract(ROLLOUT, server_contract(trainer, self._server_info(trainer)))
 
     def _server_info(self, trainer: Any) -> Any:
-        """Return the configuration of a trainer's vLLM server. If it cannot be read, note the failure and return None.
-        """
+        """Return the configuration of a trainer's vLLM server. If it cannot be read, note the failure and return None."""
         try:
             return server_info(trainer)
         except (OSError, ValueError, KeyError) as error:

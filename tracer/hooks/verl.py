@@ -146,7 +146,7 @@ class TrainerHooks:
         self._flushes = False
         """True if Ray may kill this process without warning when training ends, so that records are flushed early."""
         self._is_last = False
-        """True from the training's last step on."""
+        """True from the training's last step on, if records are then to be flushed early."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
         """Sentence about an untested version of verl or functions missing from it; None if there is nothing to report.
@@ -310,7 +310,9 @@ class TrainerHooks:
         )
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            del passes[TRAIN]  # `old_log_probs` is a copy of the rollout's logprobs here; the trainer's own are the first ones computed in the loss.
+            del passes[
+                TRAIN
+            ]  # `old_log_probs` is a copy of the rollout's logprobs here; the trainer's own are the first ones computed in the loss.
         for pass_name, name in passes.items():
             logprobs = values(name)
             if logprobs is None:
@@ -364,7 +366,7 @@ def _workers_not_hooked(trainer: Any) -> list[str]:
 
 
 def _told(trainer: Any) -> dict[str, Any]:
-    """Return the information about the next actor update that workers need: its step and policy version."""
+    """Return the information that workers need about the actor's next update, such as its step and policy version."""
     progress = progress_of(trainer)
     return {
         "step": progress.step,

@@ -48,8 +48,7 @@ class VerlEngineWeights(EngineWeights):
         self._reads_held = True
 
     async def transfer(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a weight transfer. Take digests of the trainer's weights before it, and of the engine's weights after it.
-        """
+        """Run a weight transfer. Take digests of the trainer's weights before it, and of the engine's weights after it."""
         self._start(worker)
         try:
             result = await original(worker, *args, **kwargs)
@@ -176,8 +175,7 @@ def _has_one_rank(model: Any) -> bool:
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield an unsharded model's tensors under the names that verl sends them under, in the form of `trainer_tensors`.
-    """
+    """Yield an unsharded model's tensors under the names that verl sends them under, in the form of `trainer_tensors`."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -63,6 +63,5 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 
 
 def _is_one_step_off(trainer: Any) -> bool:
-    """Return True if the trainer transfers weights after incrementing its step counter, as OneStepOffRayTrainer does.
-    """
+    """Return True if the trainer transfers weights after incrementing its step counter, as OneStepOffRayTrainer does."""
     return any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)

@@ -71,8 +71,7 @@ class EngineHooks:
         self._described = False
 
     def _known_contract(self, key: Any, read: Callable[[], Contract]) -> tuple[Contract, bool]:
-        """Return the contract stored under `key`, and True if it is new. The same `key` always gives the same object.
-        """
+        """Return the contract stored under `key`, and True if it is new. The same `key` always gives the same object."""
         is_new = key not in self._contracts
         if is_new:
             self._contracts[key] = read()

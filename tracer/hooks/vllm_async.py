@@ -259,8 +259,7 @@ class AsyncRequest:
         self._completions: dict[int, GivenCompletion] = {}
 
     def give(self, output: Any) -> list[tuple[Any, Any]]:
-        """Reduce an output to what the caller requested. Return its completions, each with the engine's full logprobs.
-        """
+        """Reduce an output to what the caller requested. Return its completions, each with the engine's full logprobs."""
         return [(completion, cut_down(completion, self.requested)) for completion in output.outputs]
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:

@@ -60,8 +60,8 @@ def asking(params: Any, capture: Capture | None) -> Any:
 
 
 def room_for(capture: Capture, given: int) -> int:
-    """Return the `max_logprobs` that the engine needs to capture distributions. `given` is the value that the caller
-    set.
+    """Return the `max_logprobs` that the engine needs to capture distributions. `given` is the value that the engine
+    would use otherwise.
     """
     if not capture.dense or given == ALL_LOGPROBS:
         return given
@@ -108,7 +108,7 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
 
 
 def gathered(parts: Sequence[dict[str, np.ndarray] | None]) -> TopK | Logits | None:
-    """Return the distributions of several rows, concatenated; None if any is missing."""
+    """Return the distributions of several rows, concatenated. Rows without one are skipped; None if no row has one."""
     present = [part for part in parts if part is not None]
     if not present:
         return None

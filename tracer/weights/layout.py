@@ -16,8 +16,7 @@ _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatPart:
-    """This process's shard of a parameter that FSDP1 flattened: a contiguous range of its elements in row-major order.
-    """
+    """This process's shard of a parameter that FSDP1 flattened: a contiguous range of its elements in row-major order."""
 
     values: Any
     """1-D tensor."""

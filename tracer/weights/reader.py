@@ -332,8 +332,7 @@ class WeightReader:
         return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
-        """Return the records needed to rebuild a version, in order, starting with the keyframe. Raises WeightsMissing.
-        """
+        """Return the records needed to rebuild a version, in order, starting with the keyframe. Raises WeightsMissing."""
         key = record.segment, record.row
         if key in self._paths:
             return self._paths[key]
@@ -357,8 +356,7 @@ class WeightReader:
         return self._paths[key]
 
     def _chunks_of(self, record: WeightVersion) -> dict[str, frozenset[int]]:
-        """Return dtype -> indices of the chunks stored for a version. Raises DamagedTrace if an index is out of range.
-        """
+        """Return dtype -> indices of the chunks stored for a version. Raises DamagedTrace if an index is out of range."""
         key = record.segment, record.row
         if key not in self._chunk_sets:
             counts = self._elements(record)
