@@ -135,9 +135,8 @@ def _set_places(footer: Struct, moved: dict[int, int]) -> None:
             for field in (_DATA_OFFSET, _DICTIONARY_OFFSET):
                 if field in meta:
                     meta[field] = meta[field][0], meta[field][1] + moved[start] - start
-            if chunk[_CHUNK_OFFSET][
-                1
-            ]:  # This offset is 0 if the chunk's metadata is stored only in the footer, as the format recommends.
+            # This offset is 0 if the chunk's metadata is stored only in the footer, as the format recommends.
+            if chunk[_CHUNK_OFFSET][1]:
                 chunk[_CHUNK_OFFSET] = chunk[_CHUNK_OFFSET][0], chunk[_CHUNK_OFFSET][1] + moved[start] - start
             firsts.append(moved[start])
         if _GROUP_OFFSET in group:
@@ -179,11 +178,8 @@ class _Reader:
         return found
 
     def _value(self, kind: int) -> Any:
-        if kind in (
-            _TRUE,
-            _FALSE,
-            _BYTE,
-        ):  # In a list, each bool takes a byte; in a struct it is part of the field's type.
+        # In a list, each bool takes a byte; in a struct it is part of the field's type.
+        if kind in (_TRUE, _FALSE, _BYTE):
             return self._byte()
         if kind in _INTEGERS:
             return _unfolded(self._varint())

@@ -32,8 +32,8 @@ def install(session: Session, module: Any) -> Patches:
         except (TypeError, ValueError) as error:
             if kwargs == given and os.environ.get(_JOB) == job:
                 raise
-            # The variables added by recording may be the cause. Retry without them, so that the program gets Ray's answer to its own
-            # arguments.
+            # The variables added by recording may be the cause. Retry without them, so that the program gets Ray's
+            # answer to its own arguments.
             not_taken_along(error)
             if job is not None:
                 os.environ[_JOB] = job

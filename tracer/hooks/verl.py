@@ -310,9 +310,8 @@ class TrainerHooks:
         )
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            del passes[
-                TRAIN
-            ]  # `old_log_probs` is a copy of the rollout's logprobs here; the trainer's own are the first ones computed in the loss.
+            # `old_log_probs` copies the rollout here; the trainer's own logprobs are the first ones computed in the loss.
+            del passes[TRAIN]
         for pass_name, name in passes.items():
             logprobs = values(name)
             if logprobs is None:

@@ -188,9 +188,8 @@ class WorkerHooks:
                 with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
                     column = forwards.column(output.batch_size[0])
                     if column is not None:
-                        output[FORWARD_KEYS[pass_name]] = (
-                            column  # The driver records this pass, and reads this column for it.
-                        )
+                        # The driver records this pass, and reads this column for it.
+                        output[FORWARD_KEYS[pass_name]] = column
         return output
 
     def micro_batches(self, original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:

@@ -82,9 +82,8 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
 def apply_changes(bits_C: np.ndarray, changes: Changes, *, undo: bool = False) -> None:
     """Apply changes to a chunk in place, or undo them."""
     places_K, differences_K = changes
-    np.add.at(
-        bits_C, places_K, -differences_K if undo else differences_K
-    )  # takes half the time of `bits[places] += ...`
+    # This takes half the time of `bits[places] += ...`.
+    np.add.at(bits_C, places_K, -differences_K if undo else differences_K)
 
 
 def _folded(differences_K: np.ndarray) -> np.ndarray:

@@ -104,9 +104,8 @@ def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
 def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
     """Call `work` with every chunk's index, on the encoder threads, and return the results in order."""
     if num_chunks <= 1:
-        return [
-            work(0)
-        ]  # For a small model, waking another thread would slow training more than encoding in this thread does.
+        # For a small model, waking another thread would slow training more than encoding in this thread does.
+        return [work(0)]
     found: dict[int, _T] = {}
 
     def keep(index: int) -> None:
