@@ -1,6 +1,6 @@
-"""Imported by Python at startup, since `tim-trace record` puts this folder first on PYTHONPATH.
+"""Module that Python imports at startup, since `tim-trace record` puts its folder first on PYTHONPATH.
 
-It starts recording, then imports the sitecustomize that it shadows, if there is one.
+The module starts recording. If it shadows another sitecustomize module, it then imports that one too.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Sorts the rows of a table by step: partitions them into buckets of steps on disk, then sorts each bucket in memory."""
+"""Sorts a table's rows by step. Rows are first partitioned on disk into buckets of steps, then each bucket is sorted in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,18 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Number of response tokens, over all passes, that are sorted in memory at once; a step with more tokens is sorted
-alone."""
+"""Maximum number of response tokens per bucket, counted over all passes, since a bucket is sorted in memory. A step
+with more tokens gets a bucket of its own.
+"""
 SWEEP_BUCKETS = 128
-"""Number of buckets that one reading of the files fills."""
+"""Maximum number of buckets filled in one pass over the files."""
 STEP_TOKENS = 32 << 10
-"""Minimum number of response tokens per row group; steps with fewer tokens share a row group. Long runs use a larger
-minimum."""
+"""Minimum number of response tokens per row group. Steps with fewer tokens share a row group. The minimum is raised for
+long runs.
+"""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Upper limit of STEP_TOKENS for long runs, and the target number of row groups per file: finding one step among
-thousands of row groups takes longer than reading a larger one.
+"""Maximum to which STEP_TOKENS is raised for long runs, and the number of row groups per file above which it is raised.
+Finding a step among thousands of row groups takes longer than reading a larger row group.
 """
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
@@ -37,15 +41,16 @@ _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A row group of a file."""
+    """A row group in a table file, or the part of it within a range of steps."""
 
     entry: TableFile
     row_group: int
     steps: np.ndarray
-    """The distinct steps among the row group's rows, ascending."""
+    """Distinct steps in the row group, ascending."""
     tokens: np.ndarray
-    """Estimated number of response tokens in each step: the step's number of rows times the row group's mean tokens
-    per row."""
+    """Estimated number of response tokens per step: the step's number of rows times the row group's mean tokens per
+    row.
+    """
     num_bytes: int
     """Size of the row group in the file, bytes."""
 
@@ -56,7 +61,7 @@ class Part:
 
 
 def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
-    """Yield the row groups of files, in file order. Raises DamagedTrace."""
+    """Yield every row group in the given files, in file order. Raises DamagedTrace."""
     for entry in entries:
         file = _opened(store, entry)
         for number in range(file.num_row_groups):
@@ -68,7 +73,9 @@ def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
 
 
 def _num_values(group: pq.RowGroupMetaData) -> int:
-    """Return the number of values of the longest column: tokens if the table has lists, else rows."""
+    """Return the number of values in a row group's longest column: its tokens if the table has list columns, else its
+    rows.
+    """
     return int(max(group.column(index).num_values for index in range(group.num_columns)))
 
 
@@ -97,7 +104,9 @@ def _unreadable(store: Store, entry: TableFile, error: Exception) -> DamagedTrac
 
 
 def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:
-    """Yield the bucket boundaries of each sweep: rows with steps in [b0, b1), [b1, b2), ... are sorted together."""
+    """Yield, for each pass over the files, the boundaries b0, b1, b2, ... of its buckets: steps in [b0, b1), in [b1,
+    b2), and so on.
+    """
     if not parts:
         return
     steps = np.concatenate([part.steps for part in parts])
@@ -115,7 +124,7 @@ def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:
 
 
 def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
-    """Return the minimum response tokens per row group, for merged files of about `file_bytes`."""
+    """Return the minimum number of response tokens per row group for merged files of about `file_bytes`."""
     tokens = float(sum(part.tokens.sum() for part in parts))
     of_file = tokens * min(1.0, file_bytes / max(sum(part.num_bytes for part in parts), 1))
     return int(min(max(of_file / _ROW_GROUPS, STEP_TOKENS), _MAX_STEP_TOKENS))
@@ -124,11 +133,12 @@ def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
 def sorted_groups(
     store: Store, table: Table, parts: Sequence[Part], small: int, room: Path, advance: Callable[[int], None]
 ) -> Iterator[pa.Table]:
-    """Yield the rows of all parts ordered by step, and by pass within a bucket of steps; sorting is stable.
+    """Yield the rows of all parts sorted by step. Within a bucket of steps, rows are sorted by pass first; sorting is
+    stable.
 
-    Each table is one row group. It ends with a step, unless that step alone has more than ROW_GROUP_TOKENS; steps with
-    less than `small` tokens share one. `room` is a folder for the bucket files, which are removed afterwards. `advance`
-    is called with the number of rows read. Raises DamagedTrace.
+    Each table yielded is one row group. It holds whole steps, unless a single step has more than ROW_GROUP_TOKENS;
+    steps with fewer than `small` tokens share a row group. `room` is a folder for temporary bucket files, which are
+    removed afterwards. `advance` is called with the number of rows read. Raises DamagedTrace.
     """
     for bounds in sweeps(parts):
         names = [room / f"{number}.arrow" for number in range(len(bounds) - 1)]
@@ -164,7 +174,7 @@ def _fill(
             steps = np.asarray(rows["step"])
             for batch in rows.combine_chunks().to_batches():
                 completed = table.completed(batch)
-                assert completed is not None  # columns were checked when the trace was opened
+                assert completed is not None  # Column types were checked when the trace was opened.
                 at = np.searchsorted(edges, np.asarray(completed["step"]), side="right") - 1
                 for bucket in np.unique(at[(at >= 0) & (at < len(names))]).tolist():
                     buckets[bucket].write_batch(completed.filter(pa.array(at == bucket)))
@@ -172,7 +182,7 @@ def _fill(
 
 
 def _in_order(rows: pa.Table) -> pa.Table:
-    """Sort rows by pass, if there is one, and step; sorting is stable."""
+    """Return rows sorted by pass, if the table has that column, and then by step; sorting is stable."""
     keys = [("pass", "ascending")] if "pass" in rows.column_names else []
     return rows.take(pc.sort_indices(rows, [*keys, ("step", "ascending")]))
 

@@ -1,4 +1,4 @@
-"""Copies a trace to another folder or to object storage, merging its files on the way."""
+"""Copies a trace to another folder or to object storage, with its files merged."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _COPY_BYTES = 16 << 20
 def merge_to(
     trace: str, output: str, file_bytes: int, *, force: bool, progress: Progress, ray: str | None = None
 ) -> list[MergedTable]:
-    """Write a trace with merged files to `output`, a folder or a URL; the source trace is not changed.
+    """Write a trace with merged files to `output`, a folder or a URL. The source trace is not changed.
 
-    Raises DamagedTrace if a part of the trace is missing, and TraceExists if it is being recorded or `output` already
-    exists; `force` replaces a folder that contains a trace. At a URL only an interrupted upload of the same run is
-    replaced; the cache folder of such a recording is removed once everything is uploaded.
+    With `force`, an output folder that contains a trace is replaced. At a URL, only an interrupted upload of the same
+    run is replaced; the local cache folder left by that upload is removed once everything is uploaded. Raises
+    DamagedTrace if a part of the trace is missing, and TraceExists if the trace is being recorded or `output` already
+    exists.
     """
     store = Store(trace)
     if store.is_local:
@@ -49,7 +50,7 @@ def merge_to(
         merged = _write(snapshot, upload.folder, file_bytes, force, progress, actors)
         upload.send(progress)
         if replaces_part:
-            for folder in (WRITERS,) if actors else (*TABLES, WRITERS):  # the actors remove other rows themselves
+            for folder in (WRITERS,) if actors else (*TABLES, WRITERS):  # actors remove leftover table files themselves
                 upload.keep_only(folder, Store(upload.folder).files(folder))
         upload.send_index(elsewhere=None if actors is None else Store(output))
         forget(trace, output)
@@ -84,7 +85,7 @@ def _write(
 
 
 def _copy(store: Store, relative: str, folder: Path) -> None:
-    """Copy a file of the trace in chunks."""
+    """Copy one of the trace's files to a folder, chunk by chunk."""
     size = store.file_size(relative)
     with trace_file(folder, relative) as temporary, open(temporary, "xb") as file:
         for start in range(0, size, _COPY_BYTES):

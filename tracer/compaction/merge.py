@@ -1,4 +1,6 @@
-"""Merges the files of a trace: into a separate folder first, then into place once all are complete."""
+"""Merges the files of a trace. Merged files are written to a separate folder, and moved into place once all are
+complete.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,14 @@ from .shared_chunks import share_chunks
 FILE_BYTES = 512_000_000
 """Default target size of a merged file, bytes."""
 _SMALL = 0.25
-"""Merged files below this share of the target size are merged again; shared chunks make files smaller than the target."""
+"""Merged files smaller than this share of the target size are merged again. It is well below 1, since sharing identical
+chunks makes a merged file smaller than the target.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedTable:
-    """Result of merging the files of one table."""
+    """Result of merging one table's files."""
 
     table: str
     files_before: int
@@ -52,16 +56,19 @@ class MergedTable:
     bytes_before: int
     bytes_after: int
     files_left: int
-    """Number of files not merged: files of open steps, of replays, and files that are already large."""
+    """Number of files that were not merged, because they hold unfinished steps, belong to a replay, or are large
+    already.
+    """
 
 
 def merge(trace: str, file_bytes: int, progress: Progress, ray: str | None = None) -> list[MergedTable]:
-    """Merge the files of a local trace in place, after completing an interrupted merge.
+    """Merge the files of a local trace in place. If an earlier merge was interrupted, complete it first.
 
-    `ray` is the address of a cluster whose actors write the files, each for a range of steps.
+    `ray` is the address of a Ray cluster. Its actors then write the merged files, each actor for a range of steps.
 
-    A trace that is being recorded is merged up to the last step that all of its writers have closed. Raises
-    DamagedTrace for a trace with missing parts, InvalidOption for one that is not local, TraceExists and StorageError.
+    A trace that is being recorded is merged up to the last step that all of its writers have finished. Raises
+    DamagedTrace if parts of the trace are missing, InvalidOption if the trace is not local, TraceExists and
+    StorageError.
     """
     store = Store(trace)
     if not store.is_local:
@@ -88,7 +95,7 @@ def merge(trace: str, file_bytes: int, progress: Progress, ray: str | None = Non
 
 
 def whole_snapshot(store: Store) -> Snapshot:
-    """Take a snapshot of a trace to merge. Raises DamagedTrace if a part of it cannot be read."""
+    """Take a snapshot of a trace that is to be merged. Raises DamagedTrace if any part of the trace cannot be read."""
     snapshot = take_snapshot(store)
     if not snapshot.manifest.is_checked:
         raise DamagedTrace(f"{store.url}: was recorded by an earlier release, without checksums, and cannot be merged")
@@ -108,16 +115,17 @@ class Actors:
     address: str
     """Address of the cluster."""
     upload: Upload | None = None
-    """Upload target of the files; None if all nodes share the target folder."""
+    """Where actors upload the merged files; None if the target is a folder that all nodes share."""
 
 
 def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress,
     actors: Actors | None = None,
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the rows of the chosen files to merged files in a folder; return path in the trace -> merged file.
+    """Write the rows of the chosen files to merged files in a folder. Return each merged file's path in the trace ->
+    its record.
 
-    With `Actors.upload` the files are uploaded instead, and the folder stays empty.
+    If `actors.upload` is set, the merged files are uploaded instead, and the folder stays empty.
     """
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
@@ -141,7 +149,9 @@ def _write_table(
     store: Store, table: str, parts: Sequence[Part], small: int, writer: str, first: int, building: Path, room: Path,
     file_bytes: int, advance: Callable[[int], None],
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the rows of parts to files numbered from `first`; `room` and `small` as in `sorted_groups`."""
+    """Write the rows of parts to files numbered from `first`. `room` and `small` have the same meaning as in
+    `sorted_groups`.
+    """
     groups = _Waiting(sorted_groups(store, TABLE_SPECS[table], parts, small, room, advance))
     found: dict[str, SealedFile] = {}
     while groups.next is not None:
@@ -160,15 +170,15 @@ def _write_table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Rows of a range of steps of a table, merged by one actor."""
+    """Rows from one table and one range of steps, which a single actor merges."""
 
     table: str
     parts: tuple[tuple[str, int, np.ndarray, np.ndarray, int], ...]
-    """For each Part: the path of its file and the Part's other fields."""
+    """For each Part, the path of its file followed by the Part's other fields."""
     small: int
-    """Minimum tokens per row group; smaller steps share one."""
+    """Minimum number of tokens per row group. Steps with fewer tokens share a row group."""
     first: int
-    """Number of the first file to write."""
+    """Number in the name of the first file to write."""
     num_bytes: float
     """Approximate size of the rows in the source files, bytes."""
 
@@ -177,7 +187,9 @@ def _on_cluster(
     store: Store, parts: dict[str, list[Part]], writer: str, building: Path, file_bytes: int, actors: Actors,
     advance: Callable[[int], None],
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the merged files in actors, and return them. Files of actors that died are removed."""
+    """Have the cluster's actors write the merged files, and return their records. Remove files left by actors that
+    died.
+    """
     units = [unit for table, of_table in parts.items() for unit in _units(table, of_table, file_bytes)]
     trace = os.path.abspath(store.root) if store.is_local else store.url
     url = None if actors.upload is None else actors.upload.url
@@ -202,7 +214,7 @@ def _on_cluster(
 
 
 def _units(table: str, parts: Sequence[Part], file_bytes: int) -> Iterator[_Unit]:
-    """Yield units of consecutive buckets of steps, each about one merged file in size."""
+    """Yield units that cover consecutive buckets of steps. Each unit is about as large as one merged file."""
     edges = np.array([*dict.fromkeys(edge for bounds in sweeps(parts) for edge in bounds)])
     bytes_E = np.zeros(len(edges) - 1)
     for part in parts:
@@ -224,10 +236,10 @@ def _units(table: str, parts: Sequence[Part], file_bytes: int) -> Iterator[_Unit
 
 
 class _UnitMerger:
-    """Merges units in an actor, from one snapshot of the trace."""
+    """Merges units inside an actor, which reads the trace through a single snapshot."""
 
     def __init__(self, trace: str, writer: str, target: Path | str, file_bytes: int):
-        """`target` is the folder to write files to, or the URL to upload them to."""
+        """`target` is the folder in which to write merged files, or the URL to upload them to."""
         self._trace, self._writer, self._target, self._file_bytes = trace, writer, target, file_bytes
         self._files: dict[str, TableFile] | None = None
         self._store = Store(trace)
@@ -255,18 +267,20 @@ class _UnitMerger:
             return written
 
     def close(self) -> None:
-        """Do nothing: every file is already in place."""
+        """Do nothing, since a unit's files are already in place when it has been merged."""
 
 
 class _Waiting:
-    """Iterator of row groups that pauses when a file is full."""
+    """Iterator over row groups that stops when a file is full and continues with the next file."""
 
     def __init__(self, groups: Iterator[pa.Table]):
         self._groups = groups
         self.next = next(groups, None)
 
     def until(self, path: Path, file_bytes: int, steps: list[tuple[int, int]]) -> Iterator[pa.Table]:
-        """Yield row groups until the file has `file_bytes`; append the first and last step of each to `steps`."""
+        """Yield row groups until the file at `path` has reached `file_bytes`. Append each row group's first and last
+        step to `steps`.
+        """
         while self.next is not None and (not steps or path.stat().st_size < file_bytes):
             ends = pc.min_max(self.next["step"])
             steps.append((ends["min"].as_py(), ends["max"].as_py()))
@@ -275,7 +289,7 @@ class _Waiting:
 
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
-    """Return the files of a table to merge; empty if merging would only rewrite one file."""
+    """Return the files to merge for a table. The list is empty if merging would only rewrite a single file."""
     kept = replays(snapshot)
     closed = _closed_step(snapshot)
     accounted = snapshot.accounted
@@ -290,7 +304,9 @@ def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableF
 
 
 def replays(snapshot: Snapshot) -> set[str]:
-    """Return the writers of replays. Their files are not merged, so that a replay can be removed with them."""
+    """Return the writers that belong to replays. Their files are not merged, so that a replay can be removed by
+    deleting its files.
+    """
     return {
         state.writer
         for state in snapshot.writers
@@ -299,7 +315,9 @@ def replays(snapshot: Snapshot) -> set[str]:
 
 
 def _closed_step(snapshot: Snapshot) -> int | None:
-    """Return the step before which every live writer has finished, according to their rows; None if no writer is alive."""
+    """Return the first step that some live writer may not have finished, judging by the rows written; None if no writer
+    is alive.
+    """
     if not snapshot.is_live:
         return None
     latest: dict[str, int] = {}
@@ -313,7 +331,7 @@ def _closed_step(snapshot: Snapshot) -> int | None:
 
 
 def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:
-    """Return the path and content of the writer's state that lists the merged files."""
+    """Return the path and content of the writer state that lists the merged files."""
     writer = next(iter(files)).partition("/")[2].rpartition("-")[0]
     state = WriterState(
         writer=writer, run_id=snapshot.manifest.run_id, **this_process(), state=CLOSED, opened_at=now(), closed_at=now(),
@@ -323,9 +341,10 @@ def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[s
 
 
 def finish(folder: Path) -> None:
-    """Remove files that were merged, and drop them from their writers' states.
+    """Remove the source files of a merge, and drop them from their writers' states.
 
-    A live writer owns its state, so its files stay marked as replaced until it has ended.
+    A live writer's state must not be changed by others, so its merged files only stay marked as replaced until the
+    writer has ended.
     """
     store = Store(folder)
     states = store.writers()[0]
@@ -352,7 +371,7 @@ def finish(folder: Path) -> None:
 def merged_tables(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], files: dict[str, SealedFile]
 ) -> list[MergedTable]:
-    """Return the result for each table that has files."""
+    """Return one merge result for each table that has files."""
     after = {table: [file for name, file in files.items() if name.startswith(f"{table}/")] for table in TABLES}
     return [
         MergedTable(

@@ -1,7 +1,9 @@
-"""Stores equal column chunks of a Parquet file once, e.g. the logprobs of `current` if they equal `train`.
+"""Stores identical column chunks in a Parquet file only once, for example the logprobs in pass `current` if they equal
+those in `train`.
 
-A footer has the byte offset of each column chunk, and the format does not require offsets to differ: two row groups
-with the same bytes in a column can point to one copy. Every Parquet reader supports such a file.
+The footer of a Parquet file lists each column chunk's byte offset, and the format does not require these offsets to
+differ. Two row groups whose column has the same bytes can therefore point to one copy. Every Parquet reader can read
+such a file.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from ...schemas.checksums import BlockDigests, SealedFile, short_hash, whole_has
 from ..parquet_file import BLOCKS, MAGIC
 
 MIN_BYTES = 1 << 10
-"""Minimum size of a column chunk that is shared, bytes. Smaller chunks are not, so that columns read together stay
-adjacent."""
+"""Minimum size of a chunk to be shared, bytes. Smaller chunks stay where they are, so that columns read together stay
+adjacent.
+"""
 
 # Numbers of fields in parquet.thrift: https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 _ROW_GROUPS, _KEY_VALUES = 4, 5
@@ -28,7 +31,9 @@ _CHUNK_OFFSET, _META_DATA = 2, 3
 _SIZE, _DATA_OFFSET, _DICTIONARY_OFFSET = 7, 9, 11
 _KEY, _VALUE = 1, 2
 _OTHER_PLACES = ((4, 6), (10, 14))
-"""Fields of a column chunk and of its metadata with other offsets: page indexes and filters, which tim-trace does not write."""
+"""Field numbers of further offsets in a column chunk and in its metadata. They belong to page indexes and Bloom
+filters, which tim-trace does not write.
+"""
 
 # Thrift's compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
@@ -36,11 +41,13 @@ _INTEGERS = (4, 5, 6)
 _LONG_LIST, _MAX_DELTA = 15, 15
 
 Struct = dict[int, tuple[int, Any]]
-"""Field number -> type and value; the value of a list is its element type and elements."""
+"""Field number -> its Thrift type and value. A list's value is a pair: the element type, and the elements."""
 
 
 def share_chunks(path: Path, sealed: SealedFile, block_bytes: int) -> SealedFile:
-    """Rewrite a file so that equal chunks are stored once, and return its new record; unchanged if no chunks are equal."""
+    """Rewrite a file so that identical chunks are stored once, and return its new record. If no chunks are identical,
+    return the old record.
+    """
     with open(path, "rb") as source:
         footer, end = _footer(source)
         chunks = sorted(_chunks(footer), key=lambda chunk: _place(chunk)[0])
@@ -62,7 +69,7 @@ def share_chunks(path: Path, sealed: SealedFile, block_bytes: int) -> SealedFile
 
 
 def _footer(source: BinaryIO) -> tuple[Struct, int]:
-    """Return the fields of a footer, and its offset."""
+    """Return the fields in a Parquet file's footer, and the footer's byte offset."""
     end = source.seek(-8, os.SEEK_END)
     (size,) = struct.unpack("<i", source.read(4))
     source.seek(end - size)
@@ -82,14 +89,14 @@ def _place(chunk: Struct) -> tuple[int, int]:
 
 
 def _moved(source: BinaryIO, chunks: list[Struct], end: int) -> dict[int, int] | None:
-    """Return old offset -> new offset of each chunk; None if no two chunks are equal."""
+    """Return each chunk's old offset -> its new offset; None if no two chunks are identical."""
     at = expected = len(MAGIC)
     known: dict[tuple[int, str], int] = {}
     moved: dict[int, int] = {}
     for chunk in chunks:
         start, size = _place(chunk)
         if start != expected or _has_other_places(chunk):
-            return None  # not just consecutive column chunks
+            return None  # The file contains something besides consecutive column chunks.
         expected += size
         source.seek(start)
         key = size, whole_hash(source.read(size))
@@ -108,7 +115,7 @@ def _has_other_places(chunk: Struct) -> bool:
 def _copy(
     source: BinaryIO, target: BinaryIO, digests: BlockDigests, chunks: list[Struct], moved: dict[int, int]
 ) -> None:
-    """Write each chunk once, in file order."""
+    """Copy each distinct chunk once, in file order."""
     target.write(MAGIC)
     digests.add(MAGIC)
     for chunk in chunks:
@@ -128,7 +135,8 @@ def _set_places(footer: Struct, moved: dict[int, int]) -> None:
             for field in (_DATA_OFFSET, _DICTIONARY_OFFSET):
                 if field in meta:
                     meta[field] = meta[field][0], meta[field][1] + moved[start] - start
-            if chunk[_CHUNK_OFFSET][1]:  # 0 if the chunk's metadata is only in the footer, as the format recommends
+            # This offset is 0 if the chunk's metadata is stored only in the footer, as the format recommends.
+            if chunk[_CHUNK_OFFSET][1]:
                 chunk[_CHUNK_OFFSET] = chunk[_CHUNK_OFFSET][0], chunk[_CHUNK_OFFSET][1] + moved[start] - start
             firsts.append(moved[start])
         if _GROUP_OFFSET in group:
@@ -142,7 +150,7 @@ def _set_value(footer: Struct, name: bytes, value: bytes) -> None:
 
 
 def read_struct(content: bytes) -> Struct:
-    """Parse the struct at the start of `content`. Raises ValueError."""
+    """Parse the Thrift struct at the start of `content`. Raises ValueError."""
     try:
         return _Reader(content).struct()
     except IndexError as error:
@@ -170,7 +178,8 @@ class _Reader:
         return found
 
     def _value(self, kind: int) -> Any:
-        if kind in (_TRUE, _FALSE, _BYTE):  # inside a list, a bool is a byte
+        # In a list, each bool takes a byte; in a struct it is part of the field's type.
+        if kind in (_TRUE, _FALSE, _BYTE):
             return self._byte()
         if kind in _INTEGERS:
             return _unfolded(self._varint())
@@ -251,7 +260,7 @@ def _put_varint(target: bytearray, value: int) -> None:
 
 
 def _folded(value: int) -> int:
-    """Zigzag: map 0, -1, 1, -2, ... to 0, 1, 2, 3, ..."""
+    """Encode a signed integer as an unsigned one by zigzag: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
     return value << 1 if value >= 0 else -value * 2 - 1
 
 

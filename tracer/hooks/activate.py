@@ -27,11 +27,13 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""Module -> (file in this package, its function) that hooks the module after its import."""
+"""Module -> (file in this package, function in that file). The function hooks the module after its import."""
 
 
 def activate() -> Session | None:
-    """Hook trainers, `verl`, `ray` and `vllm` for when they are imported; return None outside of `tim-trace record`."""
+    """Arrange that TRL's trainers, verl, ray and vllm are hooked when imported. Return None outside of `tim-trace
+    record`.
+    """
     order = Order.from_environment()
     if order is None:
         return None

@@ -1,4 +1,4 @@
-"""Result of one engine call, read lazily."""
+"""Result of one engine call. Its tokens and logprobs are read only when needed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..dense import Logits, TopK
 from .vllm_logprobs import Requested, distribution, gathered, sampled_logprobs
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-"""vLLM's sampling parameters that are stored as columns of the table of sequences."""
+"""vLLM's sampling parameters that are columns in the sequences table."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCall:
-    """The completions returned by one engine call, grouped by prompt.
+    """Completions returned by one engine call, grouped by prompt.
 
-    Shapes: B completions, N response tokens of some completions together.
+    Shapes: B completions, N response tokens in the selected completions together.
     """
 
     outputs: Sequence[Any]
     """vLLM's RequestOutputs, in prompt order."""
     requested: Sequence[Requested]
-    """The caller's request for each prompt."""
+    """The caller's own logprob and output options, one entry per prompt."""
     given: list[Any] | None
-    """[B] each completion's logprobs as returned by the engine; None if the caller got the same."""
+    """[B] each completion's logprobs as the engine returned them; None if the caller received the same logprobs."""
     capture: Capture
 
     @property
@@ -48,7 +48,7 @@ class EngineCall:
 
     @property
     def finish_reasons(self) -> list[str | None]:
-        """[B] vLLM's finish reason for each completion."""
+        """[B] finish reasons reported by vLLM."""
         return [completion.finish_reason for completion in self.completions]
 
     @property
@@ -57,7 +57,7 @@ class EngineCall:
         return [completion.logprobs for completion in self.completions] if self.given is None else self.given
 
     def logprobs(self) -> list[list[float] | None]:
-        """Return [B] the sampled tokens' logprobs; None for a completion without logprobs."""
+        """Return the sampled tokens' logprobs, one list per completion; None for a completion without logprobs."""
         return [
             None if given is None else sampled_logprobs(given, completion.token_ids)
             for completion, given in zip(self.completions, self.engine_logprobs, strict=True)
@@ -69,13 +69,15 @@ class EngineCall:
         return [row for row, keep in enumerate(asked) if keep and self.engine_logprobs[row]]
 
     def distribution(self, rows: Sequence[int]) -> TopK | Logits | None:
-        """Concatenate the distributions of some completions."""
+        """Return the distributions of the given completions, concatenated."""
         given = self.engine_logprobs
         parts: list[dict[str, np.ndarray] | None] = [distribution(given[row], self.capture) for row in rows]
         return gathered(parts)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions as sequences of a step, and their logprobs as rollouts; one of `names` per prompt."""
+        """Record the completions as sequences in a step, and their logprobs as the rollout pass. `names` holds one name
+        per prompt.
+        """
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

@@ -1,4 +1,7 @@
-"""Finds, inside a vLLM model, the tensors it was given: under their own names, or as rows of a fused parameter."""
+"""Finds the tensors that a vLLM model holds for the weights sent to it.
+
+A weight is stored either as a parameter of its own or as rows in a fused parameter.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from typing import Any
 
 
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
-    """Yield each given name that can be mapped to the model's parameters, and the tensor that the model holds.
+    """Yield the name of each sent weight that is found among the model's parameters, and the tensor that the model
+    holds for it.
 
-    `shapes` is the shape of every given tensor. A fused parameter (qkv, gate and up) is split in the model's order, and the
-    padding of a vocabulary is cut off. Tensors that are sharded, packed for a kernel, or stacked as experts are left out.
+    `shapes` maps the name of each sent weight to its shape. A fused parameter (qkv, gate and up) is split in the
+    model's order, and vocabulary padding is cut off. Tensors that are sharded, packed for a kernel, or stacked as
+    experts are left out.
     """
     parameters = dict(model.named_parameters())
     parts_of: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
@@ -36,10 +41,10 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 
 
 def _engine_name(model: Any, name: str) -> str:
-    """Return the model's own name of a tensor, using its mapping for transformers checkpoints."""
+    """Return the vLLM model's own name for a tensor, using the model's mapping from transformers checkpoints."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
-    # A fusing mapper returns the fused name, but fused tensors are looked up one by one.
+    # Some mappers return the fused parameter's name, but fused tensors must be looked up under their separate names.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
 
 

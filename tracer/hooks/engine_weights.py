@@ -1,5 +1,7 @@
-"""Compares the engine's weights with the trainer's, using digests of the tensors that the trainer holds, the trainer
-sends, and the engine holds."""
+"""Compares the engine's weights with the trainer's.
+
+It uses digests of the weights that the trainer holds, that the trainer sends, and that the engine holds.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,19 @@ from .vllm_contract import model_runner
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
-"""Names of the dtypes to which a tensor may have been rounded during the transfer."""
+"""dtypes to which a tensor may have been rounded on its way from the trainer to the engine."""
 
 _NUM_ROWS = 64
 _MAX_VALUES = 256
-"""Number of distinct values that an 8-bit dtype can represent."""
+"""Number of distinct values in an 8-bit dtype. A row with more was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""Minimum ratio between the number of distinct values in a trainer row and in the matching engine row."""
+"""Minimum ratio between the numbers of distinct values in a trainer row and in the engine's row, for the engine's
+tensor to count as a coarsely rounded copy.
+"""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine similarity between trainer and engine rows, in standard deviations of the cosine between random
-rows."""
+"""Minimum cosine similarity between trainer and engine rows, in standard deviations of the cosine between random rows.
+Above it, the engine's tensor counts as a coarsely rounded copy of the trainer's.
+"""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
@@ -42,11 +47,12 @@ _NO_OWN = (
 
 
 class EngineWeights:
-    """Compares the weights of the engine and the trainer in one process, tensor by tensor.
+    """Compares the engine's weights with the trainer's within one process, tensor by tensor.
 
-    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read the first
-    time and after 1, 2, 4, 8, ... versions, whenever the engine was sent something other than the trainer's weights, and at
-    every version once it differed from what was sent. An error ends this comparison only, not the recording.
+    A policy version is recorded when the engine first samples with it for training. The engine's own copy is read at
+    the first version, then after 1, 2, 4, 8, ... further versions, and whenever the tensors sent to the engine differ
+    from the trainer's. Once the copy has differed from the tensors sent, it is read at every version. An error ends
+    only this comparison, not the recording.
     """
 
     def __init__(self, session: Any):
@@ -60,7 +66,7 @@ class EngineWeights:
         self.restart()
 
     def restart(self) -> None:
-        """Reset everything except the engine when another training starts."""
+        """Forget all digests and versions, at the start of another training; the engine stays known."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -85,7 +91,7 @@ class EngineWeights:
         self._session.recorder.writer.end(Part.ENGINE_WEIGHTS, error)
 
     def watch(self, llm: Any) -> None:
-        """Start taking digests of all weights sent to an engine in this process."""
+        """Start taking digests of all weights sent to this engine, which runs in the trainer's process."""
         if not self.is_on:
             return
         with self._guard():
@@ -113,7 +119,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Pass tensors through, digesting each before the engine receives it."""
+        """Yield the tensors unchanged, taking each one's digest before the engine receives it."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -124,7 +130,9 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Pass through the tensors gathered from a sharded trainer, using their digests as the trainer's own."""
+        """Yield the tensors gathered from a sharded trainer unchanged, and store their digests as those of the
+        trainer's weights.
+        """
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -132,12 +140,12 @@ class EngineWeights:
             yield name, tensor
 
     def _take(self, name: str, tensor: Any) -> None:
-        """Digest one of the trainer's own tensors."""
+        """Start the digest of a tensor that the trainer holds."""
         self._shapes[name] = tuple(tensor.shape)
         self._own[name] = digest(tensor, self._dtype, self._device)
 
     def hold(self, trainer: Any) -> None:
-        """Take the trainer's digests, once per policy version, before its weights are sent to the engine."""
+        """Take digests of the trainer's weights, once per policy version, before they are sent to the engine."""
         version = int(trainer.state.global_step)
         if not self.is_on or self._version == version:
             return
@@ -157,7 +165,7 @@ class EngineWeights:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
     def tell(self, step: int) -> None:
-        """Record this policy version once, when the engine first samples with it for a step."""
+        """Record the comparison for the current policy version, once, when the engine first samples with this version."""
         if not self.is_on or self._version is None or self._told == self._version:
             return
         with self._guard():
@@ -195,7 +203,9 @@ class EngineWeights:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Return digests of the engine's own copy of the weights if they are due, else an empty dict."""
+        """Return digests of the weights that the engine holds, or an empty dict if they need not be read at this
+        version.
+        """
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}
@@ -211,8 +221,10 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return, by tensor name, the dtype whose rounding explains the difference from the trainer's tensor, or the
-        number of distinct values per row."""
+        """Return tensor -> explanation for tensors that differ from the trainer's only by rounding.
+
+        The explanation is the dtype rounded to, or the number of distinct values per row.
+        """
         import torch
 
         engine = None if self._model is None else self._model()
@@ -233,12 +245,13 @@ class EngineWeights:
 
 
 def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
-    """Return tensor name -> digest, as an integer."""
+    """Return tensor -> digest, with all digests read from the device as integers."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the maximum number of distinct values per row if `coarse` is `own` rounded to few values; else None.
+    """Return the maximum number of distinct values per row of `coarse`; None if `coarse` is not a coarsely rounded copy
+    of `own`.
 
     Shapes: R sampled rows, C columns.
     """

@@ -27,9 +27,12 @@ def numerics(model: Any) -> dict[str, Any]:
 
 
 def fsdp_casts(model: Any) -> dict[str, str]:
-    """Return FSDP's mixed-precision dtypes in a forward: `parameters_dtype`, `buffers_dtype`, `outputs_dtype`.
+    """Return the dtypes that FSDP's mixed precision casts to in a forward pass.
 
-    Only casts that happen are included; empty for a model without FSDP. Autocast applies on top.
+    The keys are `parameters_dtype`, `buffers_dtype` and `outputs_dtype`.
+
+    Casts that are not configured are left out; the result is empty for a model without FSDP. Autocast is separate, and
+    not included.
     """
     if hasattr(type(model), "_get_fsdp_state"):
         policy = model._get_fsdp_state()._mp_policy
@@ -41,7 +44,7 @@ def fsdp_casts(model: Any) -> dict[str, str]:
 
 
 def class_path(model: Any) -> str:
-    """Return the module and name of a model's class, without the wrapper of FSDP1 and the subclass of FSDP2."""
+    """Return the module and name of a model's class, ignoring FSDP1's wrapper and FSDP2's subclass."""
     kind = type(getattr(model, "_modules", {}).get("_fsdp_wrapped_module", model))
     if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__bases__):
         kind = kind.__bases__[-1]
@@ -49,7 +52,7 @@ def class_path(model: Any) -> str:
 
 
 def dtypes(model: Any) -> dict[str, int]:
-    """Return dtype -> number of parameters."""
+    """Return dtype -> number of the model's parameters with that dtype."""
     counts: Counter[str] = Counter()
     for parameter in model_parameters(model):
         counts[str(parameter.dtype).removeprefix("torch.")] += num_elements(parameter)
@@ -70,7 +73,7 @@ def as_json(value: Any) -> Any:
 
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
-    """Return the identity of the run's tokenizer; the hash covers its whole definition."""
+    """Return the identity of the run's tokenizer, with a hash over its whole definition."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {

@@ -1,4 +1,4 @@
-"""Decide whether a trainer's weights are recorded, and which tensors this process records."""
+"""Decides whether a trainer's weights are recorded, and which of the tensors this process records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REMEDY = "replaying needs them; record with --weights delta, or pass the run's 
 
 
 class KeptWeights:
-    """Records the weights of one trained model, each version once."""
+    """Records the weights of one trained model, each policy version once."""
 
     def __init__(self, session: Session):
         self._session = session
@@ -19,7 +19,9 @@ class KeptWeights:
         self._version: int | None = None
 
     def keep(self, version: int, model: Any, *, is_first: bool) -> None:
-        """Record a version once. The first process (`is_first`) also records tensors that every process holds whole."""
+        """Record a policy version, unless already recorded. The first process (`is_first`) also records tensors that
+        are not sharded.
+        """
         if self._version == version:
             return
         self._version = version
@@ -49,7 +51,9 @@ def keeps_weights(session: Session, model: Any) -> bool:
 
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
-    """Return the tensors this process records: its shards, and in the first process also whole tensors."""
+    """Return the tensors that this process records: its own shards, and in the first process also tensors that are not
+    sharded.
+    """
     return {name: tensor for name, tensor in model_tensors(model).items() if is_first or _is_part(tensor)}
 
 

@@ -1,6 +1,8 @@
-"""Samples of packed rows, encoded as bytes that travel in the trainer's batch to the process that gets the row.
+"""Samples of packed rows, encoded as bytes.
 
-Shapes: R rows, one per process, L bytes in the longest encoded row.
+The bytes are part of the trainer's batch, so they reach the process that trains on the row.
+
+Shapes: R rows, one per process, L length of the longest encoded row in bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ class PackedSample:
     name: str
     group: str | None
     policy_version: int | None
-    """Policy version of the weights that produced the sample; None if unknown."""
+    """Version of the weights that generated the sample; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
-    """Reward function -> reward, and `reward` -> the trainer's sum of them; empty without rewards."""
+    """Reward function -> its reward for this sample, and `reward` -> the trainer's weighted sum; empty if the sample
+    has no rewards.
+    """
     ids: np.ndarray
     """[tokens] int32 ids of the prompt's and the response's tokens."""
     mask: np.ndarray
@@ -38,7 +42,7 @@ class PackedSample:
 
     @property
     def counted(self) -> np.ndarray:
-        """Indices of the tokens with a term in the loss; token 0 has none, since nothing predicts it."""
+        """Indices of the tokens with a term in the loss. Token 0 never has one, since no earlier token predicts it."""
         return np.flatnonzero(self.mask[1:]) + 1
 
 
@@ -46,7 +50,7 @@ class PackedSample:
 class PackedRow:
     """Samples of one packed row, in the order of their terms in the loss.
 
-    Shapes: S samples, T tokens of the longest response, M terms of the loss.
+    Shapes: S samples, T tokens in the longest response, M terms in the loss.
     """
 
     samples: Sequence[PackedSample]
@@ -58,7 +62,7 @@ class PackedRow:
 
     @cached_property
     def terms(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each term in the loss: [M] the index of its sample, and [M] the index of its token in the response."""
+        """For each term of the loss: [M] index of its sample, and [M] index of its token in the response."""
         counted = [sample.counted - sample.first for sample in self.samples]
         owners = np.repeat(np.arange(len(counted)), [len(places) for places in counted])
         return owners, np.concatenate([*counted, np.empty(0, np.int64)])
@@ -72,7 +76,7 @@ class PackedRow:
 
 
 def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
-    """Encode rows as a uint8 tensor [R, L]: a line of JSON, then the tokens and masks of the samples."""
+    """Encode rows as a uint8 tensor [R, L]. Each row holds a line of JSON, then its samples' tokens and masks."""
     import torch
 
     encoded = [_encoded(samples) for samples in rows]

@@ -11,13 +11,13 @@ _MISSING = object()
 
 
 class Patches:
-    """Wrapped functions; `restore` undoes all wrapping, last one first."""
+    """Functions wrapped by recording. `restore` puts the originals back, in reverse order."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
-        """Make `owner.name(...)` call `wrapper(original, ...)`; return False if the function does not exist."""
+        """Make `owner.name(...)` call `wrapper(original, ...)`; return False if `owner` has no such function."""
         original = getattr(owner, name, None)
         if not callable(original):
             return False
@@ -30,7 +30,7 @@ class Patches:
         async def awaited(*args: Any, **kwargs: Any) -> Any:
             return await wrapper(original, *args, **kwargs)
 
-        # Ray checks whether a function is a coroutine function.
+        # The wrapper of a coroutine function must be one too, since Ray checks for it.
         is_coroutine = inspect.iscoroutinefunction(original)
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, awaited if is_coroutine else wrapped)
@@ -55,7 +55,7 @@ class Patches:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a call's arguments by name, without self; **kwargs are merged in.
+    """Return a call's arguments by name, without `self`. Entries of **kwargs are included under their own names.
 
     Raises TypeError if the arguments do not match the function.
     """

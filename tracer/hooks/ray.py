@@ -1,4 +1,4 @@
-"""Passes the recording order on to Ray's workers on all nodes."""
+"""Passes the recording options on to Ray's workers on all nodes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable in which `ray job submit` passes the runtime environment to the entrypoint."""
+"""Environment variable in which `ray job submit` passes the job's runtime environment to its entrypoint."""
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook `ray.init`, so that workers of a running cluster record too."""
+    """Hook `ray.init`, so that workers on an already running cluster record too."""
     patches = Patches()
 
     def not_taken_along(error: Exception) -> None:
@@ -32,8 +32,8 @@ def install(session: Session, module: Any) -> Patches:
         except (TypeError, ValueError) as error:
             if kwargs == given and os.environ.get(_JOB) == job:
                 raise
-            # The added variables may be the cause: retry without them, so that the program gets Ray's answer to its own
-            # arguments.
+            # The variables added by recording may be the cause. Retry without them, so that the program gets Ray's
+            # answer to its own arguments.
             not_taken_along(error)
             if job is not None:
                 os.environ[_JOB] = job
@@ -45,7 +45,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
-    """Return the arguments of `ray.init` with the recording order added for all workers.
+    """Return the arguments of `ray.init`, with the recording order added to every worker's environment.
 
     Ray rejects a variable set both by the submitted job's runtime environment and by the program's. If the job sets
     PYTHONPATH, the order is therefore added to the job's environment, which Ray reads from this process's environment.
@@ -55,7 +55,7 @@ def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
     if _PATHS in _variables(job.get("runtime_env")) and _PATHS not in _variables(of_program):
         os.environ[_JOB] = json.dumps(job | {"runtime_env": with_order(job["runtime_env"], order)})
         return dict(kwargs)
-    if of_program is None and not job:  # the argument overrides the one in job_config
+    if of_program is None and not job:  # The argument `runtime_env` overrides the one in job_config.
         of_program = getattr(kwargs.get("job_config"), "runtime_env", None)
     return {**kwargs, "runtime_env": with_order(of_program, order)}
 
@@ -63,7 +63,8 @@ def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
 def with_order(runtime_env: Any, order: str) -> Any:
     """Return a job's runtime environment with the recording order added.
 
-    The job's own PYTHONPATH follows ours. If it has none, workers get this process's.
+    The job's own PYTHONPATH is appended to the folder that starts recording. If the job sets none, this process's
+    PYTHONPATH is appended instead.
     """
     given = {} if runtime_env is None else copy.copy(runtime_env)
     variables = dict(_variables(given))

@@ -1,4 +1,4 @@
-"""A process under `tim-trace record`. The process opens its recorder when there is something to record."""
+"""State of one process started by `tim-trace record`. Its recorder is opened only when there is something to record."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
-"""Environment variable through which `tim-trace record` passes the Order to its child processes."""
+"""Environment variable through which `tim-trace record` passes recording options to its child processes."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
-"""First folder on PYTHONPATH of every recorded process."""
+"""Folder that comes first on PYTHONPATH in every recorded process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,28 +35,31 @@ class Order:
     """Recording options that `tim-trace record` passes to the processes it starts."""
 
     run: str
-    """Absolute path of the trace's folder."""
+    """Absolute path of the folder in which the trace is recorded."""
     session: str = ""
-    """Identifies the recording this process belongs to."""
+    """Identifier of the recording that a process belongs to."""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
-    """`delta`, `none`, or `auto`: delta for a model of at most `weights_below` bytes."""
+    """`delta`, `none`, or `auto`, which means `delta` for a model of at most `weights_below` bytes and `none` for a
+    larger one.
+    """
     weights_below: int = 500_000_000
     routing: bool = False
     """True if router choices are recorded for a mixture of experts."""
     engine_weights: str = "given"
-    """Which engine weights to take digests of: `given` (weights sent to the engine), `held` (also the engine's own
-    copy at every version), or `none`."""
+    """Which of the engine's weights are compared with the trainer's: `given` for the weights sent to the engine, `held`
+    for also the engine's own copy at every version, or `none`.
+    """
     max_wait: float = MAX_WAIT_S
-    """Maximum wait for a file system that does not respond, seconds; then recording stops."""
+    """Maximum time to wait for a file system that does not respond, seconds. After this time, recording stops."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_environment(cls) -> Order | None:
-        """Return the order this process was started with; None outside of a recording."""
+        """Return the recording options that this process was started with; None if it is not being recorded."""
         text = os.environ.get(ENVIRONMENT)
         return cls(**json.loads(text)) if text else None
 
@@ -64,8 +67,9 @@ class Order:
 class Session:
     """Recording state of one process.
 
-    Errors never reach the recorded program: an error in `record` ends that part of the recording, an error in `guard`
-    ends this process's recording. Neither calls a collective, since other processes may have stopped recording.
+    Recording errors never reach the recorded program. An error in `record` ends one part of the recording; an error in
+    `guard` ends the process's recording. Recording never calls a collective, since other processes may have stopped
+    recording.
     """
 
     def __init__(self, order: Order):
@@ -74,9 +78,9 @@ class Session:
         self.hooks: dict[str, str] = {}
         self.generation: Any = None
         self.is_sampled_for_trainer = False
-        """True if samples of this process's engines are recorded by their trainer."""
+        """True if a trainer records the samples that engines in this process generate."""
         self.num_engine_steps = 0
-        """Number of steps counted for engines that have no trainer."""
+        """Number of steps already numbered for engines that have no trainer."""
         self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
@@ -86,18 +90,20 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """The error that makes the trace unwritable (it could not be opened, or its file system stalled); there is no retry."""
+        """The error after which the trace is no longer written: it could not be opened, or its file system stalled.
+        Opening is not retried.
+        """
         self.spent_s = self.cpu_s = 0.0
 
     @property
     def is_recording(self) -> bool:
-        """True while this process is recording."""
+        """True as long as this process is recording."""
         is_open = self._recorder is None or self._pid != os.getpid() or self._recorder.writer.is_open
         return is_open and self._over is None
 
     @property
     def recorder(self) -> Any:
-        """The recorder for this process; a forked child gets its own recorder."""
+        """This process's recorder. A forked child process gets a recorder of its own."""
         if self._recorder is None or self._pid != os.getpid():
             from ..recorder import Recorder
             from ..writer import TraceWriter
@@ -118,7 +124,7 @@ class Session:
 
     @property
     def engine_weights(self) -> Any:
-        """The comparison between the engine's and the trainer's weights in this process."""
+        """Comparison between the engine's and the trainer's weights in this process."""
         if self._engine_weights is None:
             from .engine_weights import EngineWeights
 
@@ -126,15 +132,15 @@ class Session:
         return self._engine_weights
 
     def next_engine_step(self) -> int:
-        """Return the step number for the next call, or wave of requests, of an engine without a trainer."""
+        """Return the step number for the next call to an engine without a trainer, or for its next wave of requests."""
         self.num_engine_steps += 1
         return self.num_engine_steps
 
     def begin_training(self) -> None:
         """Begin another training attempt.
 
-        A process that trains again (a sweep, a notebook, a resumed run) seals its earlier records and continues with a
-        new writer.
+        If the process has trained before, as in a sweep, a notebook or a resumed run, its earlier records are sealed
+        and later ones go to a new writer.
         """
         with self.guard("the start of a training"):
             self.engine_weights.restart()
@@ -148,7 +154,7 @@ class Session:
                 self._num_trainings += 1
 
     def seal(self) -> None:
-        """Seal all records so far, so that other processes can read them; later records use a new writer."""
+        """Seal all records already written, so that other processes can read them. Later records go to a new writer."""
         with self.guard("what was recorded so far"):
             self._seal()
 
@@ -171,9 +177,10 @@ class Session:
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """Keep recording errors from the program; `what` names what is lost if one occurs.
+        """Keep recording errors from reaching the program. `what` names the data that is lost if an error occurs.
 
-        An error ends this process's recording, or is passed to `otherwise`. The time spent inside counts as recording overhead.
+        An error ends this process's recording, or is passed to `otherwise` if given. The time spent in the `with` block
+        counts as recording overhead.
         """
         begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:
@@ -190,12 +197,14 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function of one part of the recording and return its result; None once that part has ended."""
+        """Call a function that records one part, and return its result. Return None once that part of the recording has
+        ended.
+        """
         if not self.is_recording:
             return None
         with self.guard(part):
             writer = self.recorder.writer
-            writer.raise_invalid()  # raises errors found in earlier rows
+            writer.raise_invalid()  # raises any error that occurred in writing earlier rows
             try:
                 found: _T | None = writer.part(part, function, *args, **kwargs)
             except InvalidRecord as error:
@@ -205,7 +214,7 @@ class Session:
         return None
 
     def stop(self, what: str, error: Exception) -> None:
-        """End this process's recording and report the reason."""
+        """End this process's recording, and report the reason."""
         if isinstance(error, StorageStalled):
             self._over = error
         if self._over is not None:
@@ -221,7 +230,7 @@ class Session:
             self.tell(f"RECORDING STOPPED in process {os.getpid()}, training continues: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
-        """Report once that something is not recorded, with the reason, and keep the sentence in the trace."""
+        """Report a sentence that says what is not recorded and why. It is printed once and stored in the trace."""
         if sentence not in self._told:
             self.tell(sentence)
             with self.guard("notes"):

@@ -14,7 +14,7 @@ from .trl_release import NEEDED, NEEDED_ASYNC, OUTPUT
 from .versions import tested_releases, untested, version_sentence
 
 TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
-"""Prefixes of the modules whose losses are known."""
+"""Prefixes of module names. A loss defined in such a module is one that recording knows."""
 
 
 def name_of(trainer_class: type) -> str:
@@ -27,7 +27,7 @@ def trl_version() -> str | None:
 
 
 def is_asynchronous(trainer_class: type) -> bool:
-    """Return True if a class trains on samples from a queue that is filled concurrently."""
+    """Return True if trainers of this class train on samples from a queue that is filled while they train."""
     return all(callable(getattr(trainer_class, name, None)) for name in NEEDED_ASYNC)
 
 
@@ -40,7 +40,7 @@ def unrecorded(trainer_class: type) -> str | None:
 
 
 def unknown_output(trainer_class: type, output: Any) -> str | None:
-    """Return the reason why a trainer's output cannot be recorded; None if it can."""
+    """Return the reason why the result of a trainer's generation function cannot be recorded; None if it can."""
     if isinstance(output, dict):
         lacking = [name for name in OUTPUT if name not in output]
         found = f"a dict without {', '.join(lacking)}" if lacking else None
@@ -62,14 +62,15 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
 
 
 def lacks(trainer_class: type, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence on an untested TRL release or on functions missing from a class; None if there is nothing to
-    report."""
+    """Return a sentence that names an untested TRL release and a trainer class's missing functions; None if neither
+    applies.
+    """
     version = trl_version()
     return None if version is None else version_sentence("trl", version, missing)
 
 
 def own_loss(trainer_class: type) -> str | None:
-    """Return a sentence saying that a trainer's loss is not defined by TRL; None for TRL's own losses."""
+    """Return a sentence if a trainer class defines a loss of its own; None if the loss is TRL's."""
     for name in ("compute_loss", "_compute_loss"):
         function = inspect.unwrap(getattr(trainer_class, name, own_loss))
         module = str(getattr(function, "__module__", ""))

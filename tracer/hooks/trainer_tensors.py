@@ -1,4 +1,6 @@
-"""A TRL trainer's tensors as its engine should receive them: with the names used in the transfer, adapters merged."""
+"""A TRL trainer's tensors as its engine should receive them: under the names used in the weight transfer, with adapters
+merged.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 def trained_model(trainer: Any) -> Any:
     """Return the trained model without accelerate's wrappers, except FSDP1's, which holds the root's parameters.
 
-    The result is cached, since accelerate searches for packages on each unwrapping.
+    The result is cached, since accelerate searches for installed packages each time it unwraps a model.
     """
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
@@ -29,7 +31,7 @@ def trained_model(trainer: Any) -> Any:
 
 
 def is_whole(model: Any) -> bool:
-    """Return True if this process holds every tensor of a model whole."""
+    """Return True if no tensor of a model is sharded: this process holds each one in full."""
     return not any(
         is_sharded(parameter) or getattr(parameter, "ds_id", None) is not None for parameter in model_parameters(model)
     )
@@ -51,9 +53,11 @@ def is_quantised(parameter: Any) -> bool:
 
 
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, tensor, and the tensor without its adapter (None if no adapter changes it); skip quantised tensors.
+    """Yield each tensor's name, the tensor, and the tensor without its adapter (None if no adapter changes it).
 
-    PEFT merges the adapter itself, in a temporary copy of the layer.
+    Quantised tensors are skipped.
+
+    The adapter is merged by PEFT's own code, in a temporary copy of the layer.
     """
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
@@ -69,7 +73,7 @@ def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _adapted(model: Any) -> dict[str, Any]:
-    """Return name -> layer for layers whose adapter is currently not merged."""
+    """Return name -> layer, for all layers whose adapter is not currently merged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {

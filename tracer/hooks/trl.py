@@ -1,4 +1,4 @@
-"""Records TRL's GRPO, RLOO and AsyncGRPO trainers, and trainers that subclass them or have the same functions."""
+"""Records TRL's GRPO, RLOO and AsyncGRPO trainers, their subclasses, and other trainers with the same functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .trl_trainer import TrainerHooks
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook the class of every trainer that is constructed."""
+    """Hook transformers' Trainer, so that each trainer's class is hooked when a trainer is constructed."""
     patches = Patches()
     patches.wrap(module.Trainer, "__init__", TrainerClasses(session, patches).init)
     return patches
@@ -32,7 +32,7 @@ class TrainerClasses:
         self._async_hooks = AsyncTrainerHooks(session)
         self._seen: weakref.WeakSet[type] = weakref.WeakSet()
         self._hears = False
-        """True once the functions that transfer weights are hooked."""
+        """True once weight transfers to the engine are hooked."""
 
     def init(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with self._session.guard("a trainer (its functions could not be hooked)"):
@@ -60,7 +60,7 @@ class TrainerClasses:
             self._session.note(sentence)
 
     def _generating(self) -> Mapping[str, Callable[..., Any]]:
-        """Return function -> hook for a trainer that samples between its losses."""
+        """Return function name -> hook, for a trainer that generates samples between its losses."""
         hooks = self._hooks
         return {
             "train": hooks.train,
@@ -74,7 +74,7 @@ class TrainerClasses:
         }
 
     def _asynchronous(self) -> Mapping[str, Callable[..., Any]]:
-        """Return function -> hook for a trainer whose samples come from a queue."""
+        """Return function name -> hook, for a trainer whose samples come from a queue."""
         hooks = self._async_hooks
         return {
             "train": hooks.train,
@@ -90,7 +90,9 @@ class TrainerClasses:
         self, trainer_class: type, hook: Callable[..., Any], original: Callable[..., Any], trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a hook only for trainers of exactly its class: calls through super() belong to the subclass's hook."""
+        """Run a hook only if the trainer is of exactly the hooked class. Calls through super() are covered by the
+        subclass's hook.
+        """
         if type(trainer) is not trainer_class and type(trainer) in self._seen:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)
@@ -104,7 +106,9 @@ class TrainerClasses:
 
 
 def _hook_engines(session: Session, patches: Patches) -> None:
-    """Hook TRL's classes around vLLM: tensors gathered from shards or sent to a server, and a server's logprobs."""
+    """Hook TRL's classes around vLLM, to read tensors gathered from shards or sent to a server, and logprobs from a
+    server.
+    """
 
     def gather(original: Callable[..., Any], generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))
@@ -133,5 +137,5 @@ def _hook_engines(session: Session, patches: Patches) -> None:
         patches.wrap(owner, "_iter_named_params", gather)
         patches.wrap(owner, "generate", generate)
     for owner in engine_classes("VLLMClient"):
-        # Before 1.11 tensors are sent one by one.
+        # TRL before 1.11 sends tensors one by one.
         patches.wrap(owner, "update_named_params", send) or patches.wrap(owner, "update_named_param", send_one)

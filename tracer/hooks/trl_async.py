@@ -1,5 +1,7 @@
-"""Records TRL's AsyncGRPO trainers: samples come from a queue, several are packed in a row, and the engine's logprobs
-serve as the old logprobs.
+"""Records TRL's AsyncGRPO trainers.
+
+Samples come from a queue, several are packed into one row, and the engine's logprobs serve as the old logprobs in the
+loss.
 
 Shapes: S samples in a packed row, N tokens in the row, T tokens in the longest response, M terms in the loss.
 """
@@ -29,18 +31,18 @@ from .trl_state import TrainerState
 from .trl_trainer import TrainerHooks
 
 _REWARDS = "rewards/"
-"""Prefix of the names under which a sample's metrics hold rewards."""
+"""Prefix that marks rewards among the names of a sample's metrics."""
 
 
 class SampleQueue:
-    """Wraps a trainer's sample queue and remembers the version that sampled each sample."""
+    """Wraps a trainer's sample queue, and remembers which version of the weights generated each sample."""
 
     def __init__(self, session: Session, queue: Any):
         self._session = session
         self._queue = queue
         self._versions: dict[int, int] = {}
         self.num_packed = 0
-        """Number of samples that the trainer has packed."""
+        """Number of samples already packed into rows."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -48,14 +50,14 @@ class SampleQueue:
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
         with self._session.guard("which weights sampled"):
-            # The trainer passes on only the token array, so the array is the key.
+            # The trainer passes on only a sample's token array, so this array serves as the key.
             key = id(sample.input_ids)
             self._versions[key] = int(sample.model_version)
             weakref.finalize(sample.input_ids, self._versions.pop, key, None).atexit = False
         return sample
 
     def version(self, input_ids: Any) -> int | None:
-        """Return the trainer's version whose weights sampled these tokens."""
+        """Return the version of the weights that generated these tokens; None if unknown."""
         return self._versions.get(id(input_ids))
 
 
@@ -83,7 +85,7 @@ class AsyncTrainerHooks(TrainerHooks):
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """Trainer -> version of the engine's weights -> number of optimizer updates in them."""
+        """Trainer -> version number of the engine's weights -> number of optimizer updates in these weights."""
 
     def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True
@@ -93,7 +95,7 @@ class AsyncTrainerHooks(TrainerHooks):
             self.session.is_sampled_for_trainer = False
 
     def dataloader(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hook the queue that samples come from, and the packing."""
+        """Hook the trainer's sample queue, and the function that packs samples into rows."""
         loader = original(trainer, *args, **kwargs)
         with self.session.guard("the samples of a queue"):
             dataset = getattr(trainer, "_rollout_dataset", None)
@@ -133,8 +135,8 @@ class AsyncTrainerHooks(TrainerHooks):
         return found
 
     def sync_weights(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Store the number of updates in the engine's new weights."""
-        # An adapter sent as a file has no tensors to read.
+        """Store the number of optimizer updates in the weights that the engine receives."""
+        # An adapter that is sent to the engine as a file has no tensors to compare.
         is_heard = not getattr(trainer, "_lora_sync", False)
         if is_heard:
             self.session.engine_weights.hold(trainer)
@@ -242,8 +244,9 @@ class AsyncTrainerHooks(TrainerHooks):
         entropy: Any = None,
         version: int | None = None,
     ) -> None:
-        """Record a pass's value for each term in the loss. `version` is the policy version of the trainer's weights;
-        None for the engine's pass."""
+        """Record a pass's values for every term in the loss. `version` is the trainer's policy version; None for the
+        engine's pass.
+        """
         count = len(row.samples)
         forward = None
         if version is not None:
@@ -269,7 +272,7 @@ class AsyncTrainerHooks(TrainerHooks):
 
 
 def _spread(values_M: Any, row: PackedRow) -> Any:
-    """Return [S, T]: the value of each term at that term's token in the response, 0 elsewhere."""
+    """Return [S, T] from one value per loss term: each value at its token's position in the response, 0 elsewhere."""
     import torch
 
     values_ST = values_M.new_zeros(row.scored.shape)

@@ -1,6 +1,6 @@
-"""Reads a TRL trainer's batches: the pass of a scoring, the rows of a loss, rewards and finish reasons.
+"""Reads a TRL trainer's batches: which pass a scoring call yields, which rows a loss uses, rewards and finish reasons.
 
-Shapes: B rows of one process's generation batch, T padded response width, F reward functions.
+Shapes: B rows in one process's generation batch, T padded response width, F reward functions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from .trl_release import PAD_TOKEN, REWARD_NAMES, REWARD_WEIGHTS, end_tokens, fi
 from .trl_state import Generation, Loss, Recorded, Scoring
 
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
-"""Names of a scoring call's positional arguments after the model."""
+"""Names of a scoring call's positional arguments, after the model."""
 ROW_KEY = "tim_trace_row"
-"""Key in the trainer's batches for the row indices of a shuffled micro-batch, or the samples of each packed row."""
+"""Key that recording adds to the trainer's batches. It holds the row indices in a shuffled micro-batch, or the encoded
+samples in a packed row.
+"""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Return the name of the pass for each scoring of a generation batch: by identity with the trainer's output, or
-    by order for RLOO."""
+    """Return each scoring call of a generation with the name of its pass.
+
+    A pass is identified by the tensor in the trainer's output, or, for RLOO, by the order of the calls.
+    """
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -37,7 +41,7 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
 
 
 def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a scoring call by name; TRL 1.14 passes them on as *args."""
+    """Return the arguments of a scoring call by name. TRL 1.14 passes some as *args, which have no names of their own."""
     call = arguments(original, trainer, *args, **kwargs)
     return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
 
@@ -68,14 +72,14 @@ def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
 
 
 def row_keys(index: int, rows: int) -> Any:
-    """Return [B, 2] on the host: index of the recorded batch, and row."""
+    """Return a host tensor [B, 2]: the recorded batch's index, and the row's index in the batch."""
     import torch
 
     return torch.from_numpy(np.column_stack([np.full(rows, index), np.arange(rows)]))
 
 
 def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, Any]:
-    """Return this process's rewards: each function's, and the trainer's weighted sum."""
+    """Return the rewards of this process's rows: one per reward function, and the trainer's weighted sum."""
     per_func = generation.rewards_per_func
     weights, names = find(trainer, REWARD_WEIGHTS), find(trainer, REWARD_NAMES)
     if per_func is None or weights is None or names is None:
@@ -88,7 +92,7 @@ def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, 
 
 
 def engine_call_of(generation: Generation) -> EngineCall | None:
-    """Return the engine's call if one call returned exactly the rows of this batch."""
+    """Return the engine call that returned exactly this batch's rows; None if there was not exactly one."""
     if len(generation.engine_calls) != 1 or generation.response_lengths is None:
         return None
     call = generation.engine_calls[0]
@@ -108,8 +112,9 @@ def server_logprobs(generation: Generation) -> list[list[float]] | None:
 
 
 def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation) -> list[str | None]:
-    """Return the finish reasons given by the engine; without an engine call, `stop` after an end token and `length`
-    otherwise."""
+    """Return the finish reasons given by the engine. Without an engine call they are `stop` after an end token, else
+    `length`.
+    """
     if call is not None:
         return call.finish_reasons
     ends = end_tokens(trainer)
@@ -117,8 +122,9 @@ def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation
 
 
 def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | None]:
-    """Return each response's finish reason, derived from its last token; None if the token or the end tokens are
-    unknown."""
+    """Return each response's finish reason, derived from its last token; None if that token or the end tokens are
+    unknown.
+    """
     known = (None if token is None or not ends else token in ends for token in last_tokens)
     return [None if is_end is None else "stop" if is_end else "length" for is_end in known]
 

@@ -1,6 +1,6 @@
-"""The state of a TRL trainer that hooks share: current generation batch, recorded passes, current loss.
+"""State kept for a TRL trainer between hooks: the current generation, the passes already recorded, the current loss.
 
-Shapes: B rows of one process's generation batch, P padded prompt width, T padded response width.
+Shapes: B rows in one process's generation batch, P padded prompt width, T padded response width, F reward functions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRows:
-    """Rows of a scoring call that yields the `train` pass."""
+    """Rows scored by a call that yields the `train` pass."""
 
     captured: np.ndarray
     """[rows] bool: True if the row's distributions are recorded."""
@@ -62,20 +62,22 @@ class Generation:
     prompt_lengths: np.ndarray | None = None
     response_lengths: np.ndarray | None = None
     last_tokens: list[int | None] = field(default_factory=list)
-    """[B] last token of each response; None for an empty response."""
+    """[B] each response's last token; None for an empty response."""
     returned: Any = ()
-    """The result that the trainer's `_generate` returned."""
+    """Return value of the trainer's `_generate`."""
     rewards_per_func: Any = None
-    """[rows of all processes, F] tensor of each reward function's rewards; None until computed."""
+    """Tensor [rows in all processes, F] of rewards."""
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """Logprobs of each server call for which the trainer requested none: [B][T][1], nats, None for NaN."""
+    """Logprobs from each server call for which the trainer itself requested none: lists [B][T][1], nats, with None for
+    NaN.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
-    """A recorded generation batch for the loss to use."""
+    """A generation batch that is recorded, kept for the losses computed from it."""
 
     batch: Batch
     policy_version: int
@@ -87,10 +89,12 @@ class Recorded:
     """[B] bool: True if the row already has a `train` pass."""
     captured: np.ndarray
     masks_attention: bool
-    """True if rows may be masked out of attention, which then have no score."""
+    """True if the trainer may mask whole rows out of attention. Such rows have no logprobs."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
-        """Return the forward passes that these rows are in, with `rows_a_forward` rows in each."""
+        """Return the forward pass in which each given row is scored, with `rows_a_forward` rows per pass. Ids start at
+        `first_id`.
+        """
         place = np.arange(len(rows))
         forward = place // rows_a_forward
         sizes = np.bincount(forward, minlength=1)
@@ -105,11 +109,11 @@ class Recorded:
 
 @dataclass(slots=True, kw_only=True)
 class Loss:
-    """The loss in progress."""
+    """The loss that is being computed."""
 
     recorded: Recorded
     rows: np.ndarray
-    """Row numbers in the generation batch, in the order in which the loss has them."""
+    """Indices of the loss's rows in the generation batch, in the loss's order."""
     scored_mask: Any
     scorings: list[Scoring] = field(default_factory=list)
 
@@ -118,11 +122,11 @@ _KEPT_BATCHES = 4
 """Number of generation batches kept for later losses."""
 
 _EVALUATED = -1
-"""Index under which an evaluation batch is kept, in addition to training batches."""
+"""Index under which the newest evaluation batch is kept, in addition to the training batches."""
 
 
 class TrainerState:
-    """Everything that the hooks around one trainer share between calls."""
+    """State kept for one trainer between its hooks."""
 
     def __init__(self, session: Session):
         self.generation: Generation | None = None
@@ -131,7 +135,7 @@ class TrainerState:
         self._num_batches = 0
         self._generations: dict[str, tuple[int, int]] = {}
         self.num_forwards: dict[tuple[str, str], int] = {}
-        """(split, pass) -> number of forward passes recorded."""
+        """(split, pass) -> number of forward passes already recorded."""
         self.described = False
         self.weights = KeptWeights(session)
         self.told_step: int | None = None
@@ -141,14 +145,18 @@ class TrainerState:
         self._settings: Any = None
 
     def name_of_generation(self, split: str, step: int) -> str:
-        """Return the name of a generation batch: its step; later ones of the same step are numbered, as in 7.2."""
+        """Return the name of a generation batch.
+
+        The first batch in a step is named after the step; later ones are numbered, as in `7.2`.
+        """
         before, count = self._generations.get(split, (-1, 0))
         self._generations[split] = (step, count + 1 if step == before else 1)
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Store a recorded batch for later losses and return its index. The newest training batches and one
-        evaluation batch are kept."""
+        """Store a recorded batch for later losses, and return its index. Only the newest training batches and one
+        evaluation batch are kept.
+        """
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED
@@ -159,19 +167,21 @@ class TrainerState:
         return index
 
     def next_forwards(self, split: str, pass_name: str, count: int) -> int:
-        """Reserve numbers for a pass's next `count` forward passes, and return the first number."""
+        """Reserve numbers for the next `count` forward passes of a pass, and return the first."""
         first = self.num_forwards.get((split, pass_name), 0)
         self.num_forwards[split, pass_name] = first + count
         return first
 
     def refresh_contracts(self) -> None:
-        """Discard cached contracts if torch's settings have changed."""
+        """Discard cached contracts if torch's settings have changed since they were read."""
         settings = environment.torch_settings()
         if settings != self._settings:
             self._settings, self._contracts = settings, {}
 
     def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
-        """Return a contract, cached until torch's settings change."""
+        """Return the contract stored under `key`, calling `read` if it is not cached. It stays cached until torch's
+        settings change.
+        """
         if key not in self._contracts:
             self._contracts[key] = read()
         return self._contracts[key]

@@ -1,6 +1,6 @@
 """Reads hidden states (for distributions) and router choices from a TRL trainer's model during its own scoring.
 
-Shapes: B rows, T padded width, H hidden width, W padded width of prompt and response.
+Shapes: B rows, T padded response width, H hidden width, W padded width of prompt and response together.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Reads the model's last hidden states during one scoring call and projects the captured rows.
+    """Reads the model's last hidden states during one scoring call, and computes distributions from them for the
+    captured rows.
 
-    The forward hook only reads, so the trainer's results do not change.
+    The forward hook only reads tensors, so the trainer's results do not change.
     """
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
@@ -46,7 +47,7 @@ class HeadTap:
     def problem(trainer: Any, model: Any) -> str | None:
         """Return the reason why this model's head cannot be read in this process; None if it can."""
         weight = _language_model(trainer, model).get_output_embeddings().weight
-        # A parameter that FSDP gathered for a forward looks whole, but is freed after it.
+        # A parameter that FSDP gathered for a forward pass looks whole, but is freed after the pass.
         is_whole = not any(map(is_sharded, model_parameters(model)))
         if not is_whole or weight.ndim != 2 or getattr(weight, "ds_id", None) is not None:
             return "trainer distributions are not captured: the model's head is sharded over processes (FSDP, ZeRO-3)"
@@ -67,7 +68,7 @@ class HeadTap:
         if hidden_BTH is None:
             hidden_BTH = outputs[0]
         for row in self.rows[(self.rows >= first) & (self.rows < first + len(hidden_BTH))]:
-            # The token at position t is predicted from the hidden state at t - 1.
+            # The token at position t is predicted from the hidden state at position t - 1.
             begin = self._prompt_width - 1
             self._hidden[int(row)] = hidden_BTH[int(row) - first, begin : begin + int(self._lengths[row])].detach()
 
@@ -80,7 +81,7 @@ class HeadTap:
         return projection.distribution(hidden, self._session.capture, find(self._trainer, TEMPERATURE))
 
     def _dtype(self) -> Any:
-        """Return the dtype in which the trainer's fused head computes; None for the dtype of the hidden states."""
+        """Return the dtype in which the trainer's fused head computes; None if it computes in the hidden states' dtype."""
         import torch
 
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):
@@ -104,7 +105,7 @@ class RoutingTap(RouterTap):
         self._widths = call["input_ids"].shape[1] - call["logits_to_keep"], call["logits_to_keep"]
 
     def routing(self) -> Routing | None:
-        """Return the choices for each prompt and response token, row after row; None if they cannot be read."""
+        """Return the routers' choices for every prompt and response token, row after row; None if they cannot be read."""
         prompt, response = self._rows.prompt_lengths, self._rows.response_lengths
         mask_BW = np.hstack([left_padded(self._widths[0], prompt), right_padded(self._widths[1], response)])
         heard = self.forwards()
@@ -116,7 +117,9 @@ class RoutingTap(RouterTap):
 
 
 def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> RoutingTap | None:
-    """Return a tap for a call that yields the `train` pass, if router choices are recorded."""
+    """Return a routing tap if the scoring call yields the `train` pass and router choices are to be recorded, else
+    None.
+    """
     if rows is None or not session.order.routing or trainer.args.torch_compile:
         return None
     known = routers(trainer.accelerator.unwrap_model(call["model"]))
@@ -124,7 +127,7 @@ def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: di
 
 
 def tell_of_routing(session: Session, trainer: Any) -> None:
-    """Note the reason why a mixture of experts' router choices are not recorded, if they are not."""
+    """Note the reason if the model is a mixture of experts whose router choices cannot be recorded."""
     model = trained_model(trainer)
     known = routers(model)
     if not is_mixture(model):

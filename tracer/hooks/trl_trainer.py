@@ -1,6 +1,6 @@
-"""Hooks for TRL trainers that generate as they train: GRPO, RLOO and subclasses.
+"""Hooks for TRL trainers that generate samples between their losses: GRPO, RLOO and subclasses.
 
-Shapes: B rows of one process's generation batch, P padded prompt width, T padded response width, F reward functions.
+Shapes: B rows in one process's generation batch, P padded prompt width, T padded response width, F reward functions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainR
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
 OPTIMIZER_STEPS = 5
-"""Interval at which the optimizer's statistics are recorded, steps; they are also recorded at the first step."""
+"""Number of steps between two recordings of optimizer statistics. They are also recorded at the first step."""
 
 
 def _sends_weights(trainer: Any) -> bool:
@@ -72,7 +72,7 @@ class TrainerHooks:
 
     def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.begin_training()
-        self._states.pop(trainer, None)  # cached weights and contracts belong to the previous writer
+        self._states.pop(trainer, None)  # Cached weights and contracts belong to the previous attempt's writer.
         return original(trainer, *args, **kwargs)
 
     def generate_and_score(
@@ -109,7 +109,7 @@ class TrainerHooks:
         if generation is not None and generation.split == TRAIN_SPLIT:
             if _sends_weights(trainer):
                 self.session.engine_weights.tell(generation.step)
-            # Merging an adapter in place for the engine and unmerging it rounds the base weights, and scoring uses the
+            # Merging an adapter in place for the engine and then unmerging it rounds the base weights, and scoring uses the
             # rounded ones.
             self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=True)
         if generation is not None:
@@ -125,7 +125,7 @@ class TrainerHooks:
         rewards_per_func = original(trainer, *args, **kwargs)
         generation = self._state(trainer).generation
         if generation is not None:
-            # copy: the trainer may modify its tensor later
+            # copied, since the trainer may modify its tensor later
             generation.rewards_per_func = self.session.record(Part.REWARDS, lambda: rewards_per_func.detach().clone())
         return rewards_per_func
 
@@ -182,7 +182,7 @@ class TrainerHooks:
     def log(self, original: Callable[..., Any], trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         result = original(trainer, logs, *args, **kwargs)
         if trainer.is_world_process_zero() and self.session.is_recording:
-            # Callbacks remove entries from `logs`, but not from the history.
+            # Read from the history, since callbacks may have removed entries from `logs`.
             history = trainer.state.log_history
             values = dict(history[-1] if history else logs)
             values.pop("step", None)
@@ -207,7 +207,7 @@ class TrainerHooks:
         return {"learning_rate": trainer._get_learning_rate() if rate is None else rate, "grad_norm": norm}
 
     def _optimizer_statistics(self, trainer: Any) -> dict[str, Any]:
-        """Return the optimizer's statistics if they are due."""
+        """Return the optimizer's statistics if they are to be recorded at this step, else an empty dict."""
         step = int(trainer.state.global_step)
         if step > 1 and step % OPTIMIZER_STEPS:
             return {}
@@ -215,8 +215,9 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record the metrics that are new in this step. `only_new` compares names only, since comparing values may
-        wait for a device."""
+        """Record metrics that are new or changed at this step. With `only_new`, compare only names, since values may be
+        on a device.
+        """
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -237,9 +238,9 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        """Record the weights of this policy version when they first sample or score.
+        """Record the current policy version's weights when they are first used for sampling or scoring.
 
-        `adapted` restricts this to models with (True) or without (False) adapters.
+        If `adapted` is True, only models with adapters are recorded; if False, only models without.
         """
         if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
@@ -297,7 +298,7 @@ class TrainerHooks:
             recorder.add_contract(ROLLOUT, server_contract(trainer, self._server_info(trainer)))
 
     def _server_info(self, trainer: Any) -> Any:
-        """Return the configuration of a trainer's server; if that fails, note it and return None."""
+        """Return the configuration of a trainer's vLLM server. If it cannot be read, note the failure and return None."""
         try:
             return server_info(trainer)
         except (OSError, ValueError, KeyError) as error:
@@ -306,7 +307,7 @@ class TrainerHooks:
             )
 
     def _train_rows(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> TrainRows | None:
-        """Return the rows scored by a call that yields the `train` pass; None for other calls."""
+        """Return the rows of a scoring call if the call yields the `train` pass; None for other calls."""
         if call["model"] is getattr(trainer, "ref_model", None):
             return None
         if state.loss is not None:
@@ -331,7 +332,9 @@ class TrainerHooks:
         )
 
     def _tap(self, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> HeadTap | None:
-        """Return a tap if this call yields the `train` pass of rows whose distributions are recorded."""
+        """Return a head tap if the scoring call yields the `train` pass for rows whose distributions are recorded, else
+        None.
+        """
         if rows is None or not rows.captured.any():
             return None
         problem = HeadTap.problem(trainer, call["model"])
@@ -388,7 +391,7 @@ class TrainerHooks:
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
-            # RLOO discards the engine's logprobs, which are complete if the engine returned any.
+            # RLOO discards the engine's logprobs, so they are taken from the engine call. It has all of them, or none.
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:
@@ -405,7 +408,7 @@ class TrainerHooks:
             ROLLOUT,
             batch,
             logprobs=logprobs,
-            # Tool output was not sampled; the trainer fills it with 0.0.
+            # Tool output was not sampled, so it has no logprobs; the trainer fills in 0.0.
             scored_mask=tool_mask,
             policy_version=generation.policy_version,
             distribution=call.distribution(captured) if call is not None and captured else None,
@@ -434,7 +437,7 @@ class TrainerHooks:
             read = partial(scoring_contract, trainer, source="loss", grad=True)
             contract = self.session.record(Part.CONTRACTS, state.contract, CURRENT, read)
             version = int(trainer.state.global_step)
-            # Without a separate forward, the trainer's logprobs are the first ones that the loss used.
+            # Without a separate forward pass, the `train` pass consists of the first logprobs computed in the loss.
             has_train = loss.recorded.train_scored[loss.rows].any()
             made = [TRAIN] if loss.recorded.batch.split == EVAL_SPLIT else [CURRENT, TRAIN]
             for pass_name in made[:-1] if has_train else made:

@@ -49,11 +49,11 @@ POINTS = {
     "_compute_advantage": "sequences, rewards, advantages, rollout, train and reference logprobs",
     "_update_actor": "current logprobs",
 }
-"""Function of the trainer -> what is recorded from it."""
+"""Function of verl's trainer -> the data recorded from calls to it."""
 _LOGGED = "logged metrics"
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""Program of verl 0.8 with its own trainer."""
+"""Module of a program in verl 0.8 that defines a trainer of its own."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
@@ -112,7 +112,10 @@ def install_older(session: Session, module: Any) -> Patches:
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a trainer started with `python -m` under its module's name, so that it is hooked where Ray runs it."""
+    """Import a program started with `python -m` under its module name too.
+
+    Ray then runs the trainer from that module, where it is hooked.
+    """
     patches = Patches()
 
     def run_ppo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -141,12 +144,13 @@ class TrainerHooks:
         self.session = session
         self._is_fitting = False
         self._flushes = False
-        """True if Ray may kill this process without warning when the training ends."""
+        """True if Ray may kill this process without warning when training ends, so that records are flushed early."""
         self._is_last = False
-        """True if the training is about to end."""
+        """True from the training's last step on, if records are then to be flushed early."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
-        """Note on this version of verl; None if there is nothing to report."""
+        """Sentence about an untested version of verl or functions missing from it; None if there is nothing to report.
+        """
 
     def fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
@@ -155,7 +159,7 @@ class TrainerHooks:
         finally:
             self._is_fitting = False
             with self.session.guard("the end of the training"):
-                self.session.recorder.flush()  # Ray may kill this process at any time from here on
+                self.session.recorder.flush()  # From here on, Ray may kill this process at any time.
 
     def _begin(self, trainer: Any) -> None:
         self.session.begin_training()
@@ -194,7 +198,9 @@ class TrainerHooks:
     def compute_older_logprobs(
         self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Add the workers' forward columns to the batch of logprobs, so that they stay with their rows."""
+        """Copy the columns that describe workers' forward passes to the batch of logprobs, so that they stay with their
+        rows.
+        """
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -222,12 +228,12 @@ class TrainerHooks:
     ) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
-        # The asynchronous trainers have their own `fit`, which cannot be hooked under Ray.
+        # The asynchronous trainers define their own `fit`, which cannot be hooked under Ray.
         if not self._is_fitting:
             self._flushes = True
             self._begin(trainer)
         with self.session.guard("verl's batch"):
-            # Subclasses may train on samples of older weights.
+            # Subclasses may train on samples generated with older weights.
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
@@ -278,7 +284,9 @@ class TrainerHooks:
             self.session.note(_NOT_HOOKED.format(" and ".join(others), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
-        """Record the rows of a step; `values` returns a column of verl's as [B] arrays, or None if it is missing."""
+        """Record the rows in a step. `values` returns one of verl's columns by name, as one array per row; None if it
+        is missing.
+        """
         recorder, config, progress = self.session.recorder, trainer.config, progress_of(trainer)
         if not rows:
             return
@@ -302,7 +310,8 @@ class TrainerHooks:
         )
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            del passes[TRAIN]  # a copy of the rollout's; the trainer's own are the first logprobs in the loss
+            # `old_log_probs` copies the rollout here; the trainer's own logprobs are the first ones computed in the loss.
+            del passes[TRAIN]
         for pass_name, name in passes.items():
             logprobs = values(name)
             if logprobs is None:
@@ -313,14 +322,16 @@ class TrainerHooks:
                 recorded,
                 logprobs=logprobs,
                 entropy=values("entropy") if pass_name == TRAIN else None,
-                # Tool output was not sampled; verl fills it with 0.0.
+                # Tool output was not sampled, so it has no logprobs; verl fills in 0.0.
                 scored_mask=[mask.astype(bool) for mask in masks] if pass_name == ROLLOUT else None,
                 policy_version={ROLLOUT: None, TRAIN: progress.old_version, REFERENCE: None}[pass_name],
                 forward=forward_of(values(FORWARD_KEYS[pass_name])) if pass_name in FORWARD_KEYS else None,
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
-        """Return the contract declared by the process that computed a pass, or else one from the configuration."""
+        """Return the contract declared by the process that computed a pass. If none was declared, derive it from the
+        configuration.
+        """
         if pass_name not in self._contracts:
             folder = self.session.recorder.folder
             if pass_name == ROLLOUT:
@@ -334,7 +345,7 @@ class TrainerHooks:
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
-    """Return True if an engine's contract is for training and not for validation, which may sample differently."""
+    """Return True if an engine's contract has the sampling settings used in training; validation may use others."""
     given = contract.get("sampling") or {}
     top_k = {name: max(settings.get("top_k") or 0, 0) for name, settings in (("given", given), ("asked", asked))}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
@@ -354,7 +365,7 @@ def _workers_not_hooked(trainer: Any) -> list[str]:
 
 
 def _told(trainer: Any) -> dict[str, Any]:
-    """Return the information about an update that workers need."""
+    """Return the information that workers need about the actor's next update, such as its step and policy version."""
     progress = progress_of(trainer)
     return {
         "step": progress.step,
@@ -371,7 +382,7 @@ def _bypasses(config: Any) -> bool:
 
 
 def _declared_contract(folder: Path, pass_name: str, accepts: Callable[[Contract], bool]) -> Contract | None:
-    """Return the newest accepted contract of a pass in the trace; None without one."""
+    """Return the newest contract declared for a pass in the trace that `accepts` approves; None if there is none."""
     paths = sorted((folder / PASSES / pass_name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     store = Store(folder)
     contracts = (read_contract(store, pass_name, path.stem) for path in paths)

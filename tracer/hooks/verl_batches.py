@@ -1,6 +1,6 @@
 """Reads the batches of verl's trainers: rows in its TransferQueue, and RayPPOTrainer's padded tensors on the driver.
 
-Shapes: B rows, P padded prompt width, T response tokens in a row, or the padded width of responses.
+Shapes: B rows, P padded prompt width, T response tokens in a row, or the padded response width.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from .verl_forwards import FORWARD_KEYS, ROW_KEY
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns that exist before the advantages are computed. The mask is read before verl's rejection sampling removes
-tokens from it."""
+"""Columns read before advantages are computed. The mask must be read this early, since verl's rejection later removes
+tokens from it.
+"""
 ESTIMATED = ("advantages",)
-"""Columns that exist after the advantages are computed."""
+"""Columns read after advantages are computed."""
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
 """Column in the TransferQueue -> the same column of RayPPOTrainer."""
 
 UPDATE_KEY = "tim_trace_update"
-"""Key in the rows of an update under which workers find its step and policy version."""
+"""Key that recording adds to each row of an update; it tells workers the update's step and policy version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +39,12 @@ class Row:
     """Position of the row in verl's batch."""
     key: str
     oldest_weights: int | None
-    """Global step of the oldest weights that sampled part of the row; None if unknown."""
+    """Global step of the weights that sampled the row, or of the oldest ones if several did; None if unknown."""
     newest_weights: int | None
 
     @property
     def group_id(self) -> str:
-        """The uid that verl gave to the row's prompt."""
+        """verl's uid for the prompt, shared by all of the prompt's samples."""
         uid, *rest = self.key.rsplit("_", 2)
         return uid if len(rest) == 2 else self.key
 
@@ -67,7 +68,7 @@ def fetch(batch: Any, columns: Sequence[str]) -> Any:
 
 
 def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.ndarray] | None:
-    """Return one array per row of a nested or padded tensor; None if the column is missing."""
+    """Return a column as one array per row, from a nested or a padded tensor; None if the column is missing."""
     if name not in data.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
         return None
     parts = data[name].unbind()
@@ -75,7 +76,10 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B]: the value shared by a row's counted tokens, 0.0 if none counts; None if values differ within a row."""
+    """Return [B]: the single value of each row's unmasked tokens, or 0.0 if all are masked.
+
+    Return None instead if the values within any row differ.
+    """
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -86,7 +90,9 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """Return [B]: `stop` after an end token, `length` at the limit, else None; verl keeps no reasons."""
+    """Return [B] finish reasons: `stop` after an end token, `length` at the length limit, else None. verl itself keeps
+    none.
+    """
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
@@ -110,7 +116,8 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return the rows of a DataProto; keys are `<uid>_<sample>_0`, with the samples of a prompt counted in order.
+    """Return the rows of a DataProto. Their keys are `<uid>_<sample>_0`, where <sample> counts a prompt's samples in
+    order.
 
     `sampled_by` is the number of the weight transfer that sampled all rows, if known; otherwise it is read per row from
     the batch.
@@ -132,7 +139,7 @@ def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
 
 
 def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
-    """Return one array per row of a column [B, P] or [B, T], without padding; None if the column is missing."""
+    """Return a column [B, P] or [B, T] as one array per row, without padding; None if the column is missing."""
     name = _NAMES.get(name, name)
     if name not in batch.batch.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
         return None
@@ -145,7 +152,7 @@ def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
 
 
 def ride_along(batch: Any, told: dict[str, Any]) -> None:
-    """Attach the update and row numbers to the batch, for the workers that get parts of it."""
+    """Add the update's description and the row numbers to a batch, so that workers receive them with their rows."""
     import torch
 
     batch.meta_info[UPDATE_KEY] = told
@@ -153,7 +160,7 @@ def ride_along(batch: Any, told: dict[str, Any]) -> None:
 
 
 def get_off(batch: Any) -> None:
-    """Remove what `ride_along` attached."""
+    """Remove the columns that `ride_along` added to a batch."""
     batch.meta_info.pop(UPDATE_KEY, None)
     for name in (ROW_KEY, *FORWARD_KEYS.values()):
         batch.batch.pop(name, None)

@@ -1,5 +1,4 @@
-"""Contracts for verl's passes, and a description of verl's loss, read from a worker's engine and from the run's
-configuration."""
+"""Contracts for verl's passes, and verl's loss, read from a worker's engine and from the run's configuration."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ _ENGINE = (
     "sequence_parallel", "full_determinism", "pad_to_length", "pad_to_length_bucket", "entropy_from_logits_with_chunking",
     "reshard_after_forward",
 )  # fmt: skip
-"""Settings of a worker's engine, FSDP or Megatron, that can change a logprob."""
+"""Settings in a worker's engine configuration, FSDP or Megatron, that can change a logprob."""
 
 FSDP = ("fsdp", "fsdp2")
-"""Strategies that cast the parameters to the dtype of the forward."""
+"""Names of verl's strategies that cast parameters to the forward pass's dtype."""
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""verl's name of a dtype -> torch's."""
+"""verl's name for a dtype -> torch's name."""
 
 _AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -35,10 +34,10 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """Return the settings that determine the logprobs of a worker's engine.
+    """Return the settings that determine the logprobs computed by a worker's engine.
 
-    `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward); `dtype` is the dtype in
-    which the logprobs are returned; bfloat16 has a resolution of 0.031 nats at -4.
+    `source` is `recomputed` for a separate forward pass before the loss, or `loss` for the forward pass inside the
+    loss. `dtype` is the logprobs' dtype. It matters, since near -4 nats bfloat16 values are 0.031 nats apart.
     """
     settings = engine.engine_config
     model = _model(engine)
@@ -46,11 +45,11 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     rows, tokens = kind if grad else tuple(f"infer_{name}" for name in kind)
     is_fsdp = getattr(settings, "strategy", None) in FSDP
     cast = parameters = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
-    if is_fsdp and cast == "None":  # verl 0.7 autocasts to bfloat16, whatever the parameters are cast to
+    if is_fsdp and cast == "None":  # verl 0.7 autocasts to bfloat16, even if the parameters are cast to another dtype.
         precision = (getattr(settings, "mixed_precision", None) or {}).get("param_dtype", "bf16")
         cast, parameters = "bfloat16", _PRECISIONS.get(precision, precision)
     casts = {"parameters_dtype": parameters} if is_fsdp else {}
-    autocast = None if cast in ("None", "float32") else cast  # verl does not autocast in these cases
+    autocast = None if cast in ("None", "float32") else cast  # verl does not use autocast in these cases.
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -76,7 +75,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
 
 
 def configured_contract(config: Any) -> Contract:
-    """Return the trainer's contract from the run's configuration, if no worker declared one."""
+    """Return the trainer's contract derived from the run's configuration, for use if no worker declared one."""
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -88,7 +87,7 @@ def configured_contract(config: Any) -> Contract:
 
 
 def configured_rollout(config: Any) -> Contract:
-    """Return the engine's contract from the run's configuration, if the engine declared none."""
+    """Return the engine's contract derived from the run's configuration, for use if the engine declared none."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "engine": rollout.name,
@@ -124,7 +123,9 @@ def model_identity(engine: Any) -> dict[str, Any]:
 
 
 def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
-    """Return the policy's loss, and the settings that `Loss` has no field for; None for an unknown loss."""
+    """Return the policy's loss, and settings for which `Loss` has no field. If the loss is unknown, return None and no
+    settings.
+    """
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.get("rollout_correction") or {}
     mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), _AGGREGATIONS.get(actor.loss_agg_mode)
     if mode not in ("vanilla", "gspo") or aggregation is None:
@@ -154,7 +155,7 @@ def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
 
 
 def _model(engine: Any) -> Any:
-    """Return the engine's model, or its first part under Megatron's virtual pipeline."""
+    """Return the engine's model. Under Megatron's virtual pipeline parallelism, return the model's first chunk."""
     return engine.module[0] if isinstance(engine.module, (list, tuple)) else engine.module
 
 

@@ -1,6 +1,7 @@
-"""Compares the weights of verl's engine with the trainer's, in the worker that trains and transfers them.
+"""Compares the weights of verl's engine with the trainer's, in the worker that trains them and sends them to the
+engine.
 
-The engine is another process on the same machine, which reads its own copy when the worker requests it.
+The engine is another process on the same machine. It computes digests of its own copy when the worker asks for them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from .trainer_tensors import is_whole
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
-"""Name of the function added to vLLM's worker that writes digests of the weights it holds."""
+"""Name of the function that recording adds to vLLM's worker; it writes digests of the weights that worker holds."""
 
 NAIVE = "naive"
-"""verl's name for the weight transfer to an engine on the same devices."""
+"""Name of verl's weight transfer to an engine on the same devices."""
 
 _APART = (
     "the engine's weights are not compared: verl's checkpoint engine {} sends them to engines in other processes; "
@@ -35,19 +36,19 @@ _NOT_HELD = "the engine's own copy of its weights is not read: {}; the weights s
 
 
 class VerlEngineWeights(EngineWeights):
-    """Compares the weights of one verl worker and its engine, during transfers only."""
+    """Compares one verl worker's weights with its engine's. Weights are read only during transfers."""
 
     def __init__(self, session: Session):
         super().__init__(session)
         self._engine: Any = None
-        """verl's training engine, during a transfer."""
+        """verl's training engine while a weight transfer is running, else None."""
         self._newest: Any = None
-        """Training engine that made the newest transfer, until that transfer is recorded."""
+        """Training engine in the newest weight transfer, until the comparison is recorded; then None."""
         self._found: dict[str, int] = {}
         self._reads_held = True
 
     async def transfer(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a weight transfer, taking the trainer's digests before and the engine's after it."""
+        """Run a weight transfer. Take digests of the trainer's weights before it, and of the engine's weights after it."""
         self._start(worker)
         try:
             result = await original(worker, *args, **kwargs)
@@ -67,12 +68,14 @@ class VerlEngineWeights(EngineWeights):
         return original(adapter, *args, **kwargs)
 
     def export(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take digests of the tensors verl gathers as the trainer's own, if no process holds the model whole."""
+        """Use the tensors that verl gathers for the trainer's digests if the model is sharded, so that no process holds
+        it in full.
+        """
         weights, *rest = original(engine, *args, **kwargs)
         return self.gathered(weights) if self._engine is engine else weights, *rest
 
     def tell_of(self, step: int, version: int) -> None:
-        """Record the newest transfer under the version of its weights, unless it is already recorded."""
+        """Record the comparison for the newest weight transfer under its policy version, unless already recorded."""
         if self._newest is None:
             return
         self._version, self._trainer = version, self._newest
@@ -94,7 +97,7 @@ class VerlEngineWeights(EngineWeights):
             rollout = worker.config.rollout
             self._dtype = getattr(torch, str(rollout.dtype), None)
             self._device = torch.device(get_device_name())
-            # A quantised engine holds tensors of other shapes by design.
+            # A quantised engine's tensors have other shapes by design, so they are not compared.
             self._reads_held = not rollout.get("quantization")
             engine = worker.actor.engine
             self._own = {}
@@ -105,7 +108,7 @@ class VerlEngineWeights(EngineWeights):
             self._engine = self._newest = self._trainer = engine
 
     async def _look(self, worker: Any) -> None:
-        """Have the engine write digests of the weights it holds, if they are due."""
+        """Ask the engine for digests of the weights it holds, if they are to be read after this transfer."""
         with self._guard():
             own = read_digests(self._own)
             self._last |= read_digests(self._given)
@@ -132,7 +135,7 @@ def install(session: Session, module: Any) -> None:
 
 
 def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Write the digests of the weights the model holds to a file; runs in vLLM's worker, and only rank 0 writes."""
+    """Write digests of the model's weights to a file. Runs in every vLLM worker; only rank 0 writes."""
     if worker.rank:
         return
     model, dtype = worker.model_runner.model, worker.model_runner.vllm_config.model_config.dtype
@@ -142,7 +145,7 @@ def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) 
 
 
 async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s: float) -> dict[str, int]:
-    # verl's server does not return a worker's result, so it comes in a file.
+    # verl's server does not return a worker's result, so the digests are passed in a file.
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as folder:
         path = Path(folder) / "held.json"
         await rollout._execute_method(ASKED, timeout=timeout_s, kwargs={"path": str(path), "shapes": shapes})
@@ -166,13 +169,13 @@ def _inner(engine: Any) -> Any:
 
 
 def _has_one_rank(model: Any) -> bool:
-    """Return True if a sharded model has a single shard."""
+    """Return True if a model is sharded over a single rank, which therefore holds every tensor in full."""
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model_parameters(model)]
     return all(mesh is not None and mesh.size() == 1 for mesh in meshes)
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield a whole model's tensors under the names verl sends them by, in the form of `trainer_tensors`."""
+    """Yield an unsharded model's tensors under the names that verl sends them under, in the form of `trainer_tensors`."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -1,4 +1,4 @@
-"""The rows in each forward pass of a verl engine, read from the engine's micro-batches.
+"""Rows in each forward pass of a verl engine, read from the engine's micro-batches.
 
 Shapes: B rows in a worker's batch.
 """
@@ -16,17 +16,18 @@ from ..rows import Forward
 from .verl_contract import FSDP
 
 ROW_KEY = "tim_trace_row"
-"""Key in a worker's batch for the row indices of a shuffled micro-batch."""
+"""Key that recording adds to a worker's batch. It holds the row indices in a shuffled micro-batch."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Pass recorded by the driver -> column of the workers' output with `Forwards.column`."""
+"""Pass recorded by the driver -> column in the workers' output that holds the result of `Forwards.column`."""
 
 
 class Forwards:
-    """The forward passes in one engine call: each row's forward pass, its position there, the number of rows there,
-    and the padding after the row."""
+    """Forward passes in one engine call. For each row: its forward pass, its position in the pass, the number of rows
+    in the pass, and the padding after the row.
+    """
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
-        """`numbers` yields the numbers of this process's forwards."""
+        """`numbers` yields the numbers to give to this process's forward passes."""
         self._engine = engine
         self._numbers = numbers
         self._of_row: dict[int, tuple[int, int, int, int]] = {}
@@ -37,8 +38,8 @@ class Forwards:
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        """Store the rows of micro-batches, one forward each."""
-        # The driver records rows of several processes, which all count from 0.
+        """Store the rows in each micro-batch. Each micro-batch is one forward pass."""
+        # The driver records rows from several processes, each of which numbers its forward passes from 0.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
             rows = part[ROW_KEY].tolist()
@@ -51,7 +52,10 @@ class Forwards:
                 self._of_row[int(row)] = (number, place, len(rows), after)
 
     def _tail(self, num_tokens: int) -> int:
-        """Return the padding tokens after packed rows: up to the next bucket, then the next multiple of Ulysses' ranks."""
+        """Return the number of padding tokens after packed rows.
+
+        Rows are padded to the next bucket size, then to the next multiple of the number of Ulysses ranks.
+        """
         engine, width = self._engine, num_tokens
         settings = engine.engine_config
         bucket = getattr(settings, "pad_to_length_bucket", 1) if getattr(engine, "pad_to_length", False) else 1
@@ -60,27 +64,32 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return a tensor [B, 4] int64: each row's forward, position, rows and padding; None if a row was in no forward."""
+        """Return a tensor [B, 4] int64: each row's forward pass, position, number of rows and padding.
+
+        Return None if any row was in no forward pass.
+        """
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
         return torch.tensor(found, dtype=torch.int64) if len(found) == num_rows else None
 
     def of(self, rows: Sequence[int]) -> Forward | None:
-        """Return the forward passes that these rows were in; None if a row was in none."""
+        """Return the forward passes of the given rows; None if any row was in no forward pass."""
         known = all(int(row) in self._of_row for row in rows)
         return forward_of([np.array(self._of_row[int(row)]) for row in rows]) if known else None
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return the number of tokens per padded row that attention sees; verl before 0.8 uses this mask's width."""
+    """Return settings with the number of tokens per padded row that attention sees. In verl before 0.8 it is the loss
+    mask's width.
+    """
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}
 
 
 def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
-    """Return the forward passes stored in a worker's column, which has an array [4] per row."""
+    """Return the forward passes described by a worker's column, which holds an array [4] per row."""
     if values is None or not len(values):
         return None
     ids, places, rows, after = np.stack(values).astype(np.int64).T

@@ -1,4 +1,4 @@
-"""A verl trainer's progress: the step that verl logs, and policy versions, counted in updates of the actor."""
+"""Progress of a verl trainer: the step that verl logs, and policy versions counted in actor updates."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The state of training at the next update of the actor, or during the passes before that update."""
+    """Step and policy versions for the actor's next update and for the passes computed before it."""
 
     step: int
     version: int
-    """Number of updates in the trainer's weights."""
+    """Number of actor updates that the trainer's weights have had."""
     old_version: int
-    """Number of updates in the weights with which verl computes `old_log_probs`."""
+    """Number of actor updates in the weights with which verl computes `old_log_probs`."""
     updates_a_transfer: int
-    """Number of updates between two weight transfers to the engine."""
+    """Number of actor updates between two weight transfers to the engine."""
     transfers_ahead: int = 0
-    """Offset of verl's transfer number from the actual number of transfers."""
+    """Difference between verl's transfer number and the actual number of transfers."""
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return the number of updates in the weights of a transfer, given verl's number of the transfer."""
+        """Return the number of actor updates in the weights sent by a transfer. `transfer` is verl's number for it."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
@@ -33,7 +33,7 @@ def progress_of(trainer: Any) -> Progress:
     step = int(trainer.global_steps)
     updates, done = int(getattr(trainer, "parameter_sync_step", 1)), int(getattr(trainer, "local_trigger_step", 0))
     begin = (step - 1) * updates
-    # v1's separate_async computes them with the weights at the beginning of the step.
+    # v1's separate_async computes `old_log_probs` with the weights from the beginning of the step.
     is_separate = hasattr(trainer, "standalone_checkpoint_manager")
     return Progress(
         step=step,
@@ -46,7 +46,10 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """Return the progress of FullyAsyncTrainer, whose global_steps counts updates, from 1, and which logs transfers as steps."""
+    """Return the progress of verl's FullyAsyncTrainer.
+
+    This trainer's global_steps counts actor updates, from 1, and the steps that it logs are weight transfers.
+    """
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps
@@ -60,5 +63,5 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 
 
 def _is_one_step_off(trainer: Any) -> bool:
-    """Return True if weights are transferred after the step counter is incremented."""
+    """Return True if the trainer transfers weights after incrementing its step counter, as OneStepOffRayTrainer does."""
     return any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)

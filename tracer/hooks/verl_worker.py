@@ -1,6 +1,6 @@
-"""Records verl's workers: the logprobs inside the loss, and the settings that determine a worker's logprobs.
+"""Records verl's workers: the logprobs computed in the loss, and the settings that determine a worker's logprobs.
 
-Shapes: B rows that this worker has in one update, T padded response width.
+Shapes: B rows that this worker trains on in one update, T padded response width.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ _OTHER_STRATEGY = (
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """Rows that this worker trains on in one update of the actor."""
+    """Rows that one worker trains on in a single actor update."""
 
     batch: Batch
     lengths: np.ndarray
     """[B] number of response tokens in each of verl's rows."""
     places: dict[int, int]
-    """Row number in verl's batch -> row number in `batch`; verl's padding rows are left out."""
+    """Index of a row in verl's batch -> its index in `batch`, which leaves out verl's padding rows."""
     policy_version: int
     is_last: bool
-    """True for the last update of the training."""
+    """True if this is the last update in the training."""
     is_train: bool
-    """True if the loss's first logprobs are the `train` pass, since verl computed none before."""
+    """True if the first logprobs computed in the loss are recorded as the `train` pass, since verl computes none before
+    the loss.
+    """
     num_mini_batches: int = 0
     engine: Any = None
-    """The training engine; None if another process records the same rows."""
+    """verl's training engine; None if another process records the same rows."""
     train_scored: set[int] = field(default_factory=set)
 
 
@@ -95,7 +97,7 @@ class WorkerHooks:
     def __init__(self, session: Session):
         self.session = session
         self.account = VerlEngineWeights(session)
-        """The comparison between this worker's weights and those of the engine that receives them."""
+        """Comparison between this worker's weights and those of the engine that receives them."""
         self._update: Update | None = None
         self._is_training = False
         self._declared: set[str] = set()
@@ -103,13 +105,13 @@ class WorkerHooks:
         self._contract: Contract | None = None
         self._weights = KeptWeights(session)
         self._forwards: Forwards | None = None
-        """Forward passes in the engine's current call; None outside of a call."""
+        """Forward passes in the training engine's current call; None outside a call."""
         self._attended: dict[str, int] = {}
         self._numbers = count()
-        """Counter that numbers this process's forward passes."""
+        """Iterator over the numbers given to this process's forward passes."""
 
     def fetch(self, original: Callable[..., Any], meta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Number the rows of an update as they arrive from the TransferQueue."""
+        """Fetch an update's rows from the TransferQueue, and add row numbers to them."""
         data = original(meta, *args, **kwargs)
         told = (getattr(meta, "extra_info", None) or {}).get(UPDATE_KEY)
         if told is not None:
@@ -121,7 +123,7 @@ class WorkerHooks:
 
     def update(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         told = plain(data.get(UPDATE_KEY, None)) if hasattr(data, "batch_size") else None
-        if told is not None:  # verl's older trainer passes the rows themselves
+        if told is not None:  # verl's older trainer passes the rows themselves, not their keys.
             data.pop(UPDATE_KEY)
             if self.session.is_recording:
                 with self.session.guard("current logprobs"):
@@ -142,7 +144,7 @@ class WorkerHooks:
 
     def mini_batch(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # Before this, parameters may be offloaded (param_offload).
+            # Only from here on are parameters certain to be loaded, since param_offload may have moved them away.
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)
@@ -164,7 +166,7 @@ class WorkerHooks:
             self._scoring = None
 
     def infer(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward without a loss, recording its rows and contract."""
+        """Run a forward pass without a loss, and record its rows and contract."""
         asked = {name: data.get(name, None) for name in ("temperature", "no_lora_adapter")}
         is_heard = self._scoring is not None and self.session.is_recording and Forwards.are_known(worker.engine)
         if is_heard and hasattr(data, "batch_size"):
@@ -178,7 +180,7 @@ class WorkerHooks:
             if is_heard:
                 data.pop(ROW_KEY, None)
         if self._scoring is not None and output is not None and self.session.is_recording:
-            # The actor without its adapter is the reference.
+            # The actor with its adapter disabled serves as the reference model.
             pass_name = REFERENCE if plain(asked["no_lora_adapter"]) else self._scoring
             with self.session.guard("the contract of the trainer's logprobs"):
                 self._declare(worker.engine, pass_name, plain(asked["temperature"]), output["log_probs"].dtype)
@@ -186,11 +188,12 @@ class WorkerHooks:
                 with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
                     column = forwards.column(output.batch_size[0])
                     if column is not None:
-                        output[FORWARD_KEYS[pass_name]] = column  # for the driver, which records this pass
+                        # The driver records this pass, and reads this column for it.
+                        output[FORWARD_KEYS[pass_name]] = column
         return output
 
     def micro_batches(self, original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record the rows of an engine's micro-batches."""
+        """Split a batch into micro-batches, and store which rows each micro-batch holds."""
         made = original(data, *args, **kwargs)
         if self._forwards is not None:
             with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
@@ -203,7 +206,7 @@ class WorkerHooks:
         return made
 
     def _listen(self, engine: Any) -> None:
-        """Start recording which rows are in each forward pass, if the engine pads rows as verl's FSDP engine does."""
+        """Start storing the rows in each forward pass, if the engine pads rows as verl's FSDP engine does."""
         if Forwards.are_known(engine):
             self._forwards = Forwards(engine, self._numbers)
 
@@ -224,7 +227,7 @@ class WorkerHooks:
         return self._update_of(data, told, rows, lengths)
 
     def _update_of(self, data: Any, told: dict[str, Any], rows: list[tuple[int, str]], lengths: np.ndarray) -> Update:
-        """Return the update of rows (position in `data`, key) with [B] response lengths."""
+        """Return the update for the given rows, each a pair (position in `data`, key), with [B] response lengths."""
         self._begin_training()
         data[ROW_KEY] = _arange(len(lengths))
         recorder = self.session.recorder
@@ -242,7 +245,7 @@ class WorkerHooks:
         )
 
     def _keep_weights(self, engine: Any, version: int) -> None:
-        """Record the weights before an update changes them."""
+        """Record the current weights before an actor update changes them."""
         strategy = getattr(engine.engine_config, "strategy", None)
         if strategy in FSDP:
             self._weights.keep(version, engine.module, is_first=engine.get_data_parallel_rank() == 0)
@@ -250,7 +253,9 @@ class WorkerHooks:
             self.session.note(_OTHER_STRATEGY.format(strategy))
 
     def _keep(self, is_last: bool) -> None:
-        """Flush or seal the records so far: Ray may kill workers at any time."""
+        """Flush the records already written, or seal them after the last update, since Ray may kill workers at any
+        time.
+        """
         if is_last:
             self.session.seal()
         else:
@@ -258,7 +263,7 @@ class WorkerHooks:
                 self.session.recorder.flush(weights=False)
 
     def _begin_training(self) -> None:
-        """Join the driver's training attempt."""
+        """Assign this worker's records to the driver's training attempt."""
         if not self._is_training:
             self._is_training = True
             self.session.begin_training()
@@ -286,7 +291,7 @@ class WorkerHooks:
                 dtype=output["log_probs"].dtype,
             ) | self._attended  # fmt: skip
             if update.is_train and not update.engine.get_data_parallel_rank():
-                recorder.describe(model=model_identity(update.engine))  # no earlier pass described it
+                recorder.describe(model=model_identity(update.engine))  # No earlier pass has described this engine.
         for pass_name in (CURRENT, TRAIN) if is_first else (CURRENT,):
             recorder.add_contract(pass_name, self._contract)
             recorder.add_scores(
@@ -296,13 +301,15 @@ class WorkerHooks:
                 logprobs=logprobs_BT,
                 entropy=entropy_BT,
                 attention_mask=right_padded(logprobs_BT.shape[1], update.lengths[numbers[kept]]),
-                # Weights change within an update, but versions count whole updates.
+                # Weights change at each mini-batch within an update, but policy versions count whole updates.
                 policy_version=update.policy_version if update.num_mini_batches == 0 else None,
                 forward=None if self._forwards is None else self._forwards.of(numbers[kept].tolist()),
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record the contract of a pass that the driver records, once, in one of the processes that compute it."""
+        """Record the contract for a pass that the driver records. It is recorded once, by one of the processes that
+        compute the pass.
+        """
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)
@@ -318,7 +325,7 @@ class WorkerHooks:
 
 
 def keys_of(meta: Any) -> list[str]:
-    """Return the keys of a worker's rows, from the TransferQueue if the driver left them out."""
+    """Return the keys of a worker's rows. They are read from the TransferQueue if the driver did not pass them."""
     if hasattr(meta, "keys"):
         return list(meta.keys)
     from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
@@ -333,5 +340,5 @@ def _arange(length: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Unwrap a non-tensor value of a TensorDict."""
+    """Return the plain Python value behind a TensorDict's non-tensor entry."""
     return getattr(value, "data", value)

@@ -1,4 +1,4 @@
-"""The tested versions of the hooked libraries, and the note that is shown for other versions."""
+"""Tested versions of the hooked libraries, and the sentence reported for other versions."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ TESTED: Mapping[str, Sequence[str]] = {
     "verl": ("0.9",),
     "vllm": ("0.17", "0.27", "0.32"),
 }
-"""Library -> tested releases, major.minor, as in `make matrix`."""
+"""Library -> its tested releases as major.minor, the same that `make matrix` runs."""
 
 
 def untested(library: str, version: str) -> bool:
-    """Return True if a release is untested."""
+    """Return True if the given version of a library belongs to an untested release."""
     return ".".join(version.split("+")[0].split(".")[:2]) not in TESTED[library]
 
 
 def tested_releases(library: str) -> str:
-    """Return the tested releases for use in a sentence."""
+    """Return a library's tested releases as text for use in a sentence."""
     return ", ".join(f"{release}.x" for release in TESTED[library])
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence on a release that is untested or lacks a hooked function; None if there is nothing to report.
+    """Return a sentence if a library's release is untested or lacks a hooked function, else None.
 
-    `missing` maps each missing function to what is recorded from it.
+    `missing` maps each missing function to the data that would be recorded from it.
     """
     if not missing and not untested(library, version):
         return None

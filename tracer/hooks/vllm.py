@@ -1,6 +1,6 @@
-"""Records the results of vLLM, in the process that calls `LLM.generate` or `LLM.chat`.
+"""Records vLLM's offline engine, in the process that calls `LLM.generate` or `LLM.chat`.
 
-Shapes: T response tokens, K kept tokens, V vocabulary.
+Shapes: T response tokens, K tokens kept per position, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POINTS = {
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-"""Functions of vLLM's LLM class that sample but are not recorded."""
+"""Functions of `LLM` that also sample, but whose samples are not recorded."""
 
 _NO_ROUTING = (
     "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "
@@ -63,7 +63,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class EngineHooks:
-    """Base class of the hooks of vLLM's engines. Callers get the same results as without hooks."""
+    """Base class for hooks around vLLM's engines. Callers get the same results as without hooks."""
 
     def __init__(self, session: Session):
         self.session = session
@@ -71,14 +71,14 @@ class EngineHooks:
         self._described = False
 
     def _known_contract(self, key: Any, read: Callable[[], Contract]) -> tuple[Contract, bool]:
-        """Return a contract, and True if it is new; the same `key` gives the same object."""
+        """Return the contract stored under `key`, and True if it is new. The same `key` always gives the same object."""
         is_new = key not in self._contracts
         if is_new:
             self._contracts[key] = read()
         return self._contracts[key], is_new
 
     def _describe(self, config: Any, get_tokenizer: Callable[[], Any]) -> None:
-        """Describe, once, a run that no trainer describes. `config` is the engine's model_config."""
+        """Record the run's description once, if no trainer does so. `config` is the engine's model_config."""
         if not self._described:
             self._described = True
             self.session.record(Part.TEXTS, self._describe_engine, config, get_tokenizer)
@@ -138,7 +138,9 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Callable[..., Any], llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Request the sampled tokens' logprobs, and the distributions of captured rows."""
+        """Return the call's arguments, changed to request the logprobs that recording needs, and the caller's own
+        request per prompt.
+        """
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -152,7 +154,7 @@ class OfflineHooks(EngineHooks):
         if len(each) != rows or any(not hasattr(p, "logprobs") for p in each):
             return {}, []
         captured = self._captured(rows)
-        # Requests mostly share one parameter object, so each (object, captured) is handled once.
+        # Most requests share one parameter object, so each pair (object, captured) is handled only once.
         known: dict[tuple[int, bool], tuple[Any, Requested]] = {}
         for old, keep in zip(each, captured, strict=True):
             if (id(old), keep) not in known:
@@ -166,7 +168,7 @@ class OfflineHooks(EngineHooks):
         return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
-        """Return, for each prompt in a call, True if the prompt's distributions are recorded."""
+        """Return one bool per prompt in a call: True if the prompt's distributions are recorded."""
         capture = self.session.capture
         generation: Generation | None = self.session.generation
         if not capture.dense:
@@ -210,9 +212,9 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Cut every completion's logprobs down to what the caller requested.
+    """Reduce every completion's logprobs to those that the caller requested.
 
-    Return the engine's logprobs per completion, or None if the caller gets the same.
+    Return the engine's full logprobs, one entry per completion, or None if the caller requested the same logprobs.
     """
     if not any(wish.changed for wish in requested):
         return None

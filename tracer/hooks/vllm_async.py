@@ -1,6 +1,7 @@
 """Records vLLM's serving engine, in the process that calls `AsyncLLM.generate`.
 
-Under verl the driver records the sequences, and the engine's process only declares the contract of their logprobs.
+Under verl, the driver records the sequences; the engine's process only records the contract that their logprobs were
+computed under.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from .vllm_contract import Conditions, async_contract, sampling_settings
 from .vllm_logprobs import DELTA, Requested, asking, cut_down, room_for
 
 ABORT, ERROR = "abort", "error"
-"""vLLM's finish reasons for a request ended by its caller, or by an error."""
+"""vLLM's finish reasons for a request that its caller aborted, or that an error ended."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
-"""Calls that change the engine's model: verl's excludes vocabulary padding from the softmax."""
+"""Calls by which a caller changes the engine's model. verl uses one to exclude vocabulary padding from the softmax."""
 
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
-"""Module imported in processes in which verl samples."""
+"""Module whose import shows that verl samples in this process."""
 
 POINTS = {
     "__init__": "room for captured distributions",
@@ -73,7 +74,7 @@ def install(session: Session, module: Any) -> Patches:
 class AsyncEngineHooks(EngineHooks):
     """Hooks around the functions of `AsyncLLM`.
 
-    A step is a wave of requests: it begins with a request while no other is running.
+    A step is a wave of overlapping requests. A new step begins with a request that arrives while no other is running.
     """
 
     def __init__(self, session: Session):
@@ -95,7 +96,7 @@ class AsyncEngineHooks(EngineHooks):
             return original(engine, *args, **kwargs)
         try:
             call = arguments(original, engine, *args, **kwargs)
-        except TypeError:  # the caller's own error, which the original raises too
+        except TypeError:  # The caller's arguments are wrong: the original function raises the error.
             return original(engine, *args, **kwargs)
         if _is_verl():
             with self.session.guard("the contract of vLLM's rollouts"):
@@ -114,7 +115,7 @@ class AsyncEngineHooks(EngineHooks):
     async def _recorded(
         self, original: Callable[..., Any], engine: Any, call: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Pass on the engine's outputs, and record the request when it has ended."""
+        """Yield the engine's outputs to the caller, and record the request when it has ended."""
         request: AsyncRequest | None = None
         with self.session.guard("vLLM's rollouts"):
             call, request = self._begin(call)
@@ -140,7 +141,9 @@ class AsyncEngineHooks(EngineHooks):
             await outputs.aclose()
 
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
-        """Request the sampled tokens' logprobs, and the distributions of a captured request."""
+        """Return the call changed to request the sampled tokens' logprobs, and distributions if captured, with the
+        request to record.
+        """
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
             self.session.note(_STREAMED)
@@ -190,13 +193,17 @@ class AsyncEngineHooks(EngineHooks):
         self.session.recorder.add_contract(ROLLOUT, contract)
 
     def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:
-        """Return the engine's contract, and True if it is new; the same object while nothing in it changes."""
+        """Return the engine's contract, and True if it is new. The same object is returned as long as nothing in it
+        changes.
+        """
         key = (id(engine), sampling_settings(params, of_request=False), conditions)
         read = partial(async_contract, engine, params, self._model_patches.get(engine, []), conditions)
         return self._known_contract(key, read)
 
     def _declare(self, engine: Any, params: Any, lora_request: Any) -> None:
-        """Record the contract, once per sampling settings, before the caller gets the first rollout."""
+        """Record the engine's contract once for each set of sampling settings, before the caller receives the first
+        rollout.
+        """
         contract, is_new = self._contract(engine, params, Conditions.of([params], lora_request))
         if is_new:
             self.session.recorder.add_contract(ROLLOUT, contract)
@@ -205,7 +212,9 @@ class AsyncEngineHooks(EngineHooks):
 
 @dataclass(slots=True, kw_only=True)
 class GivenCompletion:
-    """One completion, as far as the caller received it. An output that is not a delta replaces earlier ones."""
+    """The part of one completion that the caller has received. Delta outputs are appended to it; any other output
+    replaces it.
+    """
 
     index: int
     num_tokens: int = 0
@@ -224,7 +233,7 @@ class GivenCompletion:
         return None if self.positions is None else self.positions[: self.num_tokens]
 
     def add(self, completion: Any, logprobs: Any) -> None:
-        """Append the tokens of a delta and the engine's logprobs for them."""
+        """Append the tokens in a delta output, and the engine's logprobs for them."""
         self.tokens = [*self.tokens] if self.num_tokens == 0 else self.tokens
         self.tokens.extend(completion.token_ids)
         if logprobs is not None:
@@ -233,12 +242,12 @@ class GivenCompletion:
         self.num_tokens = len(self.tokens)
 
     def replace(self, completion: Any, logprobs: Any) -> None:
-        """Replace all tokens received before, and the engine's logprobs for them."""
+        """Replace the completion's tokens and the engine's logprobs by those in an output."""
         self.tokens, self.positions, self.num_tokens = completion.token_ids, logprobs, len(completion.token_ids)
 
 
 class AsyncRequest:
-    """A request that the engine is processing, with the completions received for it."""
+    """A request that the engine is running."""
 
     def __init__(self, *, name: str, step: int, requested: Requested, conditions: Conditions):
         self.name = name
@@ -250,11 +259,11 @@ class AsyncRequest:
         self._completions: dict[int, GivenCompletion] = {}
 
     def give(self, output: Any) -> list[tuple[Any, Any]]:
-        """Cut an output down to what the caller requested; return its completions, each with the engine's logprobs."""
+        """Reduce an output to what the caller requested. Return its completions, each with the engine's full logprobs."""
         return [(completion, cut_down(completion, self.requested)) for completion in output.outputs]
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Add an engine output to the request's completions."""
+        """Add the completions in an output to those received earlier."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
@@ -262,18 +271,18 @@ class AsyncRequest:
             held.finish_reason = completion.finish_reason
 
     def end(self, reason: str) -> None:
-        """End the request, giving this finish reason to unfinished completions."""
+        """Set the given finish reason on all unfinished completions."""
         for held in self._completions.values():
             held.finish_reason = held.finish_reason or reason
 
     @property
     def outputs(self) -> list[GivenCompletion]:
-        """The completions that have at least one token, or that ended normally without any."""
+        """Completions that have at least one token, or that ended normally without any."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
 
     def call(self, capture: Capture) -> EngineCall:
-        """Return the request as an engine call with these completions."""
+        """Return the request and its completions as an engine call that can be recorded."""
         return EngineCall(outputs=[self], requested=[self.requested], given=None, capture=capture)
 
 

@@ -33,19 +33,19 @@ _CONFIGS: Mapping[str, tuple[str, ...]] = {
     "speculative_config": ("method", "model", "num_speculative_tokens"),
     "load_config": ("load_format",),
 }  # fmt: skip
-"""Part of vLLM's configuration -> settings that can change a logprob."""
+"""Section of vLLM's configuration -> its settings that can change a logprob."""
 
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "max_tokens", "n",
 )  # fmt: skip
 _OF_REQUEST = ("max_tokens", "seed", "n")
-"""Settings that can differ between requests to a serving engine."""
+"""Sampling settings that can differ between requests to a serving engine, so they are left out of its contract."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Properties of a call's requests, other than sampling settings, that determine its logprobs."""
+    """Properties of an engine call's requests, other than sampling settings, that affect the logprobs."""
 
     adapters: tuple[tuple[str, int, str], ...] = ()
     """Name, number and path of each LoRA adapter."""
@@ -55,7 +55,8 @@ class Conditions:
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
         """Return the conditions of a call. `lora_requests` is the caller's argument: None, one request, or one per
-        prompt."""
+        prompt.
+        """
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
         return cls(
             adapters=tuple(
@@ -68,7 +69,7 @@ class Conditions:
 
     @property
     def sentences(self) -> list[str]:
-        """Notes on what is not recorded for rollouts under these conditions."""
+        """Return one sentence for each property of these requests that is not recorded."""
         found = [
             f"weights of the LoRA adapter {name} of vLLM's requests are not recorded: the rollouts' contract has its name and path"
             for name, _, _ in self.adapters
@@ -91,7 +92,9 @@ _GRAMMAR = (
 
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
-    """Return what determines the logprobs of vLLM's offline engine: versions, arguments, configuration, sampling."""
+    """Return the settings that determine the logprobs from vLLM's offline engine: versions, arguments, configuration,
+    sampling.
+    """
     config = getattr(llm.llm_engine, "vllm_config", None)
     return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
@@ -104,10 +107,12 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """Return what determines the logprobs of vLLM's serving engine, which runs in other processes, so that its
-    kernels are unknown.
+    """Return the settings that determine the logprobs from vLLM's serving engine.
 
-    `model_patches` are the calls with which the caller changed the engine's model. Settings of single requests are left out.
+    The engine runs in other processes, so its kernels are unknown.
+
+    `model_patches` are the calls by which the caller changed the engine's model. Settings that can differ between
+    requests are left out.
     """
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,
@@ -137,7 +142,9 @@ def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
 
 
 def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[str, Any], ...]:
-    """Return a request's sampling settings by name; without `of_request` only those shared by all requests."""
+    """Return a request's sampling settings by name. If `of_request` is False, return only the settings shared by all
+    requests.
+    """
     names = _SAMPLING if of_request else [name for name in _SAMPLING if name not in _OF_REQUEST]
     return tuple((name, getattr(params, name, None)) for name in names)
 
@@ -157,7 +164,7 @@ def _settings(config: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
 
 
 def _said(value: Any) -> Any:
-    """Convert a setting for JSON."""
+    """Convert a setting to a value that JSON can hold."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
@@ -192,7 +199,10 @@ def _model_class(llm: Any) -> str | None:
 
 
 def _device(config: Any) -> str | None:
-    """Return the engine's device. vLLM names a GPU, since torch would initialize CUDA, which prevents forking."""
+    """Return the engine's device.
+
+    The name of a GPU comes from vLLM: asking torch would initialize CUDA, after which the process cannot fork.
+    """
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)
@@ -200,6 +210,6 @@ def _device(config: Any) -> str | None:
         return None if device is None else environment.device_name(device)
     from vllm.platforms import current_platform
 
-    if type(current_platform).__name__.startswith("NonNvml"):  # Jetson: vLLM itself queries torch
+    if type(current_platform).__name__.startswith("NonNvml"):  # On Jetson, vLLM gets the name from torch.
         return "cuda"
     return f"cuda {current_platform.get_device_name(torch.device(device).index or 0)}"

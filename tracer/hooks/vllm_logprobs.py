@@ -1,4 +1,4 @@
-"""Reads vLLM's logprobs as numbers, and cuts them down to what the caller requested."""
+"""Reads vLLM's logprobs as numbers, and reduces them to those that the caller requested."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30
-"""Value for vLLM's `max_logprobs` that is larger than any vocabulary; -1 would disable other engine features."""
+"""Value for the engine's `max_logprobs` that is larger than any vocabulary. The value -1, no limit, would disable other
+engine features.
+"""
 
 DELTA = "DELTA"
-"""vLLM's output kind in which each output holds only new tokens. vLLM joins waiting outputs by position, which loses
-flat logprobs."""
+"""Name of vLLM's output kind in which each output holds only new tokens. vLLM joins waiting outputs by position, which
+loses flat logprobs.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Requested:
-    """The logprob options that the caller gave for one request."""
+    """The logprobs and output options that the caller set for one request."""
 
     params: Any
     logprobs: int | None
     flat: bool
     changed: bool = False
-    """True if more was requested from the engine than the caller wanted."""
+    """True if recording requests more from the engine than the caller did."""
     captured: bool = False
 
     @classmethod
@@ -39,7 +42,8 @@ class Requested:
 
 
 def asking(params: Any, capture: Capture | None) -> Any:
-    """Return sampling parameters that request enough logprobs; the same object if they already do.
+    """Return sampling parameters that request the logprobs needed for recording. If `params` already does, return the
+    same object.
 
     `capture` is given for a request whose distributions are recorded.
     """
@@ -56,14 +60,16 @@ def asking(params: Any, capture: Capture | None) -> Any:
 
 
 def room_for(capture: Capture, given: int) -> int:
-    """Return the `max_logprobs` needed to capture distributions; `given` is the engine's own."""
+    """Return the `max_logprobs` that the engine needs to capture distributions. `given` is the value that the engine
+    would use otherwise.
+    """
     if not capture.dense or given == ALL_LOGPROBS:
         return given
     return max(ROOM_FOR_ALL if capture.level == "logits" else capture.k or 1, given)
 
 
 def cut_down(completion: Any, requested: Requested) -> Any:
-    """Cut a completion's logprobs down to what the caller requested; return the engine's."""
+    """Reduce a completion's logprobs to those that the caller requested. Return the engine's full logprobs."""
     given = completion.logprobs
     if requested.changed:
         completion.logprobs = as_requested(given, completion.token_ids, requested)
@@ -74,15 +80,17 @@ def cut_down(completion: Any, requested: Requested) -> Any:
 
 def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
     """Return the logprob of each sampled token; NaN stays NaN."""
-    if hasattr(logprobs, "start_indices"):  # flat: the sampled token comes first at each position
+    if hasattr(logprobs, "start_indices"):  # In vLLM's flat container, the sampled token comes first at each position.
         return [logprobs.logprobs[start] for start in logprobs.start_indices]
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
 
 
 def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
-    """Return the captured arrays of one completion: top-K with its tail, or the logprobs of the whole vocabulary.
+    """Return the captured arrays for one completion: the top K with the tail's mass, or logprobs over the whole
+    vocabulary.
 
-    The tail's mass is 1 minus the sum of K float32 probabilities: accurate to about 1e-7, and -inf below that.
+    The tail's mass is 1 minus the sum of K float32 probabilities. It is accurate to about 1e-7; the log of a smaller
+    mass is -inf.
     """
     if logprobs is None or not len(logprobs):
         return None
@@ -100,7 +108,7 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
 
 
 def gathered(parts: Sequence[dict[str, np.ndarray] | None]) -> TopK | Logits | None:
-    """Concatenate the distributions of several rows."""
+    """Return the distributions of several rows, concatenated. Rows without one are skipped; None if no row has one."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
@@ -109,10 +117,13 @@ def gathered(parts: Sequence[dict[str, np.ndarray] | None]) -> TopK | Logits | N
 
 
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without a sampled token of lower rank."""
+    """Return the top K tokens per position, by rank: ids [T, K] int32 and logprobs [T, K] float32.
+
+    A sampled token outside the top K is left out.
+    """
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
-        # Flat positions that vLLM joined from several outputs hold the sampled token once, at its rank.
+        # At flat positions that vLLM joined from several outputs, the sampled token occurs only once, at its rank.
         if len(logprobs.ranks) == width * len(logprobs) and logprobs.ranks[1:width] == list(range(1, width)):
             ids = np.array(logprobs.token_ids, np.int32).reshape(-1, width)
             values = np.array(logprobs.logprobs, np.float32).reshape(-1, width)
@@ -128,12 +139,14 @@ def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) -> Any:
-    """Cut the engine's logprobs down to what the caller requested, in the requested container."""
+    """Return the logprobs that the caller requested, taken from the engine's, in the container that the caller
+    requested.
+    """
     if requested.logprobs is None or logprobs is None:
         return None
     kept = []
     for position, token in zip(logprobs, token_ids, strict=True):
-        # The sampled token comes first, as in the engine's result, whatever its rank.
+        # The sampled token comes first whatever its rank, as in results of the unhooked engine.
         entries = {token: position[token]}
         limit = math.inf if requested.logprobs < 0 else requested.logprobs
         for other, entry in sorted(position.items(), key=lambda item: item[1].rank):

@@ -1,1 +1,1 @@
-"""Results of `locate` stored in a trace under `locate/`: their contents, writing and reading."""
+"""Results of `locate`, stored in a trace under `locate/`: their contents, and how they are written and read."""

@@ -1,4 +1,4 @@
-"""Files of locate/: writes a result into a trace, and reads stored ones.
+"""Files in a trace's locate/ folder: writes a result to them, and reads stored results.
 
 A result is a header, `<id>.json`, and two tables that the header lists with their hashes. The header is written last
 and replaces an earlier one by rename, so that a reader sees either the old result or the new one.
@@ -30,12 +30,12 @@ from ..whole_file import unnamed_file, write_part
 from .results import FORMAT, A, B, Located, LocateQuestion, OperatorError, Patch, ResultHeader, limits, parse_header
 
 UNFINISHED = "-unfinished"
-"""Marker in the names of files that an interrupted `locate` leaves."""
+"""Text contained in the names of files that an interrupted `locate` leaves behind."""
 _AGAIN = "run locate again, or delete the file"
 _HEADER = re.compile(r"[0-9a-f]{16}\.json")
 _OPTIONS: dict[str, Any] = {"compression": "zstd"}
 _MOST_ROWS = 1 << 20
-"""Maximum number of rows in a table of a result; a larger table is rejected without reading it."""
+"""Maximum number of rows in a result's table. A table with more rows is rejected without being read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +47,12 @@ class KeptResult:
 
     @property
     def relative(self) -> str:
-        """Path of the result's header in the trace."""
+        """Path of the result's header file, relative to the trace."""
         return header_path(self.header.id)
 
 
 def header_path(result: str) -> str:
-    """Return the path of a result's header in the trace."""
+    """Return the path of a result's header file, relative to the trace."""
     return f"{LOCATE}/{result}.json"
 
 
@@ -60,7 +60,8 @@ def header_path(result: str) -> str:
 
 
 def write_result(store: Store, result: str, question: LocateQuestion, found: Located) -> str:
-    """Store a result in a local trace under the id of its question, replacing an earlier one; return its header's path.
+    """Store a result in a local trace under its question's id, replacing an earlier result. Return the path of the
+    header.
 
     Raises OSError, and StorageError if a link points outside the trace.
     """
@@ -82,7 +83,10 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
 
 
 def _named_before(store: Store, result: str) -> set[str]:
-    """Return the tables of the result to replace; another process may be writing newer tables for the same question."""
+    """Return the tables listed in the header that is about to be replaced.
+
+    Only these may be removed, since another process may be writing newer tables for the same question.
+    """
     try:
         return set(read_header(store, result).files)
     except (TimTraceError, OSError):
@@ -90,7 +94,7 @@ def _named_before(store: Store, result: str) -> set[str]:
 
 
 def _write_table(folder: Path, result: str, spec: Table, rows: Sequence[dict[str, Any]]) -> tuple[str, SealedFile]:
-    """Write a table, named after the hash of its footer; return its path and file record."""
+    """Write a table to a file named after its footer's hash. Return the file's path in the trace and its record."""
     part = pa.Table.from_pylist(rows, spec.schema)
     with unnamed_file(folder, LOCATE) as temporary:
         written = write_checked(temporary, _identity(result, spec), spec.schema, [part], **_OPTIONS)
@@ -117,17 +121,17 @@ def _operator_rows(found: Located) -> list[dict[str, Any]]:
 
 
 def result_ids(store: Store) -> list[str]:
-    """Return the ids of the results in a trace."""
+    """Return the ids of all `locate` results stored in a trace."""
     return [name.removesuffix(".json") for name in store.files(LOCATE) if _HEADER.fullmatch(name)]
 
 
 def unfinished_names(store: Store, question: str) -> list[str]:
-    """Return the paths of files that an interrupted `locate` left in a trace for a question."""
+    """Return the files that an interrupted `locate` left in a trace for a question, as paths relative to the trace."""
     return [f"{LOCATE}/{name}" for name in store.files(LOCATE) if name.startswith(f"{question}{UNFINISHED}")]
 
 
 def unfinished_questions(store: Store) -> list[str]:
-    """Return the ids of questions with parts left by an interrupted `locate`."""
+    """Return the ids of all questions for which an interrupted `locate` left files in a trace."""
     return sorted({name.partition(UNFINISHED)[0] for name in store.files(LOCATE) if UNFINISHED in name})
 
 
@@ -146,12 +150,12 @@ def read_header(store: Store, result: str) -> ResultHeader:
 
 
 def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
-    """Read every result of a trace, newest last; also return one sentence per result that cannot be read."""
+    """Return every `locate` result in a trace, newest last, and one sentence for each result that cannot be read."""
     found, damaged = [], []
     for result in result_ids(store):
         try:
             found.append(read_result(store, result))
-        except FileNotFoundError:  # deleted since it was listed
+        except FileNotFoundError:  # The result was deleted after it was listed.
             continue
         except (TimTraceError, OSError) as error:
             damaged.append(str(error))
@@ -159,11 +163,13 @@ def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
 
 
 def read_result(store: Store, result: str) -> KeptResult:
-    """Read a result. Raises DamagedTrace if its content has changed, NewerTrace, and FileNotFoundError."""
+    """Read a stored result with its tables. Raises DamagedTrace if the content does not match its checksums,
+    NewerTrace, and FileNotFoundError.
+    """
     header = read_header(store, result)
     try:
         return _read_tables(store, header)
-    except FileNotFoundError:  # replaced by a newer result
+    except FileNotFoundError:  # The result was replaced by a newer one while it was being read.
         header = read_header(store, result)
     try:
         return _read_tables(store, header)
@@ -173,7 +179,9 @@ def read_result(store: Store, result: str) -> KeptResult:
 
 
 def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
-    """Check one of a result's tables against its full hash. Raises DamagedTrace, also if the table is missing."""
+    """Check one of a result's tables against the recorded hash of the whole file. Raises DamagedTrace if the table does
+    not match or is missing.
+    """
     try:
         read_table(store, header, relative)
         is_whole = whole_hash(store.read_bytes(relative)) == header.files[relative].hash
@@ -222,7 +230,7 @@ def _spec(header: ResultHeader, relative: str) -> Table:
 
 
 def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[str, Any]]:
-    """Read one of a result's tables, and verify its checksums. Raises DamagedTrace and FileNotFoundError."""
+    """Read one of a result's tables, verifying its checksums. Raises DamagedTrace and FileNotFoundError."""
     where, spec = store.shown(relative), _spec(header, relative)
     footer = _footer(store, relative, header.files[relative])
     if not footer.schema.remove_metadata().equals(spec.schema):
@@ -239,7 +247,7 @@ def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[s
 
 
 def _check_rows(rows: Iterable[dict[str, Any]], spec: Table, num_sequences: int, where: str) -> None:
-    """Raise DamagedTrace if a table contains rows that `locate` cannot have written."""
+    """Raise DamagedTrace if any row of a result's table has values that `locate` cannot have written."""
     never = [column.name for column in spec.columns if not column.null]
     for row in rows:
         lists = [value for value in row.values() if isinstance(value, list)]

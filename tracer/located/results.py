@@ -13,12 +13,13 @@ from ...schemas.documents import read_document, to_document
 from ...schemas.errors import DamagedTrace, NewerTrace
 
 A, B = "a", "b"
-"""The two executions: the one in question, and the one it is compared with."""
+"""Names of the two executions: `a` is the one under examination, and `b` the one it is compared with."""
 ROUTES = "routes"
-"""Name of the patch that gives one execution the other's expert choices."""
+"""Name of the patch that replaces one execution's expert choices by the other's."""
 BEYOND = 1.0
-"""Maximum ratio between an operator's introduced error and its rounding bound; rounding cannot explain a larger
-error."""
+"""Maximum error, in units of the rounding bound, that rounding can explain. An operator that introduces a larger error
+counts as diverging.
+"""
 FORMAT = 1
 """Format version of the header and its tables."""
 _WHAT = "a locate result"
@@ -26,7 +27,9 @@ _WHAT = "a locate result"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateQuestion:
-    """The arguments of `locate`. The same question has the same id, and only its newest result is stored."""
+    """The arguments of a `locate` command. Equal arguments give the same id, and only the newest result per id is
+    stored.
+    """
 
     step: int
     arm: str | None
@@ -41,39 +44,52 @@ class LocateQuestion:
 
 
 def limits(layers: str | None, operators: str | None) -> str:
-    """Return the limits of a question: `layers 2:8`, `operators q_proj,rotary`, or both; empty for everything."""
+    """Return a text for the layers and operators that a question is limited to, such as `layers 2:8` or `operators
+    q_proj,rotary`.
+
+    Return an empty string if the question has no limits.
+    """
     return " and ".join(f"{name} {text}" for name, text in (("layers", layers), ("operators", operators)) if text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorError:
-    """Error introduced by one operator of one execution, over all chosen sequences, against float64 on the same inputs."""
+    """Error that one operator introduces in one execution, over all chosen sequences, measured against float64 on the
+    same inputs.
+    """
 
     side: str
-    """`a` or `b`."""
+    """The execution, `a` or `b`."""
     order: int
-    """Position in the forward."""
+    """The operator's position in the forward pass."""
     operator: str
-    """Name of the module; `layers.7.residual` and the like for computations between modules."""
+    """Name of the module, or a name such as `layers.7.residual` for a computation between modules."""
     kind: str
     layer: int | None
-    """Layer index from 0; None outside the layers."""
+    """Layer index, counted from 0; None for an operator outside the layers."""
     dtype: str
-    """torch's name of the output's dtype."""
+    """torch's name for the output's dtype."""
     num_values: int
     introduced: float
-    """Root mean square of the operator's own error, relative to the root mean square of the exact result."""
+    """Root mean square of the error that the operator itself introduces, relative to the RMS of the exact result."""
     ratio: float
-    """The operator's largest own error divided by the rounding bound; rounding does not explain a ratio above 1."""
+    """Largest error that the operator itself introduces, divided by the rounding bound. Above 1, rounding does not
+    explain the error.
+    """
     seq_id: str
     token: int
-    """Token with the operator's largest error: its index in prompt and response, from 0, in the sequence `seq_id`."""
+    """Index of the token with the largest error, counted from 0 over the prompt and response of the sequence `seq_id`.
+    """
     inherited: float | None
-    """RMS difference between the two executions' inputs, relative to a's input; None if they share no input."""
+    """RMS difference between the operator's inputs in the two executions, relative to a's input; None if the operator
+    has no common input.
+    """
     difference: float | None
-    """RMS difference between the two executions' outputs, relative to a's output; None if they share no output."""
+    """RMS difference between the operator's outputs in the two executions, relative to a's output; None if there is no
+    common output.
+    """
     in_double: float | None
-    """Largest `introduced` of a token when the same code runs in float64; None if not run."""
+    """Largest relative error at any token when the operator's code runs in float64; None if this was not tried."""
 
     @property
     def is_beyond(self) -> bool:
@@ -82,34 +98,38 @@ class OperatorError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedSequence:
-    """A sequence that both executions ran, with its mismatch d = logprob(b) - logprob(a), nats."""
+    """A sequence that both executions ran, with its mismatch. A token's mismatch is d = logprob(b) - logprob(a), in
+    nats.
+    """
 
     seq_id: str
     group: str
-    """Id shared by the sequences of one prompt."""
+    """Id shared by all sequences with the same prompt."""
     num_tokens: int
     sum_square: float
-    """Sum of d^2, nats^2."""
+    """Sum of d^2 over the sequence's tokens, nats^2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightDifference:
-    """A tensor in an execution that differs from the recorded tensor, compared in the execution's dtype."""
+    """A weight tensor that differs between an execution and the recording, compared in the execution's dtype."""
 
     side: str
     tensor: str
     layer: int | None
     largest: float
-    """Largest absolute difference."""
+    """Largest absolute difference between the two tensors' elements."""
     version: int | None
-    """Policy version whose recorded tensor equals this execution's; None if there is no such version."""
+    """Policy version whose recorded tensor equals the execution's tensor; None if no version's does."""
     share: float = 1.0
-    """Share of the tensor's elements that differ."""
+    """Fraction of the tensor's elements that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How often the two executions choose different experts: a discontinuity, which no sum of small errors explains."""
+    """How often one router chooses different experts in the two executions. Such a choice is discontinuous, so its
+    effect is not a sum of small errors.
+    """
 
     operator: str
     layer: int | None
@@ -117,51 +137,56 @@ class Router:
     num_flipped: int
     """Number of tokens for which the two executions choose different sets of experts."""
     margin: float | None = None
-    """Largest distance from a tie over these tokens: the lowest score of an expert that a chose minus the highest of
-    one it did not choose. None without flips, and if the choice does not follow from the scores alone.
+    """Largest distance from a tie among tokens with different experts: in execution a, the lowest score among chosen
+    experts minus the highest score among the others. None if no token has different experts, or if the choice does not
+    follow from the scores alone.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """Mismatch left when operators of one execution are computed by the other's code, on their own inputs."""
+    """Mismatch that remains when some operators of one execution are computed by the other execution's code, on
+    unchanged inputs.
+    """
 
     patch: str
     """Patched operators: a kind of operator, `layers 0 to 7`, `all operators`, or `routes` for differing expert choices."""
     taker: str
-    """Execution, `a` or `b`, whose operators were replaced."""
+    """Execution whose operators were replaced, `a` or `b`."""
     num_operators: int
     squares_left: tuple[float, ...]
-    """Sum of d^2 with the operators replaced, nats^2, per sequence of the result."""
+    """For each sequence in the result, the sum of d^2 after replacing the operators, nats^2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first operator whose error rounding does not explain."""
+    """The first operator in the forward pass whose error rounding does not explain."""
 
     side: str
     operator: str
     kind: str
     layer: int | None
     why: str
-    """`weights`: it has other weights; `beyond`: its own error exceeds its bound; `code`: it differs in float64."""
+    """`weights` if the operator has other weights, `beyond` if the error it introduces exceeds the rounding bound,
+    `code` if its result differs even in float64.
+    """
     ratio: float | None
     version: int | None
-    """For `weights`: the policy version whose weights it has."""
+    """If `why` is `weights`, the policy version whose weights the operator has; else None."""
     seq_id: str | None
     token: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedFacts:
-    """Findings other than operators and patches, as stored in the header of a result."""
+    """Findings stored in the header of a result; errors per operator and patches are stored in tables instead."""
 
     policy_version: int
     """Policy version of the recorded weights."""
     device: str
     """`cpu` or `cuda`."""
     a: str
-    """Name of the arm that execution a replays."""
+    """Name of the replay arm that execution a is."""
     b: str
     chosen: str
     """Description of how the compared sequences were chosen."""
@@ -169,58 +194,62 @@ class LocatedFacts:
     num_tokens: int
     """Number of compared response tokens."""
     mean_abs_d: float
-    """Mean |d| of d = logprob(b) - logprob(a), nats."""
+    """Mean of |d| over the compared tokens, where d = logprob(b) - logprob(a), nats."""
     max_abs_d: float
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
-    """In forward order; empty without a mixture of experts."""
+    """One entry per router, in the order of the forward pass; empty if the model has no mixture of experts."""
     unseen: tuple[str, ...]
     """Kinds of operators that only one execution has."""
     engines: tuple[str, ...]
-    """Sides run by vLLM: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""
+    """Executions that vLLM ran, `a` or `b`. vLLM runs them eagerly, without compilation, CUDA graphs or a prefix cache.
+    """
     first: Divergence | None
-    """First divergence; None if rounding explains everything."""
+    """First operator whose error rounding does not explain; None if rounding explains all errors."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """What could not be judged or done -> the reason; everything else is judged without it."""
+    """Each check that could not be made -> the reason. All other findings are made without these checks."""
 
     def facts(self) -> dict[str, Any]:
-        """Return these fields by name."""
+        """Return the fields of LocatedFacts by name."""
         return {each.name: getattr(self, each.name) for each in fields(LocatedFacts)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located(LocatedFacts):
-    """Where two executions diverge on some sequences of a step."""
+    """Where two executions diverge, on the chosen sequences in one step."""
 
     run: str
     step: int
     operators: tuple[OperatorError, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
-    """(side, operator) -> sequence -> sum over tokens of d times the contribution of the operator's own error to d,
-    nats^2. Over all operators of both sides they add up to the sum of d^2, if the model is linear in the errors.
+    """(execution, operator) -> sequence -> sum over its tokens of d times the part of d that the operator's own error
+    causes, nats^2. If the model is linear in the errors, these sums over all operators in both executions add up to the
+    sum of d^2.
     """
     patches: tuple[Patch, ...]
     only: str = ""
-    """Limits of the question: `layers 2:8`, `operators q_proj,rotary`, or both; empty for everything."""
+    """Layers and operators that the question is limited to, such as `layers 2:8` or `operators q_proj,rotary`; empty if
+    it has no limits.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultHeader(LocatedFacts):
-    """Contents of locate/<id>.json: one stored result without its rows."""
+    """Contents of locate/<id>.json: one stored result, except for its tables."""
 
     format: int
     id: str
-    """Id of the result's question; part of the names of the result's files."""
+    """Id of the question that the result answers. The names of the result's files contain it."""
     run_id: str
     question: LocateQuestion
     made_at: str
-    """ISO 8601 in UTC."""
+    """Time at which the result was made, ISO 8601 in UTC."""
     made_by: str
-    """Version of tim-trace that wrote the result."""
+    """Version of tim-trace that made the result."""
     versions: dict[str, str]
-    """Name of a library that can change a logprob -> its version."""
+    """Library that can affect logprobs -> its version."""
     files: dict[str, SealedFile]
-    """Path in the trace -> SealedFile of the table at that path. There are two tables: operators and patches."""
+    """Path in the trace -> file record, for the result's two tables: operators and patches."""
 
     def to_json(self) -> str:
         return to_document(asdict(self))

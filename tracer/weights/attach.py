@@ -28,21 +28,21 @@ from .reader import WeightReader
 _DECIDING = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-"""Config entries by which two configs are compared; they must be equal for the configs to describe the same model."""
+"""Config entries that must match between the attached model's config and the recorded one."""
 _TOLD = 8
 """Maximum number of versions or tensors listed in an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """Summary of the attached weights."""
+    """Summary of the weights attached to a trace."""
 
     version: int
     folder: str
     num_tensors: int
     num_bytes: int
     has_tokenizer: bool
-    """True if the tokenizer in the folder was stored too; a tokenizer already in the trace is not replaced."""
+    """True if the folder's tokenizer was stored as well. It is not stored if the trace already has one."""
 
 
 def attach(
@@ -55,16 +55,17 @@ def attach(
 ) -> Attached:
     """Keep the weights of a Hugging Face folder as a policy version's, so that a trace of a dump can be replayed.
 
-    `folder` holds config.json and safetensors, as written by `save_pretrained`, for one of transformers' own model
-    classes; no code in it is run. The model's config and the tokenizer of the folder, or of `tokenizer`, are stored
-    with the weights. The format is the recorder's, and an interruption leaves either all of it or nothing in the trace.
+    `folder` holds config.json and safetensors files, as written by `save_pretrained`, for one of transformers' own
+    model classes; code in the folder is never run. The model's config is stored with the weights, and so is the
+    tokenizer from `tokenizer`, by default from `folder`. Weights are stored in the same format as recorded ones. If
+    attaching is interrupted, the trace is left without a partial result.
 
-    `force` replaces weights attached earlier. Recorded weights cannot be replaced, since later versions are stored as
-    changes to them.
+    With `force`, weights attached earlier are replaced. Recorded weights cannot be replaced, since later versions are
+    stored as changes relative to them.
 
-    Raises InvalidOption for a version that no row of the trace has, existing weights, and a model whose vocabulary or
-    size does not match the trace; WeightsMissing for a folder without readable weights; NotInstalled without
-    transformers; TraceNotFound, TraceExists for a trace that is being recorded, StorageError.
+    Raises InvalidOption if no row of the trace has the version, if the version already has weights, or if the model's
+    vocabulary or size does not match the trace; WeightsMissing if the folder has no readable weights; NotInstalled
+    without transformers; TraceNotFound; TraceExists if the trace is being recorded; StorageError.
     """
     Store(trace).manifest()
     return attach_model(trace, version, folder, *load_folder(folder, tokenizer), force=force)
@@ -79,7 +80,7 @@ def attach_model(
     *,
     force: bool = False,
 ) -> Attached:
-    """`attach` for the result of `load_folder`."""
+    """Attach a model and tokenizer that `load_folder` returned, as `attach` does."""
     there = _absolute(folder)
     with grown_trace(trace) as building:
         store = Store(trace)
@@ -112,7 +113,7 @@ def attach_model(
 
 
 def is_attached(trace: str | os.PathLike[str], version: int, folder: str | os.PathLike[str]) -> bool:
-    """Return True if a trace has weights of a version attached from this folder."""
+    """Return True if this folder's weights are already attached to a trace under the given version."""
     store = Store(trace)
     states = {state.writer: state for state in store.writers()[0]}
     parts = WeightReader(store, tuple(states.values())).parts.get(version, ())
@@ -124,7 +125,8 @@ def _absolute(folder: str | os.PathLike[str]) -> str:
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """Load the model of a Hugging Face folder on the CPU, each tensor in its file's dtype, and its tokenizer or None.
+    """Load a Hugging Face folder's model on the CPU, each tensor in the dtype stored in the folder, and its tokenizer
+    or None.
 
     Raises WeightsMissing, InvalidOption and NotInstalled.
     """
@@ -176,7 +178,7 @@ def _is_language_model(kind: object) -> bool:
 
 
 def _put_own_dtypes(model: Any, path: Path) -> None:
-    """Restore the bits stored in the file for tensors that the model loaded in another dtype."""
+    """Replace each tensor that transformers loaded in another dtype by the bits stored in the folder."""
     from safetensors import safe_open
 
     tensors = model.state_dict(keep_vars=True)
@@ -213,7 +215,7 @@ def _identity(model: Any, there: str) -> dict[str, Any]:
 
 
 def _check_version(snapshot: Snapshot, version: int) -> None:
-    """Raise InvalidOption for a version that no row has; if no row has a version, any is accepted."""
+    """Raise InvalidOption if no row of the trace has the given version. If rows have no versions at all, accept any."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
         raise InvalidOption(f"got {version!r}; a policy version is a number of optimizer updates, 0 or more")
     there: set[int] = set()
@@ -260,7 +262,7 @@ def _largest(rows: pa.Table) -> int:
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield columns of a table file by file, skipping columns a file does not have."""
+    """Yield the given columns of a table, one file at a time, without the columns that a file lacks."""
     for entry in snapshot.files[table]:
         wanted = [name for name in names if name not in entry.lacking]
         yield pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=wanted)
@@ -269,7 +271,9 @@ def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[p
 
 
 def _to_replace(store: Store, version: int, force: bool) -> list[str]:
-    """Return the writers whose weights of a version will be replaced. Raises InvalidOption if they must not be."""
+    """Return the writers whose weights for a version will be replaced. Raises InvalidOption if replacing them is not
+    allowed.
+    """
     states = {state.writer: state for state in store.writers()[0]}
     reader = WeightReader(store, tuple(states.values()))
     writers = [record.writer for record in reader.parts.get(version, ())]
@@ -288,7 +292,10 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
 
 
 def _remove(store: Store, folder: Path, name: str) -> None:
-    """Remove the weights that a writer attached. Its state is marked first, so that readers ignore them from then on."""
+    """Remove weights attached by a writer.
+
+    The writer's state is marked first, so that readers ignore the weights from then on.
+    """
     path = f"{WRITERS}/{name}.json"
     write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):

@@ -1,10 +1,11 @@
-"""Sparse encoding of weight updates: the changed elements of a chunk and their differences.
+"""Sparse encoding of weight updates: which elements in a chunk changed, and by how much.
 
-An update at a small learning rate changes few of a half-precision model's weights, and most of those by one unit in the
-last place. Each change is stored as the distance from the previous changed element and the difference of the bits as
-unsigned integers, modulo their range. Differences of several updates can be added in any order, and undone.
+At a small learning rate, an update changes few of a half-precision model's weights, and most of the changed ones by one
+unit in the last place. A change is stored as two numbers: the distance from the previous changed element, and the
+difference between the new and the old bits, as unsigned integers with wraparound. Differences from several updates can
+be added in any order, and undone.
 
-Shapes: C elements in a chunk, K of them changed, G bytes that encode the distances.
+Shapes: C elements in a chunk, K of them changed, G bytes that encode distances.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from ..whole_file import write_whole
 from .chunks import bits_type, decoded
 
 Changes = tuple[np.ndarray, np.ndarray]
-"""[K] ascending positions in a chunk, and [K] differences of their bits."""
+"""[K] positions of the changed elements in a chunk, ascending, and [K] differences between their new and old bits."""
 
 _LONGEST = 255
-"""Byte value meaning that the distance continues in the next byte."""
+"""Byte value that means: add the next byte to the distance."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
-    """Return the changes of a chunk; `delta_C` is its bits XOR the previous ones."""
+    """Return the changes in a chunk. `delta_C` is the XOR between its new bits, `bits_C`, and its old ones."""
     places_K = np.flatnonzero(delta_C).astype(np.int32)
     now_K = bits_C[places_K]
     return places_K, now_K - (now_K ^ delta_C[places_K])
 
 
 def added(several: Sequence[Changes]) -> Changes:
-    """Add up the changes from several updates of the same chunk."""
+    """Return the sum of several changes to one chunk."""
     places = np.concatenate([places_K for places_K, _ in several])
     if not len(places):
         return several[0]
@@ -50,7 +51,7 @@ def added(several: Sequence[Changes]) -> Changes:
 
 
 def write_changes(path: Path, changes: Changes) -> int:
-    """Write the changes of a chunk, and return their size on disk in bytes."""
+    """Write a chunk's changes. Return the file's size on disk in bytes."""
     places_K, differences_K = changes
     distances_K = np.diff(places_K, prepend=-1)
     num_longest_K = distances_K // _LONGEST
@@ -63,7 +64,7 @@ def write_changes(path: Path, changes: Changes) -> int:
 
 
 def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
-    """Decode the changes of a chunk of `size` elements. Raises ValueError."""
+    """Decode the changes to a chunk with `size` elements. Raises ValueError."""
     end = 8 + int.from_bytes(encoded[:8], "little")
     kind = np.dtype(bits_type(dtype))
     distances_G = decoded(encoded[8:end], np.dtype(np.uint8), 2 * size)
@@ -79,13 +80,14 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
 
 
 def apply_changes(bits_C: np.ndarray, changes: Changes, *, undo: bool = False) -> None:
-    """Apply changes to a chunk, or undo them."""
+    """Apply changes to a chunk in place, or undo them."""
     places_K, differences_K = changes
-    np.add.at(bits_C, places_K, -differences_K if undo else differences_K)  # half the time of `bits[places] += ...`
+    # This takes half the time of `bits[places] += ...`.
+    np.add.at(bits_C, places_K, -differences_K if undo else differences_K)
 
 
 def _folded(differences_K: np.ndarray) -> np.ndarray:
-    """Zigzag: map 0, -1, 1, -2, ... to 0, 1, 2, 3, ..."""
+    """Encode signed integers as unsigned ones by zigzag: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
     high = 8 * differences_K.dtype.itemsize - 1
     return (differences_K << 1) ^ -(differences_K >> high)
 

@@ -23,9 +23,10 @@ _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
 class CheckpointReader:
-    """Reads versions saved as Hugging Face folders in one folder: `checkpoint-100`, `step_200`, ...
+    """Reads policy versions that a run saved as Hugging Face folders, such as `checkpoint-100` or `step_200`, inside
+    one folder.
 
-    The number at the end of a folder's name is the policy version: its number of optimizer updates.
+    The number at the end of a folder's name is taken as the policy version, that is, the number of optimizer updates.
     """
 
     def __init__(self, folder: Path):
@@ -39,13 +40,14 @@ class CheckpointReader:
 
     @property
     def versions(self) -> list[int]:
-        """The policy versions available in the folder, in ascending order."""
+        """Policy versions that can be read, in ascending order."""
         return sorted(self.folders)
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
         """Load every tensor of a version. Raises WeightsMissing.
 
-        A run saves each version once, so `attempt` is ignored. Tensors are always memory-mapped, so unread ones take no memory.
+        `attempt` is ignored, since checkpoint folders hold each version only once. So is `is_lazy`: tensors are always
+        memory-mapped and take no memory until they are read.
         """
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
@@ -63,7 +65,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         raise WeightsMissing(f"{folder}: has no *.safetensors; give a folder written by save_pretrained")
     for path in paths:
         try:
-            with safe_open(path, "np"):  # validates the header against the file
+            with safe_open(path, "np"):  # raises an error if the header does not match the file
                 pass
             with open(path, "rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -71,7 +73,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsMissing(f"{path}: cannot be read ({error}); restore it from a copy") from error
         header.pop("__metadata__", None)
-        # Copy-on-write, since torch warns of read-only arrays.
+        # Mapped copy-on-write, since torch warns about read-only arrays.
         mapped = np.memmap(path, np.uint8, "c")
         for name, entry in header.items():
             dtype = DTYPES.get(entry["dtype"])
@@ -83,7 +85,9 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded model's config with `architectures`, which vLLM needs; a model never loaded has none."""
+    """Return a recorded model's config, with `architectures` added if missing, as in a model never loaded from disk.
+    vLLM needs it.
+    """
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}
@@ -97,10 +101,10 @@ def write_folder(
     *,
     prefix: str = "",
 ) -> None:
-    """Write weights, a model's config and a tokenizer's files as a folder that `from_pretrained` loads.
+    """Write weights, a model's config and tokenizer files to a folder that `from_pretrained` can load.
 
-    With the prefix `adapter_` peft loads it as an adapter. Raises InvalidOption if the folder is in use, StorageError
-    if it cannot be written.
+    If `prefix` is `adapter_`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is in use,
+    StorageError if it cannot be written.
     """
     from safetensors import TensorSpec, serialize_file
 
@@ -111,7 +115,7 @@ def write_folder(
     arrays: dict[str, np.ndarray] = {}
     specs = {}
     for own, tensor in tensors.items():
-        # A tied tensor is the same object under another name; the config ties it again.
+        # A tied tensor is one object under several names. It is written once, since the config ties it again on loading.
         if shared.setdefault(id(tensor), own) == own:
             arrays[own] = np.ascontiguousarray(tensor.bits)
             specs[own] = TensorSpec(

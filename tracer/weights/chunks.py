@@ -1,10 +1,10 @@
-"""Rows of bits in Zarr v3 arrays, compressed chunk by chunk.
+"""Arrays of bits in Zarr v3 format, one row per version, compressed chunk by chunk.
 
 Metadata and chunks follow the Zarr v3 specification (core 3.0, codecs `bytes` and `blosc`), so any Zarr library reads
-them. They are written without one: a library takes 10 ms and threads per array, which would slow every step of a small
-model's training, and its threads are gone at interpreter exit.
+them. No Zarr library is used for writing, for two reasons. A library spends 10 ms and starts threads per array, which
+would slow every training step of a small model; and its threads are no longer available at interpreter exit.
 
-Shapes: R rows (versions) in a segment, E elements in a row (all tensors with the same dtype), C elements in a chunk.
+Shapes: R rows (versions) in a segment, E elements in a row (all tensors of one dtype), C elements in a chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes per element -> the unsigned integer type that holds its bits."""
 Bits = dict[str, np.ndarray]
-"""dtype -> [E] bits of all tensors with that dtype, as unsigned integers."""
+"""dtype -> [E] bits of all tensors with that dtype."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
@@ -39,7 +39,7 @@ def bits_type(dtype: str) -> Any:
 
 
 def part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
-    """Return the slice of a row that holds one tensor's elements."""
+    """Return a tensor's elements from the row that holds all tensors of its dtype."""
     return bits[tensor.dtype][tensor.start : tensor.start + tensor.numel]
 
 
@@ -55,7 +55,7 @@ def group_document(attributes: dict[str, Any]) -> bytes:
 
 
 def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
-    """Return the metadata of a dtype's [R, E] array; a missing chunk is all zeros."""
+    """Return the metadata for a dtype's [R, E] array, in which a missing chunk means all zeros."""
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -84,7 +84,9 @@ def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
 def write_row(
     folder: Path, dtype: str, row: int, bits_E: np.ndarray, encoders: Sequence[Worker]
 ) -> tuple[list[int], int]:
-    """Write one row on the encoders' threads; return the nonzero chunks' indices, and their bytes on disk."""
+    """Write one row using the encoder threads. Return the indices of the nonzero chunks, and their total size on disk
+    in bytes.
+    """
     size = chunk_elements(dtype, len(bits_E))
 
     def write(index: int) -> int:
@@ -100,9 +102,10 @@ def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
-    """Return the result of `work` for every chunk, computed on the encoders' threads."""
+    """Call `work` with every chunk's index, on the encoder threads, and return the results in order."""
     if num_chunks <= 1:
-        return [work(0)]  # waking another thread would slow a small model's training more than the work itself
+        # For a small model, waking another thread would slow training more than encoding in this thread does.
+        return [work(0)]
     found: dict[int, _T] = {}
 
     def keep(index: int) -> None:
@@ -118,7 +121,7 @@ def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Wo
 
 
 def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
-    """Write a chunk, padded with zero bits to its full size; return its size on disk in bytes."""
+    """Write a chunk padded with zeros to its full size. Return its size on disk in bytes."""
     if len(part_C) < size:
         part_C = np.concatenate([part_C, np.zeros(size - len(part_C), part_C.dtype)])
     encoded = _CODEC.encode(np.ascontiguousarray(part_C))
@@ -127,7 +130,7 @@ def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
 
 
 def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None = None) -> np.ndarray:
-    """Decode a chunk of `size` elements to [C] bits, in `out_C` if given. Raises ValueError."""
+    """Decode a chunk with `size` elements to [C] bits, into `out_C` if given. Raises ValueError."""
     kind = np.dtype(bits_type(dtype))
     if int.from_bytes(encoded[4:8], "little") != size * kind.itemsize:
         raise ValueError(f"it does not hold {size:,} elements of {dtype}")
@@ -135,12 +138,12 @@ def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None
 
 
 def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | None = None) -> np.ndarray:
-    """Decode a blosc buffer of at most `most` numbers, in `out` if given. Raises ValueError."""
-    # blosc allocates the size given in the buffer's header
+    """Decode a blosc buffer that holds at most `most` numbers, into `out` if given. Raises ValueError."""
+    # Checked first, since blosc allocates as much memory as the buffer's header says.
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
         raise ValueError(f"it does not hold up to {most:,} numbers of {kind.itemsize} bytes")
-    if int.from_bytes(encoded[12:16], "little") != len(encoded):  # blosc reads up to the size given in its header
+    if int.from_bytes(encoded[12:16], "little") != len(encoded):  # blosc would read past the end
         raise ValueError(f"it has {len(encoded):,} bytes, which is incomplete")
     try:
         return np.frombuffer(_CODEC.decode(encoded, out), kind)
@@ -149,10 +152,10 @@ def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | No
 
 
 def chunk_key(row: int, index: int) -> str:
-    """Return the path of a chunk below its array."""
+    """Return a chunk's path relative to its array's folder."""
     return f"c/{row}/{index}"
 
 
 def changes_key(row: int, index: int) -> str:
-    """Return the path of a chunk's changes below its array."""
+    """Return the path of a chunk's sparse changes, relative to its array's folder."""
     return f"changes/{row}/{index}"

@@ -14,20 +14,21 @@ _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 20
 _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Bytes per element -> an integer dtype that both torch and NumPy have."""
+"""Bytes per element -> name of an integer dtype of that size that both torch and NumPy have."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
-"""The digest of a tensor: an int, or on an accelerator an int64 tensor that `resolved` converts to an int."""
+"""An int; for a tensor on an accelerator an int64 tensor, which `resolved` converts to an int."""
 
 _coefficients: dict[Any, Any] = {}
 
 
 def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
-    """Return the digest of a tensor, first rounded to a floating `dtype` and moved to a device if given.
+    """Return the digest of a tensor, after rounding it to a floating `dtype` and moving it to `device`, where given.
 
-    On a CPU it is the XXH3-64 of the bytes. Elsewhere it is the sum of the bytes as 32-bit lanes, each multiplied by an odd
-    number that depends on its position, modulo 2^64, so only the sum leaves the device. Digests of different device types are
-    not comparable. A tensor is cast and moved in pieces. `through` is an intermediate dtype that it is rounded to first.
+    On a CPU, the digest is the XXH3-64 of the tensor's bytes. On an accelerator the bytes are read as 32-bit lanes,
+    each is multiplied by an odd number that depends on its position, and the digest is the sum modulo 2^64, so that
+    only the sum leaves the device. Digests computed on different device types are not comparable. The tensor is cast
+    and moved in pieces. If `through` is given, the tensor is rounded to that dtype before it is rounded to `dtype`.
     """
     tensor = tensor.detach()
     if device is None or tensor.device.type == device.type:
@@ -42,7 +43,7 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any =
 
 
 def resolved(digests: Sequence[Digest]) -> list[int]:
-    """Return digests as integers from 0 to 2^64 - 1, with a single copy from the accelerator."""
+    """Return digests as integers between 0 and 2^64 - 1. All are copied from the accelerator at once."""
     import torch
 
     places = [index for index, value in enumerate(digests) if not isinstance(value, int)]
@@ -55,7 +56,7 @@ def resolved(digests: Sequence[Digest]) -> list[int]:
 
 
 def _of_few(tensor: Any, dtype: Any) -> int:
-    """Return the result of `_of_bytes` for a small tensor, in fewer calls."""
+    """Return the digest of a small tensor as `_of_bytes` does, but with fewer torch calls."""
     import torch
 
     cast = tensor.to(dtype).contiguous()
@@ -63,7 +64,7 @@ def _of_few(tensor: Any, dtype: Any) -> int:
 
 
 def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
-    """Digest a tensor, cast in pieces that fit into the CPU cache."""
+    """Return the XXH3-64 of a tensor's bytes, casting it in pieces that fit in the CPU cache."""
     import torch
 
     found = xxhash.xxh3_64()
@@ -73,7 +74,7 @@ def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
 
 
 def _sum(tensor: Any, dtype: Any, device: Any, through: Any = None) -> Any:
-    """Return the weighted sum of lanes, with int64 wraparound."""
+    """Return the weighted sum of a tensor's 32-bit lanes, in int64 with wraparound."""
     import torch
 
     if device not in _coefficients:
@@ -85,7 +86,7 @@ def _sum(tensor: Any, dtype: Any, device: Any, through: Any = None) -> Any:
         if bytes_.numel() % 4:
             bytes_ = torch.nn.functional.pad(bytes_, (0, -bytes_.numel() % 4))
         elif bytes_.storage_offset() % 4:
-            bytes_ = bytes_.clone()  # lanes must be aligned
+            bytes_ = bytes_.clone()  # Reading lanes requires aligned memory.
         lanes_C = bytes_.view(torch.int32)
         total = total * _signed(_PRIME) + (lanes_C * coefficients_C[: lanes_C.numel()]).sum()
     return total
@@ -96,7 +97,7 @@ def _cast(piece: Any, dtype: Any, through: Any) -> Any:
 
 
 def _runs(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield a tensor's elements in row-major order, at most `most` at a time."""
+    """Yield 1-D parts of a tensor in row-major order, each with at most `most` elements."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(most)
     elif tensor[0].numel() > most:
@@ -108,7 +109,9 @@ def _runs(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _pieces(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield a tensor's elements in pieces of exactly `most`, except the last; nothing for an empty tensor."""
+    """Yield a tensor's elements in pieces of exactly `most`, except that the last may be shorter. Yield nothing for an
+    empty tensor.
+    """
     import torch
 
     held: list[Any] = []
@@ -126,7 +129,7 @@ def _pieces(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _odd_numbers(device: Any) -> Any:
-    """Return [C] int64: the splitmix64 hash of each position, made odd."""
+    """Return [C] int64 weights, one per lane position: the position's splitmix64 hash with its lowest bit set."""
     import torch
 
     z = (torch.arange(_CHUNK_LANES, dtype=torch.int64, device=device) + 1) * _signed(_PRIME)
@@ -136,7 +139,7 @@ def _odd_numbers(device: Any) -> Any:
 
 
 def _shifted(z: Any, places: int) -> Any:
-    """Shift int64 values right, filling with zeros."""
+    """Shift int64 values right logically, as if they were unsigned."""
     return (z >> places) & ((1 << (64 - places)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""The layout of a model's tensors: which tensors share memory, and which shard of each tensor this process holds."""
+"""Layout of a model's tensors: which of them share memory, and which shard of each this process holds."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from ...schemas.errors import InvalidRecord
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Wrapper modules of FSDP1 and activation checkpointing in a tensor's path, which a state_dict leaves out."""
+"""Wrapper modules added by FSDP1 and activation checkpointing. A state_dict leaves them out of tensor names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatPart:
-    """This process's shard of a parameter that FSDP1 flattened: a run of the parameter's elements in row-major
-    order."""
+    """This process's shard of a parameter that FSDP1 flattened: a contiguous range of its elements in row-major order."""
 
     values: Any
     """1-D tensor with the shard's elements."""
     start: int
-    """Index of the run's first element."""
+    """Index of the shard's first element in the flattened parameter."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     requires_grad: bool
@@ -45,17 +44,18 @@ class FlatPart:
 
 
 def model_tensors(model: Any) -> dict[str, Any]:
-    """Return the tensors in a model's state_dict as this process holds them: whole tensors, DTensors and FlatParts.
+    """Return the tensors in a model's state_dict in the form this process holds them: whole tensors, DTensors and
+    FlatParts.
 
-    state_dict() itself is never called: its hooks gather under FSDP1 and reshard under FSDP2, and a single process that
-    runs them would leave the others waiting at the next collective.
+    state_dict() itself is never called, since its hooks gather parameters under FSDP1 and reshard them under FSDP2. If
+    a single process ran these hooks, it would wait for the others in a collective that they never call.
     """
     sharded = _sharded(model)
     tensors: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         named: dict[str, Any] = {}
         module._save_to_state_dict(named, "", True)
-        named.pop("_flat_param", None)  # FSDP1's flat parameter, which replaces the module's
+        named.pop("_flat_param", None)  # FSDP1's flat parameter, which replaces the module's own parameters
         prefix = "".join(f"{part}." for part in path.split(".") if part and part not in _WRAPPERS)
         named |= sharded.get(module, {})
         tensors |= {prefix + name: tensor for name, tensor in named.items() if hasattr(tensor, "detach")}
@@ -63,7 +63,7 @@ def model_tensors(model: Any) -> dict[str, Any]:
 
 
 def model_parameters(model: Any) -> list[Any]:
-    """Return a model's parameters as this process holds them, without duplicates; see `model_tensors`."""
+    """Return a model's parameters in the form this process holds them, without duplicates, as in `model_tensors`."""
     import torch
 
     kinds = (torch.nn.Parameter, FlatPart)
@@ -71,12 +71,16 @@ def model_parameters(model: Any) -> list[Any]:
 
 
 def num_elements(parameter: Any) -> int:
-    """Return the number of elements of the whole parameter; DeepSpeed ZeRO-3 leaves an empty tensor in its place."""
+    """Return the number of elements in the whole parameter, even if DeepSpeed ZeRO-3 has replaced it by an empty
+    tensor.
+    """
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
-    """Return module -> name -> this process's shard, for all parameters under FSDP1 or FSDP2, including gathered ones."""
+    """Return module -> name -> this process's shard, for all parameters under FSDP1 or FSDP2, even if currently
+    gathered.
+    """
     found: dict[Any, dict[str, Any]] = {}
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):
@@ -84,7 +88,7 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for shard in (shard for group in groups if group is not None for shard in group.fsdp_params):
                 info = shard._module_info
-                # Before the first forward a module may hold a different shard than FSDP2 has registered.
+                # Before the first forward, a module may hold another tensor than the shard registered with FSDP2.
                 current = info.module._parameters.get(info.param_name)
                 tensor = current if is_sharded(current) else shard.sharded_param
                 for owner, name in zip(
@@ -106,8 +110,8 @@ def flat_parameter(module: Any) -> Any:
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    """Yield this process's shards of the parameters in an FSDP1 flat parameter."""
-    # Before the first forward the flat parameter is the shard; later it may be the gathered parameter.
+    """Yield the shards of the parameters in FSDP1's flat parameter."""
+    # Before the first forward, the flat parameter is the shard itself; later it may be the gathered parameter.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)
     for parameter, shape, own in zip(parameters, flat._shapes, flat._shard_param_infos, strict=True):
@@ -122,7 +126,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Lay a model's tensors out in one array per dtype; tensors that are tied are stored once.
+    """Return a layout of a model's tensors in one array per dtype. Tied tensors are included once.
 
     Raises InvalidRecord for an unsupported dtype.
     """
@@ -154,7 +158,9 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def replicated(tensor: Any) -> Any:
-    """Return a DTensor's value if every process has the whole of it; else None, since reading it would be a collective."""
+    """Return a DTensor's value if it is replicated on every process; else None, since reading the value would need a
+    collective.
+    """
     return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
 
 

@@ -1,6 +1,6 @@
-"""Reads the weights of a recorded version bit for bit; errors say what is missing.
+"""Reads the weights of recorded policy versions, bit for bit. Errors name the missing parts.
 
-Shapes: E elements in all tensors of one dtype in one segment, N elements in a tensor, C elements in a chunk.
+Shapes: E elements in a segment's tensors of one dtype, N elements in a tensor, C elements in a chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .changes import apply_changes, decode_changes
 from .chunks import DOCUMENT, bits_type, changes_key, chunk_elements, chunk_key, decode_chunk
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
-"""How a trace gets weights, for error messages."""
+"""Ways to supply a trace's weights, for use in error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Tensor:
 
 
 class LazyTensor(Tensor):
-    """Tensor whose bits are read on each access."""
+    """Tensor whose bits are read from disk each time they are accessed."""
 
     __slots__ = ("_read",)
 
@@ -55,10 +55,11 @@ class LazyTensor(Tensor):
 
 
 class WeightReader:
-    """Reads the versions of a trace's weights.
+    """Reads the policy versions whose weights a trace stores.
 
-    The last version read is kept in memory, so that reading the next one applies a single delta. Exceptions are the
-    first version, which may be the only one, and versions larger than half of the machine's memory.
+    The version read last is kept in memory, so that reading its successor only needs one delta. Two kinds of versions
+    are not kept: the first one read, since it may be the only one, and versions larger than half of the machine's
+    memory.
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -79,13 +80,15 @@ class WeightReader:
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []
-        """One sentence per damaged or missing part of the weights."""
+        """One sentence for each damaged or missing part."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """(version, attempt) with a damaged or missing part -> sentence."""
+        """(version, attempt) with a damaged or missing part -> a sentence describing the damage."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """Chunks by segment, dtype and index: all of the last version, or only the last chunk."""
+        """(segment, dtype, chunk index) -> the version held and its bits. It holds all chunks of the version read last,
+        or only the chunk read last.
+        """
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
         """Segment -> number of elements per dtype."""
@@ -133,20 +136,22 @@ class WeightReader:
 
     @property
     def parts(self) -> dict[int, list[WeightVersion]]:
-        """Version -> the records stored by its newest training attempt, one per writer."""
+        """Version -> its records from the newest training attempt, one per writer."""
         return {version: self._parts(version, None) for version in self.versions}
 
     @property
     def versions(self) -> list[int]:
-        """Available versions, in order."""
+        """Policy versions that can be read, in ascending order."""
         return sorted(self._by_attempt)
 
     def attempts(self, version: int) -> list[int]:
-        """Return the training attempts that stored a version; 0 if the attempt is unknown."""
+        """Return the numbers of the training attempts that stored a version; 0 stands for an unknown attempt."""
         return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
-        """Return the records of a version from the given training attempt, or from the newest one that has the version."""
+        """Return a version's records from the given training attempt, by default from the newest attempt that has the
+        version.
+        """
         return self._by_attempt[version][self._chosen(version, attempt)]
 
     def _chosen(self, version: int, attempt: int | None) -> int:
@@ -166,12 +171,12 @@ class WeightReader:
         return self._layouts[record.segment]
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Load every tensor in a version by name; a tied tensor appears under each of its names.
+        """Load every tensor of a version by name. Tied tensors are included under each of their names.
 
-        A resumed run has some versions once per `attempt`; the default is the newest. With `is_lazy`, a tensor is read
-        and checked against its hash when its bits are accessed, which must happen before another version is loaded.
-        Raises WeightsMissing if the version, or a writer's part of it, is missing, and DamagedTrace if the bits are not
-        the recorded ones.
+        A resumed run may have stored a version in several training attempts; by default the newest attempt is read.
+        With `is_lazy`, a tensor is read and checked against its hash only when its bits are accessed, which must happen
+        before another version is loaded. Raises WeightsMissing if the version or any writer's part of it is missing,
+        and DamagedTrace if the bits differ from the recorded ones.
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
@@ -210,13 +215,13 @@ class WeightReader:
         return found
 
     def _read_row(self, record: WeightVersion) -> None:
-        """Decode the chunks stored for one version, without using earlier versions, which may be lost."""
+        """Decode only the chunks stored for this version, to find damage in them even if earlier versions are lost."""
         for dtype, indexes in self._chunks_of(record).items():
             for index in indexes:
                 self._apply(record, dtype, index, self._empty(record, dtype, index))
 
     def _tensors(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
-        """Return every tensor, read lazily."""
+        """Return name -> tensor, each read only when its bits are accessed."""
         places: dict[str, dict[tuple[int, ...], tuple[WeightVersion, StoredTensor]]] = {}
         tied: dict[str, str] = {}
         segments = {record.segment for record in parts}
@@ -238,13 +243,13 @@ class WeightReader:
         return found | {name: found[kept] for name, kept in tied.items()}
 
     def _assembled(self, parts: list[tuple[WeightVersion, StoredTensor]]) -> np.ndarray:
-        """Assemble a tensor's bits from the writers' shards."""
+        """Return a whole tensor's bits, assembled from the shards that the writers stored."""
         first = parts[0][1]
         if first.whole_shape is None:
             return self._read(*parts[0]).reshape(first.shape)
         whole = np.zeros(first.whole_shape, bits_type(first.dtype))
         for record, tensor in parts:
-            # An FSDP1 shard is a run of elements.
+            # An FSDP1 shard is a contiguous range of elements.
             target = whole if len(tensor.offsets or ()) == whole.ndim else whole.reshape(-1)
             offsets = zip(tensor.offsets or (), tensor.shape, strict=True)
             place = tuple(slice(start, start + length) for start, length in offsets)
@@ -252,7 +257,7 @@ class WeightReader:
         return whole
 
     def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
-        """Return [N] bits of one tensor of a writer, checked against their hash."""
+        """Return [N] bits of one tensor stored by a writer, checked against the recorded hash."""
         size = self._chunk_size(record, tensor.dtype)
         found_N = np.zeros(tensor.numel, bits_type(tensor.dtype))
         end = tensor.start + tensor.numel
@@ -264,14 +269,14 @@ class WeightReader:
             return found_N
         self._held.clear()
         for step in self._path(record)[:-1]:
-            self._read(step, tensor)  # raises DamagedTrace for the first row with wrong bits
+            self._read(step, tensor)  # raises an error that names the first version with wrong bits
         raise DamagedTrace(
             f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged "
             "(hash mismatch); restore the folder from a copy"
         )
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
-        """Return [C] bits of one chunk of a version."""
+        """Return [C] bits of one chunk in a version."""
         key, path = (record.segment, dtype, index), self._path(record)
         held = self._held.pop(key, None)
         chunk_C = None if held is None else self._moved(*held, path, dtype, index)
@@ -293,9 +298,10 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Turn a chunk of another version of the segment into this one by undoing changes up to the common ancestor.
+        """Convert a chunk held for another version in the segment to this version, by undoing changes back to their
+        common ancestor.
 
-        Return None if that is impossible.
+        Return None if the chunk cannot be converted.
         """
         try:
             held_path = self._path(held)
@@ -307,7 +313,7 @@ class WeightReader:
             for step in path[shared:]:
                 self._apply(step, dtype, index, chunk_C)
         except (DamagedTrace, WeightsMissing):
-            return None  # reading from the keyframe reports the damage on that path
+            return None  # A read that starts at the keyframe reports the damage.
         return chunk_C
 
     def _shown(self, record: WeightVersion) -> str:
@@ -326,7 +332,7 @@ class WeightReader:
         return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
-        """Return the keyframe and rows needed to rebuild a version, in order. Raises WeightsMissing."""
+        """Return the records needed to rebuild a version, in order, starting with the keyframe. Raises WeightsMissing."""
         key = record.segment, record.row
         if key in self._paths:
             return self._paths[key]
@@ -350,7 +356,7 @@ class WeightReader:
         return self._paths[key]
 
     def _chunks_of(self, record: WeightVersion) -> dict[str, frozenset[int]]:
-        """Return dtype -> indices of a version's stored chunks. Raises DamagedTrace for chunks outside of the tensors."""
+        """Return dtype -> indices of the chunks stored for a version. Raises DamagedTrace if an index is out of range."""
         key = record.segment, record.row
         if key not in self._chunk_sets:
             counts = self._elements(record)
@@ -370,14 +376,14 @@ class WeightReader:
         return self._chunk_sets[key]
 
     def _apply(self, record: WeightVersion, dtype: str, index: int, target: np.ndarray, *, undo: bool = False) -> None:
-        """Apply one version's stored chunk; only sparse changes can be undone."""
+        """Apply a chunk stored for one version to `target`, or undo it. Only sparse changes can be undone."""
         if index not in self._chunks_of(record).get(dtype, ()):
             return
         size = self._chunk_size(record, dtype)
         is_changes = record.base_row is not None and not record.is_keyframe
         key = (changes_key if is_changes else chunk_key)(record.row, index)
         relative = f"{WEIGHTS}/{record.segment}/{dtype}/{key}"
-        # A keyframe's full chunk is decoded in place.
+        # A full-size keyframe chunk is decoded directly into the target.
         in_place = record.is_keyframe and len(target) == size
         try:
             encoded = self.store.read_bytes(relative)
@@ -431,7 +437,9 @@ def _segment_of(name: str) -> Segment | None:
 
 
 def _layout(content: bytes, expected: str | None) -> WeightLayout:
-    """Parse the layout in a segment's zarr.json. Raises ValueError, KeyError or TypeError for unexpected content."""
+    """Parse the tensor layout in a segment's zarr.json. Raises ValueError, KeyError or TypeError if the content is
+    invalid.
+    """
     if expected not in (None, whole_hash(content)):
         raise ValueError("its content has changed since it was written")
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
@@ -442,7 +450,7 @@ def _layout(content: bytes, expected: str | None) -> WeightLayout:
 
 
 def _check_room(layout: WeightLayout) -> None:
-    """Raise ValueError for a layout that is invalid or does not fit into memory."""
+    """Raise ValueError if a layout is invalid or its tensors do not fit in memory."""
     for tensor in layout.tensors:
         sizes = (*tensor.shape, *(tensor.whole_shape or ()), *(tensor.offsets or ()), tensor.start)
         if any(size < 0 for size in sizes) or tensor.dtype not in ITEM_BYTES:

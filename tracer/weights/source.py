@@ -1,4 +1,4 @@
-"""Find a trace's weights: in the trace itself, or in checkpoints saved by the recorded run."""
+"""Finds the weights for a trace, either stored in it or in checkpoints that its run saved."""
 
 from __future__ import annotations
 

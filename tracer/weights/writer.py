@@ -37,22 +37,28 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Number of versions per segment if many elements change. A segment may grow further while all of its deltas together
-are smaller than its keyframe."""
+"""Number of versions per segment if many elements change between versions. A segment gets more while its deltas are
+together smaller than its keyframe.
+"""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 
 FEW = 1 / 8
-"""Maximum share of elements that changed for an update to be stored as sparse changes."""
+"""Maximum share of elements that may change for an update to be stored as sparse changes; above it, all bits are
+stored.
+"""
 STRIDE = 4
-"""Row r of a segment stores changes relative to row r - STRIDE ** n, the largest power that divides r, so paths stay short."""
+"""Row r of a segment stores changes relative to row r - STRIDE ** n, where STRIDE ** n is the largest power of STRIDE
+that divides r. This keeps the number of rows needed to rebuild a version small.
+"""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum of the shares of changed elements on the path from a keyframe to a version. At this sum, applying the
-changes takes as long as reading the keyframe."""
+"""Maximum sum of the shares of changed elements over all updates between a keyframe and a version. At this sum,
+applying the changes takes as long as reading the keyframe.
+"""
 
 PINNED_BYTES = 512 << 20
-"""Largest version copied to pinned memory, bytes; up to this size the caller need not wait. Pinned memory is
-unavailable to other processes, and torch rounds its size up to a power of two.
+"""Maximum size of a version that is copied to pinned memory, bytes. Up to this size, the caller need not wait for the
+copy. Pinned memory is unavailable to other processes, and torch rounds its size up to a power of two.
 """
 
 ENCODERS = 2
@@ -60,23 +66,23 @@ ENCODERS = 2
 
 
 ChunkChanges = dict[str, list[Changes]]
-"""dtype -> the changes in each chunk of that dtype's array."""
+"""dtype -> one entry per chunk with that chunk's changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How a version will be added to the current segment."""
+    """How a version is to be stored in the current segment."""
 
     base_row: int | None = None
     changes: ChunkChanges | None = None
-    """Changes relative to the base row; None to store the bits XOR those of the previous row."""
+    """Changes relative to the base row; None to store the XOR between the bits of this row and the previous one."""
 
 
 class WeightWriter:
-    """Copies weights to the host and writes them on its own thread.
+    """Copies weights to the host, and writes them to disk on a thread of its own.
 
-    It holds two copies of the weights in host memory: the version being written and the previous one. Submitting the
-    next version waits until the last one is written; the wait time is recorded.
+    Host memory holds two copies of the weights: the version being written and the previous one. A call that submits a
+    version waits until the previous one is written; the time spent waiting is recorded.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class WeightWriter:
         most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
     ):
-        """`account` is called with each document written, by its path in the trace."""
+        """`account` is called with the record of each metadata file written: path in the trace -> record."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
@@ -98,9 +104,13 @@ class WeightWriter:
         self._is_few = True
         """True if all rows after the keyframe in the current segment are stored as sparse changes."""
         self._recent: list[list[ChunkChanges]] = []
-        """Changes of recent rows per level (single rows, sums of STRIDE rows, ...) since the next level's last sum."""
+        """For each level, the recent changes not yet summed into the next level. Level 0 holds single rows, level 1
+        sums over STRIDE rows, and so on.
+        """
         self._on_the_way: list[int] = []
-        """[rows] number of changed elements on the path from the keyframe to each row of the segment."""
+        """[rows] for each row of the segment, the number of changed elements that must be applied to rebuild it from
+        the keyframe.
+        """
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -119,20 +129,23 @@ class WeightWriter:
 
     @property
     def signs(self) -> list[Any]:
-        """A value that changes while the writer's threads make progress, since a version of a large model may take
-        minutes."""
+        """Values that change as long as the writer's threads make progress; writing a large model's weights can take
+        minutes.
+        """
         return [worker.signs for worker in (self._worker, *self._encoders)]
 
     @property
     def cpu_s(self) -> float:
-        """Total CPU time used by the writer's threads, seconds."""
+        """CPU time used by the writer's threads, seconds."""
         return sum(worker.cpu_s for worker in (self._worker, *self._encoders))
 
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Store a version once, from state_dict name -> tensor, on any device, whole or sharded (DTensor).
+        """Store a policy version, unless already stored. `tensors` maps state_dict names to tensors on any device,
+        whole or sharded.
 
-        Returns when the caller may modify the tensors again. For CUDA tensors the current stream waits for the copy;
-        the caller waits only for versions above PINNED_BYTES. Raises InvalidRecord for an unsupported dtype.
+        Return as soon as the caller may modify the tensors again. For CUDA tensors the current stream waits for the
+        copy, and the caller waits only if the version is larger than PINNED_BYTES. Raises InvalidRecord for an
+        unsupported dtype.
         """
         if version == self._version:
             return
@@ -146,7 +159,7 @@ class WeightWriter:
         self._worker.submit(partial(self._write, version, layout, bits), 1, ready=wait)
 
     def _layout_of(self, tensors: Mapping[str, Any]) -> WeightLayout:
-        """Return the tensors' layout, cached while the tensors are the same objects."""
+        """Return the tensors' layout. It is computed again only if the tensors are not the same objects as before."""
         known = tuple((name, id(tensor)) for name, tensor in tensors.items())
         if self._layout is None or known != self._known:
             self._known = known
@@ -158,18 +171,18 @@ class WeightWriter:
         self._worker.drain(signs=lambda: self.signs)
 
     def close(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until everything is written, and end the threads."""
+        """Wait until all submitted versions are written, then end the writer's threads."""
         for worker in (self._worker, *self._encoders):
             worker.close(signs=signs)
 
     def abandon(self) -> None:
-        """Give up on the writer's threads without waiting for them."""
+        """Give up on the writer's threads, without waiting for them."""
         for worker in (self._worker, *self._encoders):
             worker.abandon()
 
     def _write(self, version: int, layout: WeightLayout, bits: Bits) -> None:
         last, known = self._last, self._written
-        # The previous copy becomes the delta, and then the buffer for the next copy.
+        # The delta is computed in place of the previous copy, and its memory is then reused for the next copy.
         delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
         num_changed = {t.name: int(np.count_nonzero(part(delta, t))) for t in layout.tensors} if delta else None
         plan = None
@@ -213,7 +226,7 @@ class WeightWriter:
         self._stored, self._of_deltas = (self._stored, self._of_deltas + num_bytes) if follows else (num_bytes, 0)
 
     def _plan(self, row: int, delta: Bits, bits: Bits, *, is_few: bool) -> _Plan | None:
-        """Return how to add a version as this row of the segment; None if it needs a new segment."""
+        """Return how to store a version as the given row of the segment; None if a new segment has to be started."""
         if not self._is_few or (not is_few and row == 1):
             self._is_few, self._recent = False, []
             has_room = row < self.rows or (self._of_deltas < self._stored and row < self.most_rows)
@@ -249,7 +262,7 @@ class WeightWriter:
         return map_chunks(lambda index: added([one[index] for one in several]), len(several[0]), self._encoders)
 
     def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
-        """Write a row's changes; return the indices of the chunks with changes, and their size on disk in bytes."""
+        """Write a row's sparse changes. Return the indices of the changed chunks, and the size on disk in bytes."""
 
         def write(index: int) -> int:
             changes = of_chunks[index]
@@ -273,7 +286,10 @@ class WeightWriter:
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy every tensor's bits to the host, reusing spare buffers; also return a function that waits for the copy."""
+    """Copy every tensor's bits to the host, reusing spare buffers.
+
+    Return the bits, and a function that waits for the copy, or None if the copy is complete.
+    """
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
