@@ -107,7 +107,7 @@ class Loss:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the loss settings to record with Recorder.add_hyperparameters, omitting unused settings that have their defaults."""
+        """Loss settings to record with Recorder.add_hyperparameters, omitting defaults that belong to other kinds of loss."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
