@@ -36,7 +36,8 @@ class Loss:
     """`ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`: f = rho A, unclipped, with
     gradient A grad logprob at rho = 1; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
     f = 4 / tau sigmoid(tau (rho - 1)) A (arXiv 2511.20347); `vespo`: f = stop(phi(rho)) A logprob with
-    phi = exp(lambda + k ln rho - lambda rho), where rho is the ratio for the whole sequence (arXiv 2602.10693). sapo and vespo do not clip."""
+    phi = exp(lambda + k ln rho - lambda rho), where rho is the ratio for the whole sequence (arXiv 2602.10693). sapo
+    and vespo do not clip."""
     level: str = TOKEN
     """`token`: rho per token; `sequence_mean`: per sequence, from the mean log-ratio (GSPO); `sequence_sum`: per
     sequence, from the summed log-ratio."""
@@ -44,7 +45,8 @@ class Loss:
     clip_high: float = 0.2
     """For ppo_clip, the distance between the upper bound and 1; for cispo, the maximum ratio."""
     clip_hard: float | None = None
-    """For ppo_clip, an upper bound on the ratio for advantages of either sign (TRL's delta); None if there is no such bound."""
+    """For ppo_clip, an upper bound on the ratio for advantages of either sign (TRL's delta); None if there is no such
+    bound."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     """Value of tau in sapo: sapo_temperature_pos where A > 0, sapo_temperature_neg elsewhere."""
@@ -58,11 +60,12 @@ class Loss:
     """Pass in the denominator of the ratio: `train` (recomputed), `rollout` (bypass), or `current`
     itself, which makes rho equal to 1."""
     aggregation: str = "token_mean"
-    """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean over all
-    tokens in the recorded step, multiplied by the share of its micro-batches that are in the optimizer step.
-    `micro_token_mean`: mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each sequence's
-    tokens, then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences. `sequence`: mean
-    over sequences, which have one term each (level sequence_sum). `constant`: sum over tokens / (sequences * max_tokens).
+    """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean
+    over all tokens in the recorded step, multiplied by the share of its micro-batches that are in the optimizer step.
+    `micro_token_mean`: mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each
+    sequence's tokens, then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences.
+    `sequence`: mean over sequences, which have one term each (level sequence_sum). `constant`: sum over tokens /
+    (sequences * max_tokens).
 
     Only unmasked tokens count. The number of sequences includes those without an unmasked token."""
     max_tokens: int | None = None
@@ -74,8 +77,9 @@ class Loss:
     kl_level: str | None = None
     """Level of the ratio in the KL term; None if it is the same as `level`."""
     correction: str = "none"
-    """Importance weight for each token's term, with r = train / rollout: `token_truncate` is min(r, cap); `token_mask` is r if
-    r <= cap, else 0; `sequence_*` does the same with the product of r over the sequence. vespo multiplies rho by the weight."""
+    """Importance weight for each token's term, with r = train / rollout: `token_truncate` is min(r, cap); `token_mask`
+    is r if r <= cap, else 0; `sequence_*` does the same with the product of r over the sequence. vespo multiplies rho
+    by the weight."""
     correction_low: float | None = None
     correction_high: float | None = None
     unknown: tuple[str, ...] = ()
@@ -107,7 +111,9 @@ class Loss:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Loss settings to record with Recorder.add_hyperparameters, omitting defaults that belong to other kinds of loss."""
+        """Loss settings to record with Recorder.add_hyperparameters, omitting defaults that belong to other kinds of
+        loss.
+        """
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -228,7 +234,9 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
 
 
 def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
-    """Return the aggregation of TRL's GRPO loss. TRL averages tokens over a generation batch, which may span several optimizer steps."""
+    """Return the aggregation of TRL's GRPO loss. TRL averages tokens over a generation batch, which may span several
+    optimizer steps.
+    """
     found = _GRPO_AGGREGATIONS[kind]
     accumulated = _number(values, "gradient_accumulation_steps", None)
     if found == "token_mean" and accumulated != _number(values, "steps_per_generation", accumulated):
@@ -237,7 +245,9 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Return the loss of TRL's RLOO trainer, whose KL term is part of the reward. Source: TRL 1.16, RLOOTrainer._compute_loss."""
+    """Return the loss of TRL's RLOO trainer, whose KL term is part of the reward. Source: TRL 1.16,
+    RLOOTrainer._compute_loss.
+    """
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO,

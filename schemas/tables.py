@@ -29,8 +29,8 @@ class Column:
     alignment: str = "one value per row"
     """Description of what each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """Meaning of NULL in the column; empty for a required column, which is never NULL. Other columns may be missing from files
-    written by older releases and are then read as NULL."""
+    """Meaning of NULL in the column; empty for a required column, which is never NULL. Other columns may be missing
+    from files written by older releases and are then read as NULL."""
     keyword: str = ""
     """Keyword argument of Recorder.add_sequences that supplies the values, if it differs from the column's name."""
     is_made: bool = False

@@ -40,7 +40,8 @@ class StoredTensor:
     """Shape of the whole tensor if it is sharded across several writers; else None."""
     offsets: tuple[int, ...] | None = None
     """Start of the shard in the whole tensor, one index per dimension. If there is a single index although the tensor has
-    another number of dimensions, the shard is a contiguous range of the flattened tensor (FSDP1) that starts at the index."""
+    another number of dimensions, the shard is a contiguous range of the flattened tensor (FSDP1) that starts at the
+    index."""
 
     @property
     def numel(self) -> int:
@@ -103,9 +104,11 @@ class WeightVersion:
     stored_at: str
     """Time when the version was written, ISO 8601 in UTC."""
     base_row: int | None = None
-    """Row that an element delta is relative to, a power of 4 rows earlier; None for a keyframe or an XOR with the previous row."""
+    """Row that an element delta is relative to, a power of 4 rows earlier; None for a keyframe or an XOR with the
+    previous row."""
     layout_hash: str | None = None
-    """XXH3-128 of the segment's zarr.json, which gives the location of each tensor; None if the version was written without checksums."""
+    """XXH3-128 of the segment's zarr.json, which gives the location of each tensor; None if the version was written
+    without checksums."""
 
     @property
     def is_keyframe(self) -> bool:

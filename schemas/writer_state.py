@@ -108,7 +108,8 @@ class WriterState:
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
     """Return the newest recording's exit code across its nodes.
 
-    This is the first non-zero code; without one, None while a node is still running, else 0."""
+    This is the first non-zero code; without one, None while a node is still running, else 0.
+    """
     launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
     codes = [
         state.exit_code

@@ -23,7 +23,9 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
 def parquet_rows(
     filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str], groups: RowGroups | None = None
 ) -> Iterator[RowBatch]:
-    """Yield rows of a Parquet file, only those in `groups` if given, with the requested columns that exist. Raises ImportFailed."""
+    """Yield rows of a Parquet file, only those in `groups` if given, with the requested columns that exist. Raises
+    ImportFailed.
+    """
     with explained(name, "Parquet"):
         size = int(filesystem.size(name) or 0)
         with filesystem.open(name, "rb") as file:
@@ -126,7 +128,8 @@ def _row_batches(
 ) -> Iterator[RowBatch]:
     """Yield batches as RowBatch, with their rows numbered.
 
-    The size of a batch is its share of the file size or, if `num_rows` is None, its size in memory."""
+    The size of a batch is its share of the file size or, if `num_rows` is None, its size in memory.
+    """
     for batch in batches:
         arrays: dict[str, Any] = {column: batch.column(batch.schema.get_field_index(column)) for column in columns}
         yield RowBatch(

@@ -51,7 +51,8 @@ class Columns:
 
     def take(self, rows: np.ndarray) -> Columns:
         """Select some rows, in the given order; return `self` if all rows are selected in
-        their present order."""
+        their present order.
+        """
         if is_every_row(rows, self.num_rows):
             return self
         places = pa.array(rows, pa.int64())
@@ -66,7 +67,7 @@ class Columns:
         return np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
 
     def is_list(self, name: str) -> bool:
-        """True if a column exists and holds lists."""
+        """Return True if a column exists and holds lists."""
         array = self[name]
         return array is not None and bool(pa.types.is_list(array.type))
 
@@ -76,7 +77,9 @@ class Columns:
         return None if array is None else array.to_pylist()
 
     def ragged(self, name: str) -> Ragged | None:
-        """Return a list column as ragged values, with NULL lists as empty lists; None if the column is missing or all NULL."""
+        """Return a list column as ragged values, with NULL lists as empty lists; None if the column is missing or all
+        NULL.
+        """
         array = self[name]
         if array is None or array.null_count == len(array):
             return None
@@ -102,7 +105,9 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Convert Python values to Arrow with Arrow's type inference or, if Arrow rejects a mixture of types, according to `kind`."""
+    """Convert Python values to Arrow with Arrow's type inference or, if Arrow rejects a mixture of types, according to
+    `kind`.
+    """
     try:
         array = pa.array(values)
         if not _has_floats(array.type) or not _has_flags(values):

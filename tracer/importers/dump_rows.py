@@ -35,7 +35,8 @@ class DumpRows:
     def add(self, number: int, **cells: Any) -> None:
         """Add a row. A cell of None means not recorded; a row without `response_ids` has no tokens.
 
-        The cell `routing` is stored in RowBatch.routing, not in a column. Raises ImportFailed unless each pass has one logprob per token.
+        The cell `routing` is stored in RowBatch.routing, not in a column. Raises ImportFailed unless each pass has one
+        logprob per token.
         """
         cells.setdefault("prompt_ids", None)
         response = cells.get("response_ids")
@@ -51,7 +52,9 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        """Return the rows as a batch of columns. If advantages are constant within every row, the column has one number per row."""
+        """Return the rows as a batch of columns. If advantages are constant within every row, the column has one
+        number per row.
+        """
         names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
         columns: dict[str, Any] = {}
         for name in names:
@@ -134,7 +137,9 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
 def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
     """Return concatenated advantages as a column.
 
-    The column has one number per row if advantages are constant over the loss-mask tokens of every row, else one list per row."""
+    The column has one number per row if advantages are constant over the loss-mask tokens of every row, else one list
+    per row.
+    """
     rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
     if mask_N is not None:
         rows_N, counted = rows_N[mask_N], values_N[mask_N]

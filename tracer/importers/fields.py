@@ -59,7 +59,8 @@ class Fields:
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
         """Return the fields of another record of the same file; `columns` maps additional columns
-        to fields (column=field)."""
+        to fields (column=field).
+        """
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 
@@ -94,7 +95,9 @@ class Fields:
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Return column -> checked and converted cell for the given columns or, if none are given, for every column that a trace has."""
+        """Return column -> checked and converted cell for the given columns or, if none are given, for every column
+        that a trace has.
+        """
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:

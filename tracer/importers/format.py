@@ -15,8 +15,8 @@ from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import read_lines
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""Function from (a record's fields, a name for the record, the record's number in the file) to the cells of each row that the
-record contains: column in the trace -> value."""
+"""Function from (a record's fields, a name for the record, the record's number in the file) to the cells of each row
+that the record contains: column in the trace -> value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,8 @@ class Format:
 
 def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
     """Return the first object of a JSON Lines file; an empty dict if the file has no object or is
-    unreadable."""
+    unreadable.
+    """
     try:
         return next(read_lines(folder.path(name)), (0, {}))[1]
     except ImportFailed:

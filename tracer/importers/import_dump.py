@@ -54,9 +54,9 @@ def import_dump(
 
     `format` is `auto`, `parquet` (see import_parquet) or the name of a framework or engine; docs/reference/import-formats.md
     lists the files and fields of each. `map` maps field names in the files to columns, for releases that renamed a field;
-    a field mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen by a hash
-    of their names. Incomplete steps and half-written files are skipped and listed; import again later, or set `partial` to
-    read what exists.
+    a field mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen
+    by a hash of their names. Incomplete steps and half-written files are skipped and listed; import again later, or
+    set `partial` to read what exists.
 
     `path` is a file or a folder, local or as a URL that fsspec can open.
 
@@ -251,7 +251,8 @@ class _Before:
     def of(cls, output: str | os.PathLike[str], format: Format, options: dict[str, str]) -> _Before | None:
         """Read earlier imports from the trace at a path.
 
-        Returns None if there is no trace or it was not imported from files in this format."""
+        Returns None if there is no trace or it was not imported from files in this format.
+        """
         store = Store(output)
         try:
             manifest = store.manifest()
@@ -335,7 +336,9 @@ def _told(options: Mapping[str, str]) -> str:
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return column -> candidate fields after applying the user's `map`. Raises ImportFailed for a column that the format does not fill."""
+    """Return column -> candidate fields after applying the user's `map`. Raises ImportFailed for a column that the
+    format does not fill.
+    """
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours and ours not in columns:

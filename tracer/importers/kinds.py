@@ -1,7 +1,7 @@
 """Kinds of imported columns: which cells are valid, and how cells are converted to the trace's types.
 
-Each kind implements its rule twice: `convert` handles a whole Arrow array, which is fast; `holds` checks one Python value, to
-find the first invalid value. A test compares the two implementations.
+Each kind implements its rule twice: `convert` handles a whole Arrow array, which is fast; `holds` checks one Python
+value, to find the first invalid value. A test compares the two implementations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Kind:
     holds: Callable[[Any], bool]
     """Function that returns True for a valid value; it is never called with None."""
     of: Callable[[Any], Any]
-    """Function that converts one valid value to the Python type for `type`. It is used for mixtures whose type Arrow cannot infer."""
+    """Function that converts one valid value to the Python type for `type`. It is used for mixtures whose type Arrow
+    cannot infer."""
     nullable: bool = True
     element: Kind | None = None
     """Kind of the elements in a list; None if cells are not lists."""

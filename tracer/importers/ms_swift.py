@@ -1,4 +1,6 @@
-"""Import format of ms-swift: completions.jsonl, written by `log_completions`, with one line per step and a list per column."""
+"""Import format of ms-swift: completions.jsonl, written by `log_completions`, with one line per step and a list per
+column.
+"""
 
 from __future__ import annotations
 

@@ -36,13 +36,14 @@ def import_parquet(
 ) -> Imported:
     """Convert Parquet, JSON, CSV or Arrow files with the trace's column names to a trace.
 
-    Files have one row per sequence. The required columns are `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`, `train_logprobs`,
-    `current_logprobs` and `reference_logprobs`; optionally every other column that Recorder.add_sequences takes, and
-    `entropy` and `top2_gap`. `advantage` is a number or a list, `rewards` a record of numbers. Lists are aligned with
-    `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) in the same folder is read too. `path` is a file, a folder
-    (also one written by `save_to_disk` of Hugging Face datasets) or a glob pattern, on any file system that fsspec supports.
-    `map` renames columns (file's name -> trace's name); a column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and
-    `sample` a share of the sequences, chosen by a hash of their names.
+    Files have one row per sequence. The required columns are `step`, `prompt_ids`, `response_ids` and at least one of
+    `rollout_logprobs`, `train_logprobs`, `current_logprobs` and `reference_logprobs`; optionally every other column
+    that Recorder.add_sequences takes, and `entropy` and `top2_gap`. `advantage` is a number or a list, `rewards` a
+    record of numbers. Lists are aligned with `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) in the same
+    folder is read too. `path` is a file, a folder (also one written by `save_to_disk` of Hugging Face datasets) or a
+    glob pattern, on any file system that fsspec supports. `map` renames columns (file's name -> trace's name); a
+    column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen
+    by a hash of their names.
 
     Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0 unless another pass also has logprobs
     near 0 for the same tokens (see ZeroLists).
@@ -50,8 +51,8 @@ def import_parquet(
     `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one), divides the files, and the row
     groups of large Parquet files, among its actors. JSON files are first scanned for their keys by this process.
 
-    Raises ImportFailed, naming file, column and row. After an error, nothing is written to `output`, and with `force` an existing
-    trace is kept.
+    Raises ImportFailed, naming file, column and row. After an error, nothing is written to `output`, and with `force`
+    an existing trace is kept.
     """
     source = RowFiles.of(os.fspath(path))
     given = dict(map or {})

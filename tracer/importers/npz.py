@@ -1,6 +1,7 @@
 """Import format of train-infer-mismatch: samples.jsonl with the tokens, and one .npz file per scoring view.
 
-Each scoring view is imported as a pass."""
+Each scoring view is imported as a pass.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def objects(path: DumpFile, first: int = 1) -> Iterator[tuple[int, Mapping[str, 
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the response and the request from a saved object. If no request was saved, the object itself is returned as the request."""
+    """Return the response and the request from a saved object. If no request was saved, the object itself is returned
+    as the request.
+    """
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -62,7 +64,8 @@ def response_format(
 ) -> Format:  # fmt: skip
     """Return the format for a server's responses, which are recognised by a key.
 
-    `rows_of` returns the rows in one response."""
+    `rows_of` returns the rows in one response.
+    """
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         response, request = response_of(fields.record)

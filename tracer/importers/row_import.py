@@ -240,7 +240,9 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record scores from a pass according to the verdict on lists of zeros; hold the scores back if the verdict is OPEN."""
+        """Record scores from a pass according to the verdict on lists of zeros; hold the scores back if the verdict is
+        OPEN.
+        """
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:

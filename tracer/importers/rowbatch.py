@@ -29,8 +29,8 @@ class RowBatch:
     unit: str = "row"
     """What `numbers` counts: `row`, or `line` in a file with one row per line."""
     routing: Sequence[np.ndarray | None] = ()
-    """Experts selected during the rollout, per row: [prompt and response tokens, layers, slots] int16, or None if not recorded.
-    Empty if no row has router choices."""
+    """Experts selected during the rollout, per row: [prompt and response tokens, layers, slots] int16, or None if not
+    recorded. Empty if no row has router choices."""
     is_text: bool = False
     """True if the values are the text of cells in a CSV file."""
     num_bytes: int = 0

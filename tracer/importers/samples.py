@@ -144,7 +144,8 @@ def _of_tokens(fields: Fields, column: str, length: int) -> Values | None:
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
     """Return the experts selected for a sample's tokens: [S, L, slots].
 
-    The file has S - 1 tokens, since the engine never ran a forward pass on the last token."""
+    The file has S - 1 tokens, since the engine never ran a forward pass on the last token.
+    """
     found = fields.array("experts", 3)
     if found is None:
         return None
@@ -177,8 +178,8 @@ def _reward_parts(reward: Any) -> dict[str, float] | None:
 def kept_sets(fields: Fields, length: int) -> tuple[float, Values | None] | None:
     """Return the mean number of vocabulary entries that top-p kept, and the logarithm of their probability mass per token.
 
-    Returns None if the entries were not recorded. The entries kept at token t are offsets[t]:offsets[t + 1]; tokens that were
-    not generated have no entries.
+    Returns None if the entries were not recorded. The entries kept at token t are offsets[t]:offsets[t + 1]; tokens
+    that were not generated have no entries.
     """
     offsets = fields.values("kept_offsets")
     if offsets is None:

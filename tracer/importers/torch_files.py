@@ -60,7 +60,8 @@ def is_cut(path: DumpFile) -> bool:
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
     """Read a torch.save or pickle.dump file from bytes, charging allocations to the memory budget.
 
-    `depth` is the nesting depth of the bytes in other files."""
+    `depth` is the nesting depth of the bytes in other files.
+    """
     if depth > _MAX_INSIDE:
         raise ImportFailed(f"{where}: holds pickles nested more than {_MAX_INSIDE} deep")
     if content[:4] == b"PK\x03\x04":
@@ -117,7 +118,9 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """Return the bytes of an uncompressed zip entry without copying. For thousands of entries, this is faster than ZipFile.read."""
+    """Return the bytes of an uncompressed zip entry without copying. For thousands of entries, this is faster than
+    ZipFile.read.
+    """
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -129,7 +132,8 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Layout of a zip entry's local header: its size, and the offset and format of the two lengths (file name and extra field)."""
+"""Layout of a zip entry's local header: its size, and the offset and format of the two lengths (file name and extra
+field)."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:

@@ -18,7 +18,8 @@ from .format import Format
 def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
     """Yield a rollout as one row.
 
-    The prompt is that of the first turn. The response holds the sampled tokens and the tokens inserted between turns."""
+    The prompt is that of the first turn. The response holds the sampled tokens and the tokens inserted between turns.
+    """
     turns = fields.record.get("turns")
     if fields.record.get("is_validation") is True:
         return

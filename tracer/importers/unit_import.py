@@ -261,7 +261,8 @@ def _add_units(
 
 def _remove(room: Path) -> None:
     """Rename a folder, then remove it: an actor that is being killed may still write to the folder's
-    old path."""
+    old path.
+    """
     aside = room.with_name(f"{room.name}-{uuid.uuid4().hex}")
     with suppress(OSError):
         room.rename(aside)
@@ -285,7 +286,9 @@ def _decides(name: str, seen: Sequence[str] | set[str], filled: Sequence[str] | 
 
 
 def _refuse_repeated(units: Sequence[tuple[Unit, Path]], folder: DumpFolder) -> None:
-    """Raise ImportFailed if a sequence name occurs in two units within one step. Each writer checks names within its unit."""
+    """Raise ImportFailed if a sequence name occurs in two units within one step. Each writer checks names within its
+    unit.
+    """
     columns = ["step", "seq_id"]
     tables = [TABLES[SEQUENCES].schema.empty_table().select(columns).append_column("unit", pa.array([], pa.int64()))]
     for number, (_, own) in enumerate(units):
@@ -378,7 +381,8 @@ class _Reader:
 def _known(place: Path, job: Job) -> UnitImport | None:
     """Return the result of a unit that a killed import had completed.
 
-    Returns None if there is no result or the unit's input files have changed."""
+    Returns None if there is no result or the unit's input files have changed.
+    """
     try:
         found = UnitImport(**json.loads((place / _DONE).read_bytes()))
     except (OSError, ValueError, TypeError):
