@@ -1,4 +1,4 @@
-"""How much of each token's distribution is recorded, and for which sequences."""
+"""Settings for how much of each token's distribution is recorded, and for which sequences."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Capture:
     """Recording level for token distributions, and the share of sequences recorded at this level."""
 
     level: str = "logprobs"
-    """`logprobs` (sampled token only), `topk`, `logits`, or `hidden` (last hidden state; replays only)."""
+    """Recording level: `logprobs` (sampled token only), `topk`, `logits`, or `hidden` (last hidden state; replays only)."""
     k: int | None = None
-    """Number of most probable tokens that `topk` keeps; None for the other levels."""
+    """Number of most probable tokens recorded per position at level `topk`; None for the other levels."""
     fraction: float = 1.0
     """Share of sequences, from 0 to 1, whose distributions are kept. `logprobs` are kept for all sequences."""
 

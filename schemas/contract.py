@@ -1,4 +1,4 @@
-"""The contract of a pass: all settings that determine its numbers, as JSON with a hash."""
+"""Contracts of passes. A contract is the JSON of all settings that determine a pass's numbers, identified by a hash."""
 
 from __future__ import annotations
 

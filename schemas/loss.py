@@ -30,17 +30,20 @@ PREFIX = "loss/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A policy loss: minimise the aggregate of -w f(rho, A) over tokens, rho = current / denominator, A the advantage."""
+    """A policy loss: the aggregate of -w f(rho, A) over tokens, which training minimises.
+
+    rho = current / denominator is the probability ratio, A the advantage, and w the weight from `correction`.
+    """
 
     kind: str = PPO
-    """`ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`: f = rho A, unclipped, with
+    """Function f in the loss. `ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`: f = rho A, unclipped, with
     gradient A grad logprob at rho = 1; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
     f = 4 / tau sigmoid(tau (rho - 1)) A (arXiv 2511.20347); `vespo`: f = stop(phi(rho)) A logprob with
     phi = exp(lambda + k ln rho - lambda rho), where rho is the ratio for the whole sequence (arXiv 2602.10693). sapo
     and vespo do not clip."""
     level: str = TOKEN
-    """`token`: rho per token; `sequence_mean`: per sequence, from the mean log-ratio (GSPO); `sequence_sum`: per
-    sequence, from the summed log-ratio."""
+    """Level of the ratio. `token`: one ratio per token; `sequence_mean`: one per sequence, computed from the mean log-ratio
+    (GSPO); `sequence_sum`: one per sequence, computed from the summed log-ratio."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     """For ppo_clip, the distance between the upper bound and 1; for cispo, the maximum ratio."""
@@ -57,8 +60,8 @@ class Loss:
     vespo_lambda_neg: float = 2.0
     """Values of k and lambda in vespo where A < 0."""
     denominator: str = TRAIN
-    """Pass in the denominator of the ratio: `train` (recomputed), `rollout` (bypass), or `current`
-    itself, which makes rho equal to 1."""
+    """Pass in the denominator of the ratio: `train` (recomputed), `rollout` (bypass), or `current` itself,
+    which makes rho equal to 1."""
     aggregation: str = "token_mean"
     """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean
     over all tokens in the recorded step, multiplied by the share of its micro-batches that are in the optimizer step.
@@ -106,14 +109,12 @@ class Loss:
 
     @property
     def has_clip(self) -> bool:
-        """True if the loss clips the ratio: see analysis.statistics.loss.is_clipped."""
+        """True if the loss clips the ratio, as determined per token in analysis.statistics.loss.is_clipped."""
         return self.kind in (PPO, CISPO)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Loss settings to record with Recorder.add_hyperparameters, omitting defaults that belong to other kinds of
-        loss.
-        """
+        """Loss settings to record with Recorder.add_hyperparameters, without defaults that only other losses use."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name

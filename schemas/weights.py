@@ -1,4 +1,4 @@
-"""Stored weights: the bits of every tensor, by policy version.
+"""Format of stored weights, which hold the bits of every tensor per policy version.
 
 A writer stores its versions in segments. A segment has one bit array per dtype, with one row per version. The first row is
 a keyframe, which holds the full bits. Each later row is a delta: the elements that changed since an earlier row or, if

@@ -106,7 +106,7 @@ class WriterState:
 
 
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
-    """Return the newest recording's exit code across its nodes.
+    """Return the exit code of the newest recording, combined over all nodes.
 
     This is the first non-zero code; without one, None while a node is still running, else 0.
     """

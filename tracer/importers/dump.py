@@ -1,4 +1,4 @@
-"""The files of a framework's dump, and the interface between an import and a format's reader."""
+"""Access to the files in a framework's dump, and the interface between an import and the reader for a format."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Files that are read together: those of one step, or one file with rows of several steps."""
+    """Files that are read together: either all files from one step, or one file with rows from several steps."""
 
     files: tuple[str, ...]
     step: int | None = None

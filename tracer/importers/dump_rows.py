@@ -98,7 +98,7 @@ def padded_columns(
     step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
     per_token: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the columns of a padded batch: responses and per-token values [B, T], and prompts with their own padding."""
+    """Return columns from a padded batch, with responses and per-token values [B, T]. Prompts have separate padding."""
     num_rows = len(responses)
     flat = {name: responded.flatten(values) for name, values in per_token.items()}
     if "response_mask" in flat:

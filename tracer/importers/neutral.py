@@ -77,7 +77,7 @@ def import_parquet(
 
 
 class _Job(Job):
-    """An import of files in the neutral format."""
+    """An import from files in the neutral format."""
 
     def __init__(self, source: RowFiles, names: Mapping[str, Mapping[str, str]], selection: Selection):
         """`names`: file -> column in the file -> column in the trace."""
