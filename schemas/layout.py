@@ -130,8 +130,9 @@ def is_tokenizer(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Return True if tim-trace gave this name to an unfinished file or folder; other names with the same prefix do not
-    count.
+    """Return True if tim-trace gave this name to an unfinished file or folder.
+
+    Other names with the same prefix do not count.
     """
     return _TEMPORARY.fullmatch(name) is not None
 

@@ -36,8 +36,8 @@ class Loss:
     """
 
     kind: str = PPO
-    """Function f in the loss. `ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`: f = rho A, unclipped, with
-    gradient A grad logprob at rho = 1; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
+    """Function f in the loss. `ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`:
+    f = rho A, unclipped, with gradient A grad logprob at rho = 1; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
     f = 4 / tau sigmoid(tau (rho - 1)) A (arXiv 2511.20347); `vespo`: f = stop(phi(rho)) A logprob with
     phi = exp(lambda + k ln rho - lambda rho), where rho is the ratio for the whole sequence (arXiv 2602.10693). sapo
     and vespo do not clip."""
@@ -141,8 +141,9 @@ def read_loss(values: Mapping[str, Any]) -> Loss | None:
 
 
 def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
-    """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`; fields that are not given are taken from `recorded`,
-    or have their defaults.
+    """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`.
+
+    Fields that are not given are taken from `recorded`, or have their defaults.
 
     Raises InvalidOption.
 
@@ -235,8 +236,9 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
 
 
 def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
-    """Return the aggregation of TRL's GRPO loss. TRL averages tokens over a generation batch, which may span several
-    optimizer steps.
+    """Return the aggregation of TRL's GRPO loss.
+
+    TRL averages tokens over a generation batch, which may span several optimizer steps.
     """
     found = _GRPO_AGGREGATIONS[kind]
     accumulated = _number(values, "gradient_accumulation_steps", None)
@@ -246,8 +248,9 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Return the loss of TRL's RLOO trainer, whose KL term is part of the reward. Source: TRL 1.16,
-    RLOOTrainer._compute_loss.
+    """Return the loss of TRL's RLOO trainer, whose KL term is part of the reward.
+
+    Source: TRL 1.16, RLOOTrainer._compute_loss.
     """
     low = _number(values, "epsilon", 0.2)
     return Loss(

@@ -37,8 +37,9 @@ class Held:
     __slots__ = ()
 
     def array(self) -> np.ndarray:
-        """Return the array, as a view if possible. Raises NotPlain if the number of bytes does not match the array's
-        shape.
+        """Return the array, as a view if possible.
+
+        Raises NotPlain if the number of bytes does not match the array's shape.
         """
         raise NotImplementedError
 

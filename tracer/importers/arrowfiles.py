@@ -23,8 +23,9 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
 def parquet_rows(
     filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str], groups: RowGroups | None = None
 ) -> Iterator[RowBatch]:
-    """Yield rows of a Parquet file, only those in `groups` if given, with the requested columns that exist. Raises
-    ImportFailed.
+    """Yield rows of a Parquet file, only those in `groups` if given, with the requested columns that exist.
+
+    Raises ImportFailed.
     """
     with explained(name, "Parquet"):
         size = int(filesystem.size(name) or 0)

@@ -94,8 +94,9 @@ class DumpFolder:
                 yield name, found
 
     def path(self, name: str) -> DumpFile:
-        """Return a file's location. Raises ImportFailed if it is a link that leads out
-        of the folder or is not a regular file.
+        """Return a file's location.
+
+        Raises ImportFailed if it is a link that leads out of the folder or is not a regular file.
         """
         if self.filesystem is not None:
             url = self.url if self.is_file else f"{self.url.rstrip('/')}/{name}"
@@ -118,8 +119,9 @@ class DumpFolder:
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
 
     def beside(self, name: str, other: str) -> str | None:
-        """Return the path of the file `other` in the same folder as `name`, relative to the root; None if there is no
-        such file.
+        """Return the path of the file `other` in the same folder as `name`, relative to the root.
+
+        Returns None if there is no such file.
         """
         found = os.path.normpath(os.path.join(os.path.dirname(name), other))
         is_there = found in self.remote if self.filesystem is not None else (self.root / found).is_file()

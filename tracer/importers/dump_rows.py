@@ -52,8 +52,9 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        """Return the rows as a batch of columns. If advantages are constant within every row, the column has one
-        number per row.
+        """Return the rows as a batch of columns.
+
+        If advantages are constant within every row, the column has one number per row.
         """
         names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
         columns: dict[str, Any] = {}

@@ -76,8 +76,9 @@ class Format:
 
 
 def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
-    """Return the first object of a JSON Lines file; an empty dict if the file has no object or is
-    unreadable.
+    """Return the first object of a JSON Lines file.
+
+    Returns an empty dict if the file has no object or is unreadable.
     """
     try:
         return next(read_lines(folder.path(name)), (0, {}))[1]

@@ -336,8 +336,9 @@ def _told(options: Mapping[str, str]) -> str:
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return column -> candidate fields after applying the user's `map`. Raises ImportFailed for a column that the
-    format does not fill.
+    """Return column -> candidate fields after applying the user's `map`.
+
+    Raises ImportFailed for a column that the format does not fill.
     """
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():

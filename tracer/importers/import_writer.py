@@ -30,8 +30,9 @@ class ImportWriter(TraceWriter):
         super().account(files, saves=False)
 
     def _fail(self, error: BaseException) -> None:
-        """Stop writing; called on the writing thread. The folder is not marked as failed, because it is about to be
-        removed.
+        """Stop writing after an error. Called on the writing thread.
+
+        The folder is not marked as failed, because it is about to be removed.
         """
         if not self.is_open:
             return

@@ -27,9 +27,7 @@ def parse_map(texts: Iterable[str]) -> dict[str, str]:
 
 
 def check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], known: Collection[str], where: str) -> None:
-    """Raise ImportFailed unless each name in a map is a column in the files and is mapped to a column of the trace or
-    to "".
-    """
+    """Raise ImportFailed unless each name in a map is a column in the files and maps to a trace column or ""."""
     there = list(dict.fromkeys(name for names in files.values() for name in names))
     for theirs, ours in given.items():
         if theirs not in there:
@@ -41,8 +39,9 @@ def check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], know
 
 
 def names_of(file: str, columns: Sequence[str], given: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
-    """Return the columns to import from a file: file's name -> trace's name. Raises ImportFailed if two map to the
-    same column.
+    """Return the columns to import from a file: file's name -> trace's name.
+
+    Raises ImportFailed if two map to the same column.
     """
     names: dict[str, str] = {}
     owner: dict[str, str] = {}

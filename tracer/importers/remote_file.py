@@ -69,8 +69,9 @@ def opened(path: DumpFile) -> BinaryIO:
 
 
 def whole_content(path: DumpFile, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed if the file cannot be read, or if `times` the file's size
-    does not fit in memory.
+    """Return a file's content.
+
+    Raises ImportFailed if the file cannot be read, or if `times` the file's size does not fit in memory.
     """
     with _told(str(path)):
         size = int(path.filesystem.size(path.path) or 0) if isinstance(path, RemoteFile) else path.stat().st_size

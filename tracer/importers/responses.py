@@ -48,8 +48,9 @@ def objects(path: DumpFile, first: int = 1) -> Iterator[tuple[int, Mapping[str, 
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the response and the request from a saved object. If no request was saved, the object itself is returned
-    as the request.
+    """Return the response and the request from a saved object.
+
+    If no request was saved, the object itself is returned as the request.
     """
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record

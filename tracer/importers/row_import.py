@@ -91,9 +91,10 @@ class RowImport:
         zero_lists: ZeroLists | None = None,
         num_before: int = 0,
     ):
-        """`source` is the format's name, and `path` the location of the files. In one unit of a larger import, `zero_lists`
-        holds what is known about zeros in the other units, and `num_before` is the number of rows in earlier units, which
-        determines the names of unnamed sequences.
+        """`source` is the format's name, and `path` the location of the files.
+
+        In one unit of a larger import, `zero_lists` holds what is known about zeros in the other units, and
+        `num_before` is the number of rows in earlier units, which determines the names of unnamed sequences.
 
         `ordered` means that steps never decrease.
         """
@@ -240,8 +241,9 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record scores from a pass according to the verdict on lists of zeros; hold the scores back if the verdict is
-        OPEN.
+        """Record scores from a pass according to the verdict on lists of zeros.
+
+        Hold the scores back if the verdict is OPEN.
         """
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)

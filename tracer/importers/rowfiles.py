@@ -85,8 +85,9 @@ class RowFiles:
         return _known(name).rows(self.filesystem, name, columns)
 
     def groups(self, name: str, most: int) -> list[RowGroups]:
-        """Divide a Parquet file's row groups into consecutive ranges of about `most` bytes; return an empty list for
-        other files.
+        """Divide a Parquet file's row groups into consecutive ranges of about `most` bytes.
+
+        Returns an empty list for other files.
         """
         return parquet_groups(self.filesystem, name, most) if name.endswith(PARQUET_SUFFIXES) else []
 

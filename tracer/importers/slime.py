@@ -47,8 +47,9 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 def _add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
-    """Add the samples in a train dump. The field `rollout_position` is a sample's index in the rollout dump and in
-    `raw_reward`.
+    """Add the samples in a train dump.
+
+    The field `rollout_position` is a sample's index in the rollout dump and in `raw_reward`.
     """
     if record.get("format_version") != _VERSION:
         raise ImportFailed(

@@ -118,8 +118,9 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """Return the bytes of an uncompressed zip entry without copying. For thousands of entries, this is faster than
-    ZipFile.read.
+    """Return the bytes of an uncompressed zip entry without copying.
+
+    For thousands of entries, this is faster than ZipFile.read.
     """
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")

@@ -286,8 +286,9 @@ def _decides(name: str, seen: Sequence[str] | set[str], filled: Sequence[str] | 
 
 
 def _refuse_repeated(units: Sequence[tuple[Unit, Path]], folder: DumpFolder) -> None:
-    """Raise ImportFailed if a sequence name occurs in two units within one step. Each writer checks names within its
-    unit.
+    """Raise ImportFailed if a sequence name occurs in two units within one step.
+
+    Each writer checks names within its unit.
     """
     columns = ["step", "seq_id"]
     tables = [TABLES[SEQUENCES].schema.empty_table().select(columns).append_column("unit", pa.array([], pa.int64()))]
