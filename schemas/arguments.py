@@ -37,7 +37,7 @@ def checked(public: _Public) -> _Public:
 
 
 def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, name: str = "") -> None:
-    """Raise WrongType if a value does not match the annotation of that name in a function or dataclass."""
+    """Raise WrongType if a value does not match the annotation of the parameter or field with its name."""
     hints = _hints(owner)
     for option, value in values.items():
         if option in hints and not fits(value, hints[option]):
@@ -47,7 +47,7 @@ def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, nam
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return True if a value matches an annotation; unsupported annotations accept everything."""
+    """Return True if a value matches an annotation; every value matches an unsupported annotation."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, choice) for choice in arguments)
@@ -74,7 +74,7 @@ def _hints(owner: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _wanted(hint: Any) -> list[str]:
-    """Return the types of an annotation in words."""
+    """Describe the types that an annotation accepts, for an error message."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return list(dict.fromkeys(word for choice in arguments for word in _wanted(choice)))

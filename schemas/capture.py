@@ -1,4 +1,4 @@
-"""How much of each token's distribution is recorded, and for which sequences."""
+"""Settings for how much of each token's distribution is recorded, and for which sequences."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LEVELS = (LOGPROBS, TOPK, LOGITS, HIDDEN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """Recording level of the token distributions, and the share of sequences that it applies to."""
+    """Recording level for token distributions, and the share of sequences recorded at this level."""
 
     level: str = "logprobs"
-    """`logprobs` (sampled token only), `topk`, `logits`, or `hidden` (last hidden state; replays only)."""
+    """Recording level: `logprobs` (sampled token only), `topk`, `logits`, or `hidden` (last hidden state; replays only)."""
     k: int | None = None
-    """Number of most probable tokens that `topk` keeps; None for the other levels."""
+    """Number of most probable tokens recorded per position at level `topk`; None for the other levels."""
     fraction: float = 1.0
-    """Share of the sequences in [0, 1] whose distributions are kept; `logprobs` are kept for all."""
+    """Share of sequences, from 0 to 1, whose distributions are kept. `logprobs` are kept for all sequences."""
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -50,7 +50,7 @@ class Capture:
         return self.level if self.k is None else f"{self.level}:{self.k}"
 
     def check_records(self) -> None:
-        """Raise InvalidOption if only a replay supports this level."""
+        """Raise InvalidOption if the recording level is supported only in replays."""
         if self.level == HIDDEN:
             raise InvalidOption(
                 "hidden states are kept by a replay; record with topk:K or logits, or replay with hidden",
@@ -63,9 +63,9 @@ class Capture:
         return self.level != "logprobs" and self.fraction > 0.0
 
     def selects(self, step: int, seq_id: str) -> bool:
-        """Return True if this sequence's distributions are kept; the same in every process and run.
+        """Return True if the distributions of a sequence are kept. Every process and run makes the same choice.
 
-        The choice hashes (step, seq_id), so it does not consume random numbers of the training process.
+        The choice hashes (step, seq_id), so the random state of the training process is unaffected.
         """
         if not self.dense:
             return False

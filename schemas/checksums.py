@@ -1,6 +1,6 @@
 """Checksums of a trace's files: XXH3 (https://xxhash.com), 64 bits per block and 128 bits per file.
 
-They detect corruption, not tampering: anyone who can write a trace can also write its checksums.
+The checksums detect corruption, not tampering: anyone who can write a trace can also write its checksums.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import xxhash
 
 BLOCK_BYTES = 256 << 10
-"""Bytes covered by one block checksum; a read is rounded up to whole blocks."""
+"""Number of bytes covered by one block checksum. Reads are extended to whole blocks so that they can be verified."""
 SMALL_BLOCK_BYTES = 64 << 10
 """Block size of files intended for small reads from object storage."""
 BLOCK_SIZES = (BLOCK_BYTES, SMALL_BLOCK_BYTES)
 DIGEST_BYTES = 8
-"""Bytes of a block's checksum."""
+"""Size of a block checksum, bytes."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -28,15 +28,15 @@ class SealedFile:
     hash: str
     """XXH3-128 of the whole file, 32 hexadecimal digits, as printed by `xxhsum -H2`."""
     num_rows: int | None = None
-    """Rows of a table; None for other files."""
+    """Number of rows in a table file; None for other files."""
     steps: tuple[int, int] | None = None
-    """First and last step of a table; None for other files and empty tables."""
+    """First and last step in a table file; None for other files and empty tables."""
     footer: str | None = None
     """XXH3-64 of a Parquet file's footer, 16 hexadecimal digits; None for other files."""
 
 
 def sealed(content: Bytes) -> SealedFile:
-    """Return size and checksum of a file with this content."""
+    """Return the size and checksum of a file with the given content."""
     return SealedFile(num_bytes=len(content), hash=whole_hash(content))
 
 
@@ -51,7 +51,7 @@ def short_hash(content: Bytes) -> str:
 
 
 class BlockDigests:
-    """Incremental checksums of a stream: one per block and one of the whole."""
+    """Incremental checksums for a stream: one per block and one for the whole stream."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
@@ -61,7 +61,7 @@ class BlockDigests:
         self.num_bytes = 0
 
     def add(self, content: Bytes) -> None:
-        """Append bytes of any length."""
+        """Append a piece of any length to the stream."""
         view, start = memoryview(content), 0
         while start < len(view):
             part = view[start : start + self._block_bytes - self.num_bytes % self._block_bytes]
@@ -75,7 +75,7 @@ class BlockDigests:
 
     @property
     def blocks(self) -> bytes:
-        """Concatenated block checksums so far, DIGEST_BYTES each; the last block may be incomplete."""
+        """Concatenated checksums of all blocks added, DIGEST_BYTES each. The last block may be incomplete."""
         begun = [self._block.digest()] if self.num_bytes % self._block_bytes else []
         return b"".join([*self._ended, *begun])
 
@@ -85,7 +85,7 @@ class BlockDigests:
 
 
 def block_digest(*parts: Bytes) -> bytes:
-    """Return the XXH3-64, big-endian, of a block given in several pieces."""
+    """Return the XXH3-64 hash of a block, given in one or more pieces, as big-endian bytes."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)

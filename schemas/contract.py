@@ -1,4 +1,4 @@
-"""The contract of a pass: all settings that determine its numbers, as JSON with a hash."""
+"""Contracts of passes. A contract is the JSON of all settings that determine a pass's numbers, identified by a hash."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 Contract = dict[str, Any]
 
 PREFIX_TREE = "prefix_tree"
-"""`packing` of TRL's TreeRow: the samples of a forward form a tree of shared prefixes."""
+"""Value of `packing` for TRL's TreeRow: the samples in a forward pass form a tree of shared prefixes."""
 PACKED_ROWS = "rows"
-"""`packing` of rows concatenated without padding, as with verl's use_remove_padding."""
+"""Value of `packing` for rows concatenated without padding, as with verl's use_remove_padding."""
 
 
 def canonical_json(value: Any) -> str:
@@ -30,7 +30,7 @@ def contract_hash(contract: Contract) -> str:
 
 
 def engine_dtype(contract: Contract) -> str | None:
-    """Return the compute dtype of a recorded engine as torch names it; None if its contract has none."""
+    """Return a recorded engine's compute dtype under torch's name; None if the contract does not state one."""
     found: Any = contract
     for name in ("config", "model_config", "dtype"):
         found = found.get(name) if isinstance(found, dict) else None
@@ -38,7 +38,7 @@ def engine_dtype(contract: Contract) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Reduce a value to JSON types; any other object becomes its `str`."""
+    """Convert a value to JSON types; objects of other types are converted with `str`."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The JSON documents of a trace: written with a checksum, read with type checks of their fields."""
+"""Write a trace's JSON documents with a checksum, and read them with type checks on every field."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .contract import canonical_json, plain
 from .errors import DamagedTrace
 
 CHECKSUM = "checksum"
-"""Field name of the checksum: XXH3-128 of the other fields as JSON with sorted keys and no spaces."""
+"""Name of the checksum field, which holds the XXH3-128 of the other fields as JSON with sorted keys and no spaces."""
 MAX_BYTES = 64 << 20
-"""Size limit, in bytes, of a document."""
+"""Maximum size of a document, bytes."""
 MAX_DEPTH = 64
-"""Limit on nested values, because readers recurse."""
+"""Maximum nesting depth of values in a document, which keeps recursive readers within the stack limit."""
 _MAX_INTEGER = 1 << 64
 
 Record = TypeVar("Record")
 
 
 def to_document(values: Mapping[str, Any]) -> str:
-    """Return `values` as JSON with a checksum of its content."""
+    """Return `values` as a JSON document that includes a checksum."""
     content = plain(values)
     text = json.dumps({**content, CHECKSUM: whole_hash(_canonical(content).encode())})
     return msgspec.json.format(text, indent=1) + "\n"  # 10 times faster than json's own indentation
@@ -33,7 +33,7 @@ def to_document(values: Mapping[str, Any]) -> str:
 def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
     """Return the fields of a document, including its checksum. Raises DamagedTrace if it is not a JSON object.
 
-    `where` and `what` (such as `a writer's state`) appear in errors.
+    Error messages include `where`, the file, and `what`, such as `a writer's state`.
     """
     try:
         values = json.loads(content.decode(), parse_int=_integer)  # json would also accept UTF-16 bytes
@@ -69,9 +69,9 @@ def _integer(text: str) -> int:
 
 
 def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool) -> dict[str, Any]:
-    """Return the fields of a document after verifying its checksum, which is left out.
+    """Return the fields of a document after verifying its checksum. The checksum field is not returned.
 
-    Raises DamagedTrace if the content changed after it was written. A missing checksum is accepted unless `needs_checksum`.
+    Raises DamagedTrace if the content does not match its checksum. A missing checksum is accepted unless `needs_checksum`.
     """
     values = read_object(content, where, what)
     checksum = values.pop(CHECKSUM, None)
@@ -82,7 +82,7 @@ def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool
 
 
 def _canonical(values: dict[str, Any]) -> str:
-    """Return `canonical_json(values)`; non-finite numbers, which JSON lacks, take its slower path."""
+    """Return `canonical_json(values)`, with a fast path for values without non-finite numbers."""
     try:
         return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except ValueError:

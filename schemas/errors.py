@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 _speaks_options = False
-"""True while errors name options as command-line flags."""
+"""True while error messages show options as command-line flags rather than Python keywords."""
 
 
 @contextmanager
 def speaking_options() -> Iterator[None]:
-    """Make errors, warnings and notes name options as command-line flags."""
+    """Make errors, warnings and notes show options as command-line flags inside this context."""
     global _speaks_options
     before, _speaks_options = _speaks_options, True
     try:
@@ -23,7 +23,7 @@ def speaking_options() -> Iterator[None]:
 
 
 def speaks_options() -> bool:
-    """Return True inside `speaking_options`, so that worker processes can do the same."""
+    """Return True inside `speaking_options`. The value is passed on to worker processes."""
     return _speaks_options
 
 
@@ -47,7 +47,7 @@ def option(name: str, value: object = True) -> str:
 
 
 def options(values: Mapping[str, object]) -> str:
-    """Return several options as the caller writes them."""
+    """Return several options as the caller writes them: Python keywords or command-line flags."""
     return (" " if _speaks_options else ", ").join(option(name, value) for name, value in values.items())
 
 
@@ -62,13 +62,13 @@ class TimTraceError(Exception):
     exit_code = 2
 
     def __init__(self, *message: object, option: str | None = None):
-        """`option` is the invalid parameter; None if there is none, or several."""
+        """`option` is the name of the invalid parameter; None if no single parameter is at fault."""
         super().__init__(*message)
         self.option = option
 
     @property
     def message(self) -> str:
-        """The message without the option's name."""
+        """The error message without the option's name."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ _WAYS_OUT = {
 
 
 def of_system(error: OSError, where: str | None = None) -> StorageError:
-    """Convert an OSError to a StorageError; `where` is the file if the error does not name it."""
+    """Convert an OSError to a StorageError; `where` names the file if the error does not."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -167,11 +167,11 @@ def of_system(error: OSError, where: str | None = None) -> StorageError:
 
 
 class TimTraceWarning(UserWarning):
-    """A request was fulfilled differently than asked; the message says how."""
+    """A request was not fulfilled exactly as asked; the message explains the difference."""
 
 
 class DamageWarning(TimTraceWarning):
-    """Part of the trace is damaged or missing; results cover the rest."""
+    """Part of the trace is damaged or missing; results are based on the remaining data."""
 
 
 class ColumnsLeftOut(TimTraceWarning):

@@ -1,4 +1,4 @@
-"""File layout of a trace's folder."""
+"""File layout in a trace's folder."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ TABLES = (SEQUENCES, SCORES, METRICS, ENGINE_WEIGHTS, EVAL_SEQUENCES, EVAL_SCORE
 
 TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
 SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SCORES)}
-"""Split -> its tables of sequences and scores."""
+"""Split (training or evaluation) -> names of its sequence table and score table."""
 
 HYPERPARAMETER = "hyperparameter/"
-"""Prefix of a run's settings among the names of logged metrics."""
+"""Prefix that distinguishes a run's settings from other logged metrics."""
 ROUTING = "_routing"
-"""Prefix of Zarr groups with router choices, followed by the pass; no pass begins with an underscore."""
+"""Prefix of Zarr groups with router choices; the pass name is appended. No pass name begins with an underscore."""
 TEMPORARY_PREFIX = ".tmp-"
 """Prefix of unfinished files and folders, which readers skip."""
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
 """Prefix of files that reserve disk space."""
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
-"""Prefix of folders that hold a replaced trace, complete."""
+"""Prefix of folders that hold a complete trace after it was replaced by another."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
-"""Prefix of folders to which a trace is being moved for replacement; some of its files are still in place."""
+"""Prefix of folders into which a trace is being moved before its replacement; some files may still be at the old path."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
-"""Prefix of folders in which a trace is written, to be renamed when complete."""
+"""Prefix of folders in which a trace is being written; each is renamed once the trace is complete."""
 WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)
 
 _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
@@ -67,16 +67,16 @@ class Segment:
 
     @classmethod
     def parse(cls, name: str) -> Segment | None:
-        """Parse `<writer>-<number>`; None for any other name."""
+        """Parse a segment name `<writer>-<number>`; return None for any other name."""
         match = _SEGMENT.fullmatch(name)
         return cls(match["writer"], int(match["number"])) if match else None
 
     def journal(self, table: str) -> str:
-        """Path of this segment's journal for a table, relative to the trace."""
+        """Return the path of this segment's journal for a table, relative to the trace."""
         return f"{JOURNAL}/{self.name}.{table}.arrows"
 
     def parquet(self, table: str) -> str:
-        """Path of this segment's sealed file for a table, relative to the trace."""
+        """Return the path of this segment's sealed file for a table, relative to the trace."""
         return f"{table}/{self.name}.parquet"
 
     @property
@@ -130,12 +130,15 @@ def is_tokenizer(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Return True if tim-trace gave this name to an unfinished file or folder; the prefix alone is not enough."""
+    """Return True if tim-trace gave this name to an unfinished file or folder.
+
+    Other names with the same prefix do not count.
+    """
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_own(relative: str) -> bool:
-    """Return True if tim-trace writes files at this path of a trace. Tokenizers may have further file names.
+    """Return True if tim-trace writes files at this path of a trace. Tokenizer files with other names are not covered.
 
     >>> is_own("scores/p7-0a1b-000003.parquet"), is_own("checkpoints/model.pt")
     (True, False)

@@ -21,14 +21,14 @@ class LazyPackage(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in self._sources:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        from .arguments import checked  # deferred: takes milliseconds, and every recorded process imports tim_trace
+        from .arguments import checked  # deferred import: it takes milliseconds in every recorded process
 
         value = checked(getattr(import_module(self._sources[name], self.__name__), name))
         setattr(self, name, value)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import system sets every submodule on its package, which would shadow the public name.
+        # The import system sets each submodule as an attribute of its package, which would shadow a public name.
         if not (name in self._sources and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -37,7 +37,7 @@ class LazyPackage(ModuleType):
 
 
 def make_lazy(package: str, sources: Mapping[str, str]) -> None:
-    """Make a package import `sources` on first use: public name -> module that defines it."""
+    """Make a package import its public names on first use. `sources`: public name -> module that defines it."""
     module = sys.modules[package]
     vars(module)["_sources"] = sources
     module.__class__ = LazyPackage

@@ -1,4 +1,4 @@
-"""The columns of locate/: one table of operators and one of patches per result of `locate`."""
+"""Column definitions for locate/, which holds a table of operators and a table of patches per result of `locate`."""
 
 from __future__ import annotations
 
@@ -96,4 +96,4 @@ PATCHES = Table(
 )
 
 LOCATED_TABLES = {table.name: table for table in (OPERATORS, PATCHES)}
-"""Tables of a result in locate/: middle part of the file name -> columns."""
+"""Tables stored per result in locate/: middle part of the file name -> column definitions."""

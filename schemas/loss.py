@@ -1,4 +1,4 @@
-"""The policy loss of a run, as far as the trace records it."""
+"""Read a run's policy loss from the recorded hyperparameters."""
 
 from __future__ import annotations
 
@@ -30,53 +30,63 @@ PREFIX = "loss/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A policy loss: minimise the aggregate of -w f(rho, A) over tokens, rho = current / denominator, A the advantage."""
+    """A policy loss: the aggregate of -w f(rho, A) over tokens, which training minimises.
+
+    rho = current / denominator is the probability ratio, A the advantage, and w the weight from `correction`.
+    """
 
     kind: str = PPO
-    """`ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`: f = rho A, unclipped, with
-    gradient A grad logprob at rho = 1; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
+    """Function f in the loss. `ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`:
+    f = rho A, unclipped, with gradient A grad logprob at rho = 1; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
     f = 4 / tau sigmoid(tau (rho - 1)) A (arXiv 2511.20347); `vespo`: f = stop(phi(rho)) A logprob with
-    phi = exp(lambda + k ln rho - lambda rho), rho of the sequence (arXiv 2602.10693). The last two have no clip."""
+    phi = exp(lambda + k ln rho - lambda rho), where rho is the ratio for the whole sequence (arXiv 2602.10693). sapo
+    and vespo do not clip."""
     level: str = TOKEN
-    """`token`: rho per token; `sequence_mean`: per sequence, from the mean log-ratio (GSPO); `sequence_sum`: from the sum."""
+    """Level of the ratio. `token`: one ratio per token; `sequence_mean`: one per sequence, computed from the mean log-ratio
+    (GSPO); `sequence_sum`: one per sequence, computed from the summed log-ratio."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """ppo_clip: distance of the bound from 1; cispo: the largest ratio itself."""
+    """For ppo_clip, the distance between the upper bound and 1; for cispo, the maximum ratio."""
     clip_hard: float | None = None
-    """ppo_clip: upper bound of the ratio for any sign of the advantage (TRL's delta); None: no bound."""
+    """For ppo_clip, an upper bound on the ratio for advantages of either sign (TRL's delta); None if there is no such
+    bound."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
-    """tau of sapo where A > 0 (pos) and elsewhere (neg)."""
+    """Value of tau in sapo: sapo_temperature_pos where A > 0, sapo_temperature_neg elsewhere."""
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
-    """k and lambda of vespo where A >= 0."""
+    """Values of k and lambda in vespo where A >= 0."""
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
-    """k and lambda of vespo where A < 0."""
+    """Values of k and lambda in vespo where A < 0."""
     denominator: str = TRAIN
-    """Pass in the denominator of the ratio: `train` (recomputed), `rollout` (bypass), or `current` itself (rho has the value 1)."""
+    """Pass in the denominator of the ratio: `train` (recomputed), `rollout` (bypass), or `current` itself,
+    which makes rho equal to 1."""
     aggregation: str = "token_mean"
-    """`token_mean`: over all tokens of an optimizer step; `batch_token_mean`: over those of the whole recorded step, times
-    the share of its micro-batches that the optimizer step takes; `micro_token_mean`: over a micro-batch's, then over these;
-    `sequence_mean`: over each sequence's tokens, then over sequences; `sequence_sum`: their sums, over sequences;
-    `sequence`: one term per sequence (level sequence_sum), over sequences; `constant`: sum over tokens / (sequences * max_tokens).
+    """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean
+    over all tokens in the recorded step, multiplied by the share of its micro-batches that are in the optimizer step.
+    `micro_token_mean`: mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each
+    sequence's tokens, then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences.
+    `sequence`: mean over sequences, which have one term each (level sequence_sum). `constant`: sum over tokens /
+    (sequences * max_tokens).
 
-    Only unmasked tokens count; sequences include those without any."""
+    Only unmasked tokens count. The number of sequences includes those without an unmasked token."""
     max_tokens: int | None = None
-    """Divisor of aggregation `constant`."""
+    """Number of tokens per sequence by which the aggregation `constant` divides; None for other aggregations."""
     kl_coefficient: float = 0.0
-    """Coefficient of the k3 term against the pass `reference`."""
+    """Coefficient of the KL term, which is the k3 estimate against the pass `reference`."""
     kl_weighted: bool = False
-    """True if the KL term is multiplied by the ratio and propagates gradients through it."""
+    """True if the KL term is multiplied by the ratio, with gradients flowing through the ratio."""
     kl_level: str | None = None
-    """Level of the KL term's ratio; None: same as the loss."""
+    """Level of the ratio in the KL term; None if it is the same as `level`."""
     correction: str = "none"
-    """Weight of each token's term, with r = train / rollout: `token_truncate` min(r, cap), `token_mask` r if r <= cap,
-    else 0; `sequence_*`: same for the product of r over the sequence. vespo multiplies rho by it."""
+    """Importance weight for each token's term, with r = train / rollout: `token_truncate` is min(r, cap); `token_mask`
+    is r if r <= cap, else 0; `sequence_*` does the same with the product of r over the sequence. vespo multiplies rho
+    by the weight."""
     correction_low: float | None = None
     correction_high: float | None = None
     unknown: tuple[str, ...] = ()
-    """Settings of the run that change the loss and are not represented here."""
+    """Settings in the run that change the loss but are not represented by the other fields."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -99,12 +109,12 @@ class Loss:
 
     @property
     def has_clip(self) -> bool:
-        """True if the loss clips the ratio: see analysis.statistics.loss.is_clipped."""
+        """True if the loss clips the ratio, as determined per token in analysis.statistics.loss.is_clipped."""
         return self.kind in (PPO, CISPO)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Settings to record with Recorder.add_hyperparameters, without defaults of other kinds' settings."""
+        """Loss settings to record with Recorder.add_hyperparameters, without defaults that only other losses use."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -131,7 +141,9 @@ def read_loss(values: Mapping[str, Any]) -> Loss | None:
 
 
 def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
-    """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`; other fields are as in `recorded`, or default.
+    """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`.
+
+    Fields that are not given are taken from `recorded`, or have their defaults.
 
     Raises InvalidOption.
 
@@ -191,11 +203,11 @@ _GRPO_AGGREGATIONS = {
 _GRPO_OPTIONS = (
     "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
 )  # fmt: skip
-"""Settings of TRL with the same name and default in `Loss`."""
+"""TRL settings with the same name and default as a field in `Loss`."""
 
 
 def _grpo(values: Mapping[str, Any]) -> Loss | None:
-    """Source: TRL 1.16, GRPOTrainer._compute_loss."""
+    """Return the loss of TRL's GRPO trainer. Source: TRL 1.16, GRPOTrainer._compute_loss."""
     kind = str(values["loss_type"])
     if kind not in _GRPO_AGGREGATIONS:
         return None
@@ -224,7 +236,10 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
 
 
 def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
-    """TRL's token mean is over a generation batch, which may span several optimizer steps."""
+    """Return the aggregation of TRL's GRPO loss.
+
+    TRL averages tokens over a generation batch, which may span several optimizer steps.
+    """
     found = _GRPO_AGGREGATIONS[kind]
     accumulated = _number(values, "gradient_accumulation_steps", None)
     if found == "token_mean" and accumulated != _number(values, "steps_per_generation", accumulated):
@@ -233,7 +248,10 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Source: TRL 1.16, RLOOTrainer._compute_loss; its KL term is part of the reward."""
+    """Return the loss of TRL's RLOO trainer, whose KL term is part of the reward.
+
+    Source: TRL 1.16, RLOOTrainer._compute_loss.
+    """
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO,
@@ -252,7 +270,7 @@ _NEUTRAL = {
     "use_adaptive_entropy": 0.0,
     "router_aux_loss_coef": 0.0,
 }
-"""Other TRL settings of the loss -> value without effect."""
+"""Other TRL settings that can change the loss -> value at which the setting has no effect."""
 
 
 def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:

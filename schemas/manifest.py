@@ -1,4 +1,4 @@
-"""trace.json: format version and identity of a run."""
+"""Read and write trace.json, which holds the format version and the run's identity."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from .errors import DamagedTrace, NewerTrace
 
 FORMAT = "tim-trace"
 FORMAT_VERSION = 2
-"""1: no checksums. 2: every writer lists its files, every file has checksums, and rows have an `attempt`."""
+"""Current format version. Version 1 has no checksums. In version 2, every writer lists its files, every file has checksums,
+and rows have an `attempt`."""
 CHECKED_SINCE = 2
 
 _WHAT = "the trace.json of a trace"
@@ -20,26 +21,26 @@ class Manifest:
     """The file that makes a folder a trace; written once and never changed."""
 
     run_id: str
-    """UUID of the run; stays the same when the folder is moved."""
+    """UUID of the run; unchanged when the trace folder is moved."""
     created_at: str
-    """When recording began, ISO 8601 in UTC."""
+    """Time when recording began, ISO 8601 in UTC."""
     created_by: str
-    """tim-trace version that wrote it."""
+    """Version of tim-trace that created the trace."""
     source: str
-    """`record`, `recorder` (the Python API), or `import <format>`."""
+    """How the trace was created: `record`, `recorder` (the Python API), or `import <format>`."""
     command: tuple[str, ...] = ()
-    """The recorded command and its arguments; empty if none."""
+    """The recorded command and its arguments; empty if no command was recorded."""
     capture: str = "logprobs"
-    """Recording level of token distributions: `logprobs`, `topk:K` or `logits`."""
+    """Recording level for token distributions: `logprobs`, `topk:K` or `logits`."""
     capture_fraction: float = 1.0
-    """Share of the sequences whose distributions are kept."""
+    """Share of sequences, from 0 to 1, whose token distributions are kept."""
     weights_from: str | None = None
-    """Folder of the run's Hugging Face checkpoints if weights are read from there; else None."""
+    """Folder with the run's Hugging Face checkpoints if weights are read from checkpoints; else None."""
     format_version: int = FORMAT_VERSION
 
     @property
     def is_import(self) -> bool:
-        """True if imported from another tool's files."""
+        """True if the trace was imported from another tool's files."""
         return self.source.startswith("import ")
 
     @property
@@ -52,7 +53,7 @@ class Manifest:
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """Parse trace.json; `where` appears in errors. Raises DamagedTrace and NewerTrace."""
+    """Parse trace.json. `where` names the file in error messages. Raises DamagedTrace and NewerTrace."""
     found = read_object(content, where, _WHAT)
     version = found.get("format_version")
     if found.get("format") != FORMAT or type(version) is not int or version < 1:

@@ -16,10 +16,10 @@ _WORDS = (
     (ATTENTION, r"attn|attention"),
     (MLP, r"mlp|ffn|feed_forward|expert|moe|router|fc\d?|dense_h"),
 )
-"""Kind of module -> pattern in its tensors' names; the first match wins."""
+"""Kind of module, and a pattern that its tensor names contain; the first match wins."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Config keys of the number of experts."""
+"""Config keys under which models state their number of experts."""
 
 
 def module_of(name: str) -> str:
@@ -34,7 +34,8 @@ def module_of(name: str) -> str:
 def kind_of(name: str) -> str:
     """Return the kind of a tensor's module: embedding, attention, mlp, norm, head or other.
 
-    A norm inside an attention counts as a norm; a tied head has the embedding's name.
+    A norm inside an attention module counts as a norm. A tied head is stored under the embedding's name, so it counts as an
+    embedding.
 
     >>> kind_of("model.layers.11.self_attn.q_norm.weight"), kind_of("model.layers.0.mlp.up_proj.weight")
     ('norm', 'mlp')

@@ -10,14 +10,14 @@ from .errors import InvalidRecord
 ROLLOUT, TRAIN, CURRENT, REFERENCE = "rollout", "train", "current", "reference"
 STANDARD = (ROLLOUT, TRAIN, CURRENT, REFERENCE)
 LOGPROBS = "_logprobs"
-"""Suffix of an import file's column of a pass's logprobs: `train_logprobs`."""
+"""Suffix of the column that holds a pass's logprobs in an import file, as in `train_logprobs`."""
 REPLAY_PREFIX = "replay/"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNORECASE)
 
 
 def check_pass(name: str, declared: frozenset[str] | set[str] = frozenset()) -> str:
-    """Return `name`; raise InvalidRecord unless it is a standard pass, a replay or declared with a contract."""
+    """Return `name`; raise InvalidRecord unless it is a standard pass, a replay, or a pass declared with a contract."""
     if not isinstance(name, str):
         raise InvalidRecord(f"pass {name!r}: not a string; use one of {', '.join(STANDARD)}")
     if name in STANDARD or name in declared or (name.startswith(REPLAY_PREFIX) and _NAME.fullmatch(name)):
@@ -36,7 +36,10 @@ def check_pass_name(name: str) -> str:
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Return the default pair: train:rollout, else another pass with rollout, else the first two; None for fewer than two."""
+    """Return the default pair to compare: train:rollout, else another pass with rollout, else the first two passes.
+
+    Returns None for fewer than two passes.
+    """
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

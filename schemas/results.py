@@ -1,4 +1,4 @@
-"""Base classes of command results: text, notebook display and conversion to tables."""
+"""Base classes for command results: text, notebook display and conversion to tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .errors import NotInstalled
 
 
 class Result:
-    """A command's result. It prints as the command's text, also in a notebook."""
+    """The result of a command. It displays as the command's text output, both with print and in a notebook."""
 
     __slots__ = ()
 
     _text: ClassVar[str]
-    """Renderer of the text, as module:function."""
+    """Function that renders the result as text, given as module:function."""
 
     def __str__(self) -> str:
         return rendered(self, self._text)
@@ -26,7 +26,7 @@ class Result:
 
 
 def rendered(result: Result, renderer: str) -> str:
-    """Render a result with a function named as module:function."""
+    """Render a result as text with `renderer`, given as module:function."""
     module, _, function = renderer.partition(":")
     return str(getattr(import_module(module), function)(result))
 
@@ -41,7 +41,7 @@ class Table(Result):
         raise NotImplementedError
 
     def arrow(self) -> Any:
-        """Return the rows as a pyarrow.Table. Columns of mixed types become text."""
+        """Return the rows as a pyarrow.Table. Columns with values of mixed types are converted to text."""
         import pyarrow as pa
 
         names, rows = self._table()

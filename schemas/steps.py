@@ -12,11 +12,12 @@ FORMS = "3, 2:8, 2:8:2, -10: (the last ten), all, or several with commas"
 
 
 def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int]:
-    """Return the recorded steps that `text` selects: `3`, `2:8` (both ends included), `2:8:2`, `all`, or several with commas.
+    """Return the recorded steps that `text` selects: `3`, `2:8` (both ends included), `2:8:2`, `all`, or several
+    selections separated by commas.
 
     Negative numbers count recorded steps from the end: `-1` is the last, `-10:` the last ten.
 
-    Raises InvalidOption if no step is selected; `of` is the run, for the message.
+    Raises InvalidOption if no step is selected; `of` names the run in the error message.
 
     >>> parse_steps("1,3:5", [1, 2, 3, 4, 5, 6])
     [1, 3, 4, 5]
@@ -33,7 +34,10 @@ def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int
 
 
 def select_steps(text: str, recorded: Sequence[int]) -> list[int]:
-    """Return the selected steps as `parse_steps`, or an empty list. Raises InvalidOption for invalid syntax."""
+    """Return the selected steps as `parse_steps` does, but an empty list if none is selected.
+
+    Raises InvalidOption for invalid syntax.
+    """
     return sorted(set().union(*(_part(part.strip(), text, recorded) for part in text.split(","))))
 
 
@@ -62,7 +66,9 @@ def _from_end(bound: int | None, recorded: Sequence[int]) -> int | None:
 
 
 def named_range(text: str) -> tuple[int, int | None] | None:
-    """Return the first and last step that `text` can select (last None if open); None if that depends on the recorded steps.
+    """Return the first and last step that `text` can select; the last is None if the range is open-ended.
+
+    Returns None if the range depends on the recorded steps.
 
     >>> named_range("3,20:40:5")
     (3, 40)

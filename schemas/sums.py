@@ -1,4 +1,6 @@
-"""The columns of sums/: per-sequence sums of a pair, so that statistics need not read tokens."""
+"""Column definitions for sums/, which holds per-sequence sums for pairs of passes, so that statistics need not read
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -139,10 +141,10 @@ RUN_STATISTICS = Table(
 )
 
 STATISTICS = tuple(column.name for column in _STATISTICS)
-"""Stored statistics of a group of sequences, in column order."""
+"""Names of the statistics stored per group of sequences, in column order."""
 
 OF_RUNS = (RUN_QUANTILES, RUN_STATISTICS)
-"""Tables with one row per pair for the whole run."""
+"""Tables with one row per pair of passes for the whole run."""
 
 KINDS = {
     table.name: table
@@ -150,4 +152,4 @@ KINDS = {
         SEQUENCE_SUMS, STEP_QUANTILES, STEP_HISTOGRAMS, STEP_STATISTICS, RUN_QUANTILES, RUN_STATISTICS,
     )
 }  # fmt: skip
-"""Tables of sums/: first part of the file name -> columns."""
+"""Tables in sums/: first part of the file name -> column definitions."""

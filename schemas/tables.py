@@ -1,4 +1,4 @@
-"""The columns of a trace's Parquet tables: meaning, unit, alignment and NULL."""
+"""Column definitions for a trace's Parquet tables: meaning, unit, alignment and meaning of NULL."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ PER_RESPONSE_TOKEN = "one element per response token"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column of a table."""
+    """Definition of one table column."""
 
     name: str
     type: pa.DataType
     doc: str
-    """Meaning of the value."""
+    """Description of the column's values."""
     unit: str = ""
-    """Unit of the value; empty if none."""
+    """Unit of the column's values; empty if they have none."""
     alignment: str = "one value per row"
-    """What one value or list element corresponds to."""
+    """Description of what each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """Meaning of NULL; empty for a required column, which is never NULL. Other columns may be missing from files of older
-    releases and then read as NULL."""
+    """Meaning of NULL in the column; empty for a required column, which is never NULL. Other columns may be missing
+    from files written by older releases and are then read as NULL."""
     keyword: str = ""
-    """Keyword of Recorder.add_sequences for the values, if it differs from the column's name."""
+    """Keyword argument of Recorder.add_sequences that supplies the values, if it differs from the column's name."""
     is_made: bool = False
     """True if the recorder fills in the values: neither a keyword nor an imported file supplies them."""
     is_sampling: bool = False
-    """True for a sampler setting; comparisons of runs report differences in it."""
+    """True if the column is a sampler setting, whose differences are reported when runs are compared."""
     is_name: bool = False
-    """True if the text is an identifier: integers are accepted and converted to text."""
+    """True if the column holds identifiers: integers are accepted and converted to text."""
     takes_flags: bool = False
     """True if booleans are accepted as 1 and 0, for rewards that are pass/fail checks."""
     repeats: bool = False
-    """True if many rows share the same text, which Parquet then dictionary-encodes."""
+    """True if many rows share the same text, so that Parquet uses dictionary encoding for the column."""
 
     @property
     def field(self) -> pa.Field:
@@ -51,23 +51,23 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """One table of the trace."""
+    """Definition of one table in the trace."""
 
     name: str
     doc: str
     columns: tuple[Column, ...]
     schema: pa.Schema = field(init=False, repr=False, compare=False)
     optional: frozenset[str] = field(init=False, repr=False, compare=False)
-    """Columns that may be missing from a file."""
+    """Names of the columns that may be missing from a file."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", pa.schema([column.field for column in self.columns]))
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return a batch with NULL in the columns that an older release did not write.
+        """Return a batch with NULL in each column that is missing because an older release wrote the file.
 
-        None if the batch does not belong to this table.
+        Returns None if the batch does not belong to this table.
         """
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
@@ -405,8 +405,8 @@ TABLES = {
 }
 
 GIVEN = {column.name: column for column in SEQUENCES_TABLE.columns if not column.is_made}
-"""Columns of a sequence that Recorder.add_sequences and imports accept."""
+"""Sequence columns that Recorder.add_sequences and imports accept, by name."""
 SAMPLING = tuple(column.name for column in SEQUENCES_TABLE.columns if column.is_sampling)
-"""Sampler settings."""
+"""Names of the columns with sampler settings."""
 TOKEN_SCORES = tuple(column.name for column in SCORES_TABLE.columns if column.type == FLOATS)
-"""Columns with one value per response token, accepted by Recorder.add_scores."""
+"""Names of the score columns with one value per response token, which Recorder.add_scores accepts."""

@@ -1,4 +1,4 @@
-"""writers/<id>.json: one process's files, environment and exit state."""
+"""Read and write writers/<id>.json, which holds one process's files, environment and exit state."""
 
 from __future__ import annotations
 
@@ -11,74 +11,79 @@ from .documents import as_record, read_document, to_document
 
 OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
-"""Name prefix of writers that merged other writers' files."""
+"""Prefix of writer names for writers that merge other writers' files."""
 LAUNCHER = "record"
-"""Writer name of `tim-trace record` itself, with an id appended if taken; records the command's exit code."""
+"""Writer name of `tim-trace record` itself, with an id appended if the name is taken. This writer records the
+command's exit code."""
 
 
 @dataclass(slots=True, kw_only=True)
 class WriterState:
-    """One writer of the trace."""
+    """State of one writer in the trace."""
 
     writer: str
-    """Names the writer's files."""
+    """Name of the writer, which begins the names of all its files."""
     run_id: str | None = None
-    """Run of the trace; None if written by an older release."""
+    """UUID of the recorded run; None if an older release wrote the state."""
     state: str = OPEN
-    """`open` while it may still write, `closed` after its last record, `failed` if it stopped recording early."""
+    """State of the writer: `open` while it may still write, `closed` after its last record, `failed` if it stopped early."""
     error: str | None = None
-    """Why it failed; None otherwise."""
+    """Reason why the writer failed; None if it did not fail."""
     host: str = ""
     boot_id: str | None = None
-    """Identifies the boot of the machine; None if the system provides none."""
+    """Identifier of the machine's current boot; None if the system does not provide one."""
     pid_namespace: str | None = None
-    """PID namespace of `pid`; None if the system provides none."""
+    """PID namespace to which `pid` belongs; None if the system does not provide one."""
     pid: int = 0
     process_start: int | None = None
-    """Start of the process, clock ticks since boot; identifies a process together with the pid."""
+    """Start time of the process, in clock ticks since boot. Together with the pid, it identifies a process."""
     rank: int | None = None
-    """Rank in the process group; None without one."""
+    """Rank of the process in its process group; None if there is no process group."""
     opened_at: str = ""
-    """ISO 8601 in UTC."""
+    """Time when the writer was opened, ISO 8601 in UTC."""
     closed_at: str | None = None
-    """ISO 8601 in UTC; None while open or if killed."""
+    """Time when the writer was closed, ISO 8601 in UTC; None while it is open or if its process was killed."""
     attempt: int | None = None
-    """Training attempt, from 1; a resumed run begins another. None outside training."""
+    """Number of the training attempt, from 1; resuming a run begins a new attempt. None outside training."""
     attempt_key: str | None = None
-    """Key shared by all writers of one attempt; for `tim-trace record` itself, the common prefix of its recording's keys."""
+    """Key shared by all writers of one attempt; for `tim-trace record` itself, the prefix shared by
+    the keys of all attempts in the recording."""
     files: dict[str, SealedFile] | None = None
-    """Path in the trace -> sealed file; None if written by a release without this list."""
+    """Path in the trace -> record of the sealed file; None if an older release, which kept no such list, wrote the state."""
     replaced: tuple[str, ...] = ()
-    """Other writers' files whose rows were merged into this writer's; readers ignore them until they are removed."""
+    """Other writers' files whose rows were merged into this writer's; readers ignore
+    the other files until they are removed."""
     journals: tuple[str, ...] = ()
-    """Paths of unsealed journals."""
+    """Paths of journals that are not sealed."""
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """Journal sealed after its process died -> bytes of an incomplete record at its end."""
+    """Journal that was sealed after its process died -> size of the incomplete record at the journal's end, bytes."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """Imported file, relative to its folder -> its state at import; `num_rows` is the number of lines read."""
+    """Path of an imported file, relative to the imported folder -> size and checksums at import. `num_rows` is the number of
+    lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
     """Import options that later imports into the same trace must repeat."""
     attached_from: str | None = None
-    """Folder from which weights were attached to the trace; None for other writers."""
+    """Folder from which this writer attached weights to the trace; None for other writers."""
     is_removed: bool = False
-    """True while its files are being removed; readers ignore them."""
+    """True while the writer's files are being removed; readers ignore the files."""
     program: tuple[str, ...] = ()
-    """The process's arguments."""
+    """Command line of the process."""
     exit_code: int | None = None
     """Exit code of the recorded command; None except for `tim-trace record` itself."""
     hooks: dict[str, str] = field(default_factory=dict)
-    """Hooked library -> version."""
+    """Name of a hooked library -> version of the library."""
     not_recorded: tuple[str, ...] = ()
     """Data that could not be recorded and why, one sentence each."""
     num_sequences: int = 0
     num_tokens: int = 0
-    """Response tokens of these sequences."""
+    """Number of response tokens in the recorded sequences."""
     num_eval_sequences: int = 0
-    """Evaluation sequences, not included in the counts above."""
+    """Number of evaluation sequences, which num_sequences and num_tokens do not include."""
     spent_s: float = 0.0
-    """Time that hooks spent in the recorded program's thread, including waits, seconds."""
+    """Time that hooks spent in the recorded program's thread, including waiting time, seconds."""
     cpu_s: float | None = None
-    """CPU time of this process's hooks and writer threads, seconds; None before the end or if written by an older release."""
+    """CPU time of this process's hooks and writer threads, seconds; None until the process ends or if
+    an older release wrote the state."""
     waited_s: float = 0.0
     """Time that the recording thread waited for the disk, seconds."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +91,7 @@ class WriterState:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     """The tokenizer: name, class, vocabulary size, hash."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Every installed library -> version."""
+    """Name of an installed library -> version; all installed libraries are listed."""
 
     @property
     def is_launcher(self) -> bool:
@@ -101,7 +106,10 @@ class WriterState:
 
 
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
-    """Return the newest recording's exit code: the first non-zero one of its nodes, else None while any runs, else 0."""
+    """Return the exit code of the newest recording, combined over all nodes.
+
+    This is the first non-zero code; without one, None while a node is still running, else 0.
+    """
     launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
     codes = [
         state.exit_code

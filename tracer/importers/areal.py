@@ -1,4 +1,4 @@
-"""AReaL: rollout/<version>/<task>.jsonl with texts, rewards and weight versions."""
+"""Import format of AReaL: files rollout/<version>/<task>.jsonl with texts, rewards and weight versions."""
 
 from __future__ import annotations
 

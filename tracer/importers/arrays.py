@@ -16,7 +16,7 @@ TORCH_DTYPES = {
     "int64": "<i8", "long": "<i8", "int32": "<i4", "int": "<i4", "int16": "<i2", "short": "<i2", "int8": "i1", "char": "i1",
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
-"""torch's name of a dtype -> NumPy's; bfloat16, which NumPy lacks, is read as float32, without loss."""
+"""Torch dtype name -> NumPy dtype name. NumPy lacks bfloat16, so bfloat16 values are converted to float32, without loss."""
 _NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -27,22 +27,25 @@ _ONE_NAME = {
     "double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32", "short": "int16",
     "char": "int8", "byte": "uint8",
 }  # fmt: skip
-"""Alias of a dtype in torch -> the dtype's canonical name."""
+"""Alias for a torch dtype -> torch's canonical dtype name."""
 MAX_DIMENSIONS = 8
 
 
 class Held:
-    """A stand-in for an array whose bytes may not have been read yet."""
+    """Base class for stand-ins of arrays, whose bytes may be read after the object is created."""
 
     __slots__ = ()
 
     def array(self) -> np.ndarray:
-        """Return the array, as a view if possible. Raises NotPlain if the bytes do not fit its shape."""
+        """Return the array, as a view if possible.
+
+        Raises NotPlain if the number of bytes does not match the array's shape.
+        """
         raise NotImplementedError
 
 
 class NumpyDtype(Stateful):
-    """A NumPy dtype: its type string and byte order."""
+    """Stand-in for a NumPy dtype: type string and byte order."""
 
     __slots__ = ("order", "text")
 
@@ -56,7 +59,7 @@ class NumpyDtype(Stateful):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype as a NumPy object. Raises NotPlain unless it is of numbers, booleans, text or objects."""
+        """The dtype as a NumPy object. Raises NotPlain unless its elements are numbers, booleans, text or objects."""
         if self.text[:1] not in ("b", "i", "u", "f", "U", "S", "O") or not self.text[1:].isdigit():
             raise NotPlain(f"unsupported NumPy dtype {self.text!r}")
         if self.text[0] == "O":
@@ -65,7 +68,7 @@ class NumpyDtype(Stateful):
 
 
 class NumpyArray(Stateful, Held):
-    """A NumPy array, created empty and filled by `give_state`."""
+    """Stand-in for a NumPy array, created empty and filled by `give_state`."""
 
     __slots__ = ("_bytes", "_dtype", "_fortran", "_shape")
 
@@ -95,7 +98,7 @@ class NumpyArray(Stateful, Held):
 
 
 class Storage:
-    """The bytes of one or more tensors; in old files they follow the tensors."""
+    """Stand-in for a torch storage: the bytes of one or more tensors. In legacy files, the bytes follow all tensors."""
 
     __slots__ = ("content", "dtype")
 
@@ -104,7 +107,7 @@ class Storage:
 
 
 class Tensor(Held):
-    """A torch tensor: a strided view of a storage."""
+    """Stand-in for a torch tensor: a strided view of a storage."""
 
     __slots__ = ("_array", "_budget", "_dtype", "_offset", "_shape", "_storage", "_strides")
 
@@ -120,7 +123,7 @@ class Tensor(Held):
 
     @property
     def dtype(self) -> str | None:
-        """Name, in torch, of the dtype in which the tensor was saved."""
+        """Dtype of the saved tensor, under torch's name."""
         name = self._dtype or self._storage.dtype
         return _ONE_NAME.get(name, name) if name is not None else None
 
@@ -153,7 +156,7 @@ class Tensor(Held):
 
 
 class Shell(Stateful):
-    """Stand-in for a framework's object: its constructor arguments and pickled state."""
+    """Stand-in for a framework's object: constructor arguments and pickled state."""
 
     __slots__ = ("arguments", "state")
 
@@ -165,7 +168,7 @@ class Shell(Stateful):
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous array, in elements."""
+    """Return the strides, in elements, of a contiguous array with this shape."""
     if len(shape) == 1:
         return (1,)
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -177,7 +180,7 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape or strides as a tuple. Raises NotPlain if it is neither."""
+    """Return a shape, or strides, as a tuple. Raises NotPlain if the value is not a valid shape."""
     if not isinstance(shape, (tuple, list)) or len(shape) > MAX_DIMENSIONS:
         raise NotPlain("invalid array shape")
     for size in shape:
@@ -187,14 +190,14 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
 
 
 def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
-    """Return bytes as an array. Raises NotPlain if their number does not fit the shape."""
+    """Return bytes as an array. Raises NotPlain if the number of bytes does not match the shape."""
     if dtype.hasobject or dtype.itemsize == 0 or len(content) != math.prod(shape) * dtype.itemsize:
         raise NotPlain(f"an array of shape {shape} with {len(content)} bytes")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
-    """Return a tensor that was saved as dtype name, shape and bytes. Raises NotPlain."""
+    """Return a tensor that was saved as dtype name, shape and bytes. Raises NotPlain if one of them is invalid."""
     if isinstance(content, Held):
         content = bytes_of(content.array())
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
@@ -206,14 +209,14 @@ def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
 
 
 def bytes_of(array: np.ndarray) -> Bytes:
-    """Return an array's bytes, copied only if it is not contiguous. Raises NotPlain for an array of objects."""
+    """Return an array's bytes, copied only if the array is not contiguous. Raises NotPlain for an array of objects."""
     if array.dtype.hasobject:
         raise NotPlain("an array of objects where bytes are expected")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def settled(value: Any) -> Any:
-    """Return a value of a dump, with stand-ins of arrays turned into arrays."""
+    """Return a value from a dump, with stand-ins for arrays converted to arrays."""
     return value.array() if isinstance(value, Held) else value
 
 
@@ -294,4 +297,4 @@ PLAIN = {
     ("torch", "Size"): Known(_size),
     ("torch", "device"): Known(_text),
 }
-"""(module, name) of a class or function -> the stand-in for it; these names occur in every framework's pickles."""
+"""(module, name) -> stand-in, for names that occur in the pickles of every framework."""

@@ -23,7 +23,10 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
 def parquet_rows(
     filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str], groups: RowGroups | None = None
 ) -> Iterator[RowBatch]:
-    """Yield a Parquet file's rows, or those of `groups`, with the requested columns that exist. Raises ImportFailed."""
+    """Yield rows of a Parquet file, only those in `groups` if given, with the requested columns that exist.
+
+    Raises ImportFailed.
+    """
     with explained(name, "Parquet"):
         size = int(filesystem.size(name) or 0)
         with filesystem.open(name, "rb") as file:
@@ -37,20 +40,20 @@ def parquet_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroups:
-    """Consecutive row groups of a Parquet file: [begin, end)."""
+    """Consecutive row groups in a Parquet file, with indices from `begin` (included) to `end` (excluded)."""
 
     begin: int
     end: int
     first_row: int
-    """Number of the first row in the file, from 1."""
+    """Number of the first row, counted in the file from 1."""
     num_rows: int
     start: int
-    """Byte offset in the file."""
+    """Byte offset of the first row group in the file."""
     num_bytes: int
 
 
 def parquet_groups(filesystem: fsspec.AbstractFileSystem, name: str, most: int) -> list[RowGroups]:
-    """Divide a Parquet file's row groups into runs of about `most` bytes. Raises ImportFailed."""
+    """Divide a Parquet file's row groups into consecutive ranges of about `most` bytes. Raises ImportFailed."""
     with explained(name, "Parquet"), filesystem.open(name, "rb") as file:
         metadata = pq.read_metadata(file)
     found: list[RowGroups] = []
@@ -116,7 +119,7 @@ def _arrow(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[p
 
 
 def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the batch after validating its offsets, which Arrow does not do when it maps a file."""
+    """Return the batch after validating its offsets. Arrow does not validate them when it memory-maps a file."""
     batch.validate(full=True)
     return batch
 
@@ -124,7 +127,10 @@ def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _row_batches(
     name: str, batches: Iterator[pa.RecordBatch], columns: list[str], size: int, num_rows: int | None, first: int = 1
 ) -> Iterator[RowBatch]:
-    """Number the rows. A batch's bytes are its share of the file; if `num_rows` is None, its bytes in memory."""
+    """Yield batches as RowBatch, with their rows numbered.
+
+    The size of a batch is its share of the file size or, if `num_rows` is None, its size in memory.
+    """
     for batch in batches:
         arrays: dict[str, Any] = {column: batch.column(batch.schema.get_field_index(column)) for column in columns}
         yield RowBatch(

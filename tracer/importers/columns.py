@@ -1,6 +1,6 @@
-"""Columns of rows to import, checked and converted to the trace's types.
+"""Check columns of rows to import, and convert them to the trace's types.
 
-Shapes: B rows.
+Shapes: B rows in a batch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .rowbatch import RowBatch
 
 
 class Columns:
-    """Columns of some rows, by the trace's column names; a missing column reads as None."""
+    """Columns of the imported rows, by the trace's column names. Reading a missing column gives None."""
 
     def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int, routing: Sequence[np.ndarray | None] = ()):
         self._arrays = arrays
         self.num_rows = num_rows
         self.routing = routing or [None] * num_rows
-        """[B] router choices for each row, in the form of RowBatch.routing."""
+        """[B] router choices per row, in the format of RowBatch.routing."""
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
-        """Read a batch's columns, renamed by `names` (theirs -> ours), each as its kind.
+        """Read a batch's columns, renamed by `names` (file's name -> trace's name), and convert each according to its kind.
 
-        Raises ImportFailed, naming file, column, type and the first wrong row.
+        Raises ImportFailed, naming the file, column, type and first invalid row.
         """
         arrays = {}
         for theirs, values in rows.columns.items():
@@ -50,7 +50,7 @@ class Columns:
         return self._arrays.get(name)
 
     def take(self, rows: np.ndarray) -> Columns:
-        """Select some rows, in the given order; return `self` if that changes nothing."""
+        """Select some rows, in the given order; return `self` if that is every row in order."""
         if is_every_row(rows, self.num_rows):
             return self
         places = pa.array(rows, pa.int64())
@@ -65,7 +65,7 @@ class Columns:
         return np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
 
     def is_list(self, name: str) -> bool:
-        """True if a column exists and holds lists."""
+        """Return True if a column exists and holds lists."""
         array = self[name]
         return array is not None and bool(pa.types.is_list(array.type))
 
@@ -75,7 +75,10 @@ class Columns:
         return None if array is None else array.to_pylist()
 
     def ragged(self, name: str) -> Ragged | None:
-        """Return a list column as flat values, NULL lists as empty ones; None if it is missing or all NULL."""
+        """Return a list column as ragged values, with NULL lists as empty lists.
+
+        Returns None if the column is missing or all NULL.
+        """
         array = self[name]
         if array is None or array.null_count == len(array):
             return None
@@ -84,7 +87,7 @@ class Columns:
         valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
         filled = values if valid is None else pc.fill_null(values, pa.scalar(0).cast(values.type))
         cells = filled.to_numpy(zero_copy_only=False)
-        if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice would keep its whole batch in memory
+        if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice keeps its whole batch in memory
             cells = cells.copy()
         return Ragged(cells, lengths, valid)
 
@@ -101,7 +104,9 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Convert Python values with Arrow's own inference; if Arrow rejects the mixture, by their kind."""
+    """Convert Python values to Arrow with Arrow's type inference or, if Arrow rejects a mixture of types, according to
+    `kind`.
+    """
     try:
         array = pa.array(values)
         if not _has_floats(array.type) or not _has_flags(values):
@@ -118,7 +123,7 @@ def _has_floats(type: pa.DataType) -> bool:
 
 
 def _has_flags(values: Sequence[Any]) -> bool:
-    """True if booleans are among the values; Arrow would turn them into 1.0 and 0.0."""
+    """Return True if a value is a boolean, which Arrow would convert to 1.0 or 0.0 among numbers."""
     kinds = set(map(type, values))
     return bool in kinds or (
         list in kinds and any(bool in set(map(type, value)) for value in values if type(value) is list)
@@ -126,7 +131,7 @@ def _has_flags(values: Sequence[Any]) -> bool:
 
 
 def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: Kind) -> ImportFailed:
-    """Return the error for a column, naming its first value that is not of its kind."""
+    """Return the error for a column, naming the first value that is invalid for `kind`."""
     values = _listed(rows, given, theirs)
     row = first_wrong(values, kind)
     name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
@@ -144,7 +149,7 @@ def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
 
 
 def _odd(value: Any, kind: Kind) -> str:
-    """Describe what is wrong in a row: its value, or the first wrong element of its list."""
+    """Describe the invalid part of a cell: the value itself, or the first invalid element of a list."""
     place = first_wrong(value, kind.element) if kind.element and isinstance(value, list) else None
     if place is not None:
         return f", element {place}: {_shown(value[place])}"
@@ -161,7 +166,7 @@ def _type_name(type: pa.DataType) -> str:
 
 
 METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": SCORE}
-"""Column of a metrics file -> its kind; `value` may also be text."""
+"""Column in a metrics file -> kind of its cells; the column `value` may also be text."""
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:

@@ -1,4 +1,4 @@
-"""The files of a framework's dump, and the interface between an import and a format's reader."""
+"""Access to the files in a framework's dump, and the interface between an import and the reader for a format."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from .remote_file import DumpFile, RemoteFile, opened, whole_content
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFolder:
-    """The files at a path or a URL."""
+    """The files of a dump at a local path or a URL."""
 
     url: str
     root: Path
     """The local folder; unused for object storage."""
     files: tuple[str, ...]
-    """Paths relative to the root, in natural order: step_2 before step_10."""
+    """Paths of the files relative to the root, in natural order: step_2 before step_10."""
     is_file: bool = False
     """True if the given path is a single file, which may be a symlink."""
     filesystem: fsspec.AbstractFileSystem | None = None
-    """File system of an object storage; None for local files."""
+    """File system that holds the files; None for local files."""
     remote: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """File on object storage -> its path on that file system and its size in bytes when listed."""
+    """File on object storage -> (path on the object store's file system, size in bytes when the files were listed)."""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
         """List the files below a folder, or take a single file. Raises ImportFailed and StorageError.
 
-        Links out of the folder are not followed, and only regular files are opened.
+        Links that lead out of the folder are not followed, and only regular files are opened.
         """
         url = os.fspath(path)
         local = url
@@ -87,14 +87,17 @@ class DumpFolder:
         )
 
     def matching(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
-        """Yield the files whose path ends in a match of `pattern`, with the match."""
+        """Yield each file whose path ends in a match for `pattern`, together with the match."""
         wanted = re.compile(rf"(?:.*/)?{pattern}")
         for name in self.files:
             if found := wanted.fullmatch(name):
                 yield name, found
 
     def path(self, name: str) -> DumpFile:
-        """Return a file's location. Raises ImportFailed for a link out of the folder and for a file that is not regular."""
+        """Return a file's location.
+
+        Raises ImportFailed if it is a link that leads out of the folder or is not a regular file.
+        """
         if self.filesystem is not None:
             url = self.url if self.is_file else f"{self.url.rstrip('/')}/{name}"
             return RemoteFile(filesystem=self.filesystem, path=self.remote[name][0], url=url)
@@ -110,13 +113,16 @@ class DumpFolder:
         return path
 
     def num_bytes(self, names: Sequence[str]) -> int:
-        """Return the total size of some files, bytes."""
+        """Return the total size of the named files, bytes."""
         if self.filesystem is not None:
             return sum(self.remote[name][1] for name in names if name in self.remote)
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
 
     def beside(self, name: str, other: str) -> str | None:
-        """Return the path, relative to the root, of the file `other` in the same folder as `name`; None if it does not exist."""
+        """Return the path of the file `other` in the same folder as `name`, relative to the root.
+
+        Returns None if there is no such file.
+        """
         found = os.path.normpath(os.path.join(os.path.dirname(name), other))
         is_there = found in self.remote if self.filesystem is not None else (self.root / found).is_file()
         return found if is_there else None
@@ -130,7 +136,7 @@ _READ_BYTES = 1 << 20
 
 
 def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | None = None, start: int = 0) -> SealedFile:
-    """Return size and hash of a file, of its first `lines` lines, or of `num_bytes` bytes from `start`."""
+    """Return the size and hash of a whole file, of its first `lines` lines, or of `num_bytes` bytes from offset `start`."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path) as file:
         if start:
@@ -149,35 +155,35 @@ def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Files that are read together: those of one step, or one file with rows of several steps."""
+    """Files that are read together: either all files from one step, or one file with rows from several steps."""
 
     files: tuple[str, ...]
     step: int | None = None
-    """Step that all rows in the part belong to; None if each row has its own step."""
+    """Step of all rows in the files; None if each row states its own step."""
     waits_for: str | None = None
-    """The reason why the part is incomplete; None if it is complete."""
+    """Reason why the part is incomplete; None if it is complete."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """Input and output of the reader of one part."""
+    """Input and output of the reader for one part of a dump."""
 
     folder: DumpFolder
     part: Part
     columns: Mapping[str, tuple[str, ...]]
-    """Column of the trace -> candidate fields; the first that exists is read."""
+    """Column in the trace -> candidate fields in the file; the first field that exists is read."""
     seen: set[str]
     """Names of the fields that were read."""
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """JSON Lines file -> number of its first new line, from 1."""
+    """JSON Lines file -> number of the first line not yet imported, from 1."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """JSON Lines file -> number of its last complete line; set by the reader."""
+    """JSON Lines file -> number of the last complete line; set by the reader."""
     partial: bool = False
-    """True to read incomplete data as far as it goes."""
+    """True to read the available data from incomplete files."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Step -> metrics to log; set by the reader."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """File that was read whole -> its size and hash."""
+    """File that was read completely -> size and hash of the file."""
 
     def paths(self) -> list[DumpFile]:
         return [self.folder.path(name) for name in self.part.files]
@@ -190,7 +196,7 @@ class Reading:
             yield path, content
 
     def fields(self, record: Mapping[Any, Any], where: str, budget: Budget) -> Fields:
-        """Return a record's fields by the names of the trace's columns."""
+        """Return a record's fields, accessible by the trace's column names."""
         return Fields(record, self.columns, where, self.seen, budget)
 
     def budget(self) -> Budget:

@@ -1,6 +1,6 @@
-"""Collect a dump's rows, by the trace's column names, into a RowBatch.
+"""Collect rows from a dump, by the trace's column names, into a RowBatch.
 
-Shapes: B rows, N tokens of all rows, L layers with a router, S experts selected per token.
+Shapes: B rows, N tokens in all rows together, T padded row width, L layers with a router, S experts selected per token.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """Add a row; a None cell was not recorded, and a row without `response_ids` has no tokens.
+        """Add a row. A cell of None means not recorded; a row without `response_ids` has no tokens.
 
-        `routing` goes to RowBatch.routing, not into a column. Raises ImportFailed unless each pass has one logprob per token.
+        The cell `routing` is stored in RowBatch.routing, not in a column. Raises ImportFailed unless each pass has one
+        logprob per token.
         """
         cells.setdefault("prompt_ids", None)
         response = cells.get("response_ids")
@@ -51,7 +52,10 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        """Return the rows as columns. If advantages are constant within every row, each row gets one number."""
+        """Return the rows as a batch of columns.
+
+        If advantages are constant within every row, the column has one number per row.
+        """
         names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
         columns: dict[str, Any] = {}
         for name in names:
@@ -95,7 +99,7 @@ def padded_columns(
     step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
     per_token: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the columns of a padded batch: responses and per-token values [B, T], and prompts with their own padding."""
+    """Return columns from a padded batch, with responses and per-token values [B, T]. Prompts have separate padding."""
     num_rows = len(responses)
     flat = {name: responded.flatten(values) for name, values in per_token.items()}
     if "response_mask" in flat:
@@ -132,7 +136,11 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
 
 
 def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
-    """Return concatenated advantages as a column: one number per row if constant over each row's masked tokens, else lists."""
+    """Return concatenated advantages as a column.
+
+    The column has one number per row if advantages are constant over the loss-mask tokens of every row, else one list
+    per row.
+    """
     rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
     if mask_N is not None:
         rows_N, counted = rows_N[mask_N], values_N[mask_N]
@@ -149,7 +157,7 @@ def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.nda
 
 
 def routed(found: np.ndarray, num_tokens: int, where: str) -> np.ndarray:
-    """Pad the router choices [N, L, S] of a sequence's first N tokens to [num_tokens, L, S] int16, with -1 for the rest.
+    """Pad the router choices [N, L, S] for a sequence's first N tokens to [num_tokens, L, S] int16; later tokens get -1.
 
     A token whose slots all hold the same expert is padding, since a router never picks an expert twice. Raises ImportFailed.
     """

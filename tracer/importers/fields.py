@@ -1,6 +1,6 @@
-"""Fields of an imported record, each checked when it is read.
+"""Read the fields of an imported record, checking each field when it is read.
 
-Shapes: T tokens.
+Shapes: T tokens in a sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .pickles import Budget
 
 
 class Values(NamedTuple):
-    """Per-token numbers [T], and [T] bool, True where a number was recorded."""
+    """Per-token numbers [T], and a mask [T] bool that is True where a number was recorded."""
 
     values: np.ndarray
     known: np.ndarray
@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 class Fields:
-    """A record's fields, by the trace's column names; a missing field reads as None."""
+    """A record's fields, by the trace's column names. Reading a missing field gives None."""
 
     def __init__(
         self,
@@ -54,16 +54,19 @@ class Fields:
 
     @property
     def record(self) -> Mapping[Any, Any]:
-        """The record with the field names that the file uses."""
+        """The record with the field names used in the file."""
         return self._record
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
-        """Return the fields of another record of the same file; `columns` adds columns (column=field)."""
+        """Return the fields of another record of the same file.
+
+        `columns` maps additional columns to fields (column=field).
+        """
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 
     def without(self, columns: Collection[str]) -> Fields:
-        """Return the same record without some columns."""
+        """Return the fields of the same record, except those for the given columns."""
         left = {name: fields for name, fields in self._columns.items() if name not in columns}
         return Fields(self._record, left, self.where, self._seen, self._budget)
 
@@ -86,18 +89,20 @@ class Fields:
         return ImportFailed(f"{self.where}: field {name!r} holds {shown(value)}; needs {wants}")
 
     def required(self, column: str) -> Any:
-        """Return `get(column)`. Raises ImportFailed if it is None."""
+        """Return the value that `get` returns for the column. Raises ImportFailed if the value is None."""
         name, value = self._found(column)
         if value is None:
             raise ImportFailed(f"{self.where}: has no field {name!r}, needed for {column}")
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Return column -> cell, checked and converted, for these columns or all columns that belong in a trace."""
+        """Return column -> checked and converted cell for the given columns or, if none are given, for every column
+        that a trace has.
+        """
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
-        """Return an array of numbers with this many dimensions. Raises ImportFailed for anything else."""
+        """Return an array of numbers with the given number of dimensions. Raises ImportFailed for any other value."""
         name, value = self._found(column)
         return None if value is None else self._array(name, value, dimensions)
 
@@ -114,7 +119,7 @@ class Fields:
         return found
 
     def values(self, column: str) -> Values | None:
-        """Return per-token numbers; None in a list means not recorded."""
+        """Return a column's per-token numbers. A None in the list means that the token's number was not recorded."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -125,7 +130,7 @@ class Fields:
         return Values(found, _all_known(len(found)))
 
     def ids(self, column: str) -> np.ndarray | None:
-        """Return token ids [T] int32. Raises ImportFailed if one is missing or invalid."""
+        """Return token ids [T] int32. Raises ImportFailed if any id is missing or invalid."""
         found = self.values(column)
         if found is None:
             return None
@@ -151,7 +156,7 @@ class Fields:
         return found.values.astype(bool)
 
     def number(self, column: str) -> float | None:
-        """Return a number; a one-element array counts as one."""
+        """Return a number; an array with one element is accepted as a number."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -166,7 +171,7 @@ class Fields:
             raise self._refuse(name, value, "a number") from error
 
     def integer(self, column: str) -> int | None:
-        """Return an integer; digits as text count as one."""
+        """Return an integer; text consisting of digits is accepted as an integer."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -180,7 +185,7 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return field -> number for all scalar fields that are neither in `but` nor read for a column."""
+        """Return field -> number for all scalar fields, except those in `but` and those that supply a column."""
         known = {name for names in self._columns.values() for name in names}
         found = {name: value for name, value in self._record.items() if name not in known and name not in but}
         return {
@@ -190,7 +195,7 @@ class Fields:
         }
 
     def text(self, column: str) -> str | None:
-        """Return text; an integer becomes its digits."""
+        """Return text; an integer is converted to text."""
         name, value = self._found(column)
         value = _one(value)
         if value is None:
@@ -200,7 +205,7 @@ class Fields:
         return str(value).encode(errors="replace").decode()
 
     def _flat(self, name: str, items: list[Any] | tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return a list of numbers as an array, and [T] bool: where it is not None."""
+        """Return a list of numbers as an array, with a mask [T] bool that is True where the list is not None."""
         self._budget.take(16 * len(items))
         if (packed := _packed(items)) is not None:
             return packed, _all_known(len(items))
@@ -230,7 +235,7 @@ _READERS: dict[pa.DataType, Callable[[Fields, str], Any]] = {
 
 
 def _reader(column: str) -> Callable[[Fields, str], Any] | None:
-    """Return the method that reads a column; None if the trace has no such column."""
+    """Return the method that reads values for a column of the trace; None if the trace has no such column."""
     if column in tables.GIVEN:
         return _READERS[tables.GIVEN[column].type]
     return Fields.values if column.endswith(LOGPROBS) or column in tables.TOKEN_SCORES else None
@@ -239,7 +244,7 @@ def _reader(column: str) -> Callable[[Fields, str], Any] | None:
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
     """Convert a list of int, or of float and int, to an array faster than NumPy; None for any other list.
 
-    struct accepts only int and bool as "q", and besides these only float as "d", among the types that files hold.
+    Of the types that occur in files, struct accepts only int and bool for "q", and only int, bool and float for "d".
     """
     try:
         if type(items[0]) is not float:

@@ -1,4 +1,4 @@
-"""A range of lines of a file, presented as a file in which they keep their line numbers."""
+"""Present a range of lines from a file as a file in which the lines keep their original line numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """A range of lines in a file, as line number and byte offsets."""
+    """A range of lines in a file."""
 
     first: int
     """Number of the first line, from 1."""
@@ -32,7 +32,7 @@ class Lines:
 
 
 def cut_lines(folder: DumpFolder, name: str, first: int, most: int) -> Iterator[Lines]:
-    """Divide the lines of a file, from line `first` on, into ranges of about `most` bytes."""
+    """Divide a file's lines, starting at line `first`, into ranges of about `most` bytes."""
     number, start = 1, 0
     with opened(folder.path(name)) as file:
         while number < first and (line := file.readline()):
@@ -49,7 +49,7 @@ def cut_lines(folder: DumpFolder, name: str, first: int, most: int) -> Iterator[
 
 
 def folder_of_lines(folder: DumpFolder, name: str, lines: Lines) -> DumpFolder:
-    """Return a folder whose file holds only these lines, under their original numbers."""
+    """Return a folder whose only file holds the given lines, under their original line numbers."""
     path = folder.path(name)
     system, inside = (path.filesystem, path.path) if isinstance(path, RemoteFile) else (LocalFileSystem(), str(path))
     return _FolderOfLines(
@@ -60,7 +60,7 @@ def folder_of_lines(folder: DumpFolder, name: str, lines: Lines) -> DumpFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileOfLines(RemoteFile):
-    """A range of lines, preceded by one empty line for each earlier line to keep the numbering."""
+    """A file with a range of lines, preceded by one empty line per earlier line to preserve the line numbers."""
 
     lines: Lines
 
@@ -71,7 +71,7 @@ class _FileOfLines(RemoteFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FolderOfLines(DumpFolder):
-    """A folder whose only file is a range of lines."""
+    """A folder whose only file holds a range of lines from another file."""
 
     lines: _FileOfLines
 
@@ -80,7 +80,7 @@ class _FolderOfLines(DumpFolder):
 
 
 class _LinesStream(io.RawIOBase):
-    """A line end for each earlier line, then the bytes of the range."""
+    """A stream with one line end per earlier line, followed by the bytes of the line range."""
 
     def __init__(self, file: BinaryIO, lines: Lines):
         self._file, self._before, self._left = file, lines.first - 1, lines.end - lines.start

@@ -1,4 +1,4 @@
-"""The description of one framework's dumps, and the loop over the records of their files."""
+"""Describe the dump format of one framework, and iterate over the records in its files."""
 
 from __future__ import annotations
 
@@ -15,43 +15,44 @@ from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import read_lines
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""(fields of a record, a name for it, its number in the file) -> cells of its rows, column of the trace -> value."""
+"""Function from (a record's fields, a name for the record, the record's number in the file) to the cells of each row
+that the record contains: column in the trace -> value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """The dumps of one framework; a format of JSON Lines with one row per line needs no functions."""
+    """The dump format of one framework. Formats with JSON Lines files and one row per line need no functions."""
 
     name: str
     writes: str
-    """The option of the framework that writes these files."""
+    """Framework option that makes the framework write files in this format."""
     files: str
-    """Pattern of the file names, for the docs and messages."""
+    """Pattern for the file names, shown in the docs and in messages."""
     columns: Mapping[str, tuple[str, ...]]
-    """Column of the trace -> candidate fields; the first that exists is read."""
+    """Column in the trace -> candidate fields in the file; the first field that exists is read."""
     alignment: str
-    """How values align with tokens, and which values are placeholders; for the docs."""
+    """Description, shown in the docs, of how values align with tokens and which values are placeholders."""
     pattern: str = ""
-    """Regular expression for the end of each file's path; its group, if any, is the step."""
+    """Regular expression that matches the end of each file's path. Its capturing group, if it has one, matches the step."""
     keys: frozenset[str] = frozenset()
     """Keys required in the first file's first object, if other formats use the same file names."""
     needs: tuple[str, ...] = ()
-    """Columns that every line must have."""
+    """Columns that every line must supply."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """Pass -> why the files may lack its logprobs, and how to get them."""
+    """Pass -> message that explains why the files may lack logprobs from the pass, and how to obtain them."""
     lines: bool = False
-    """True if a file holds rows of several steps and is appended to."""
+    """True if a file holds rows from several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
-    """Detects such files in a folder, if pattern and keys do not suffice."""
+    """Function that detects files in this format in a folder; None if `pattern` and `keys` suffice."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
-    """Groups a folder's files by step, if they are not read one by one. Raises ImportFailed."""
+    """Function that groups a folder's files by step; None if files are read one by one. Raises ImportFailed."""
     rows: RowsOf | None = None
-    """Returns the rows of a line, if it is not one row of plain fields. Raises ImportFailed."""
+    """Function that returns the rows in a line; None if each line is one row of plain fields. Raises ImportFailed."""
     read: Callable[[Reading], Iterator[RowBatch]] | None = None
-    """Yields the rows of a part, if its files are not JSON Lines. Raises ImportFailed."""
+    """Function that yields the rows in a part; None if the files are JSON Lines. Raises ImportFailed."""
 
     def is_in(self, folder: DumpFolder) -> bool:
-        """True if a folder holds files of this format."""
+        """Return True if a folder holds files in this format."""
         if self.recognises is not None:
             return self.recognises(folder)
         name = next((name for name, _ in folder.matching(self.pattern)), None)
@@ -75,7 +76,10 @@ class Format:
 
 
 def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
-    """Return the first object of a JSON Lines file; an empty dict if it has none or is unreadable."""
+    """Return the first object of a JSON Lines file.
+
+    Returns an empty dict if the file has no object or is unreadable.
+    """
     try:
         return next(read_lines(folder.path(name)), (0, {}))[1]
     except ImportFailed:
@@ -93,7 +97,7 @@ def read_rows(
 ) -> Iterator[RowBatch]:
     """Yield the rows of a part's files; `rows_of` converts one record.
 
-    A row without a seq_id is named after its file and record number; a row without a step gets the part's.
+    A row without a seq_id is named after its file and record number; a row without a step gets the step of the part.
     """
     budget = reading.budget()
     for name in reading.part.files if files is None else files:

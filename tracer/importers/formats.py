@@ -1,4 +1,4 @@
-"""All formats that can be imported, by name, and the detection behind `auto`."""
+"""All formats that can be imported, by name, and the format detection used for `auto`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMATS: dict[str, Format] = {
 
 
 def recognised(folder: DumpFolder) -> str | None:
-    """Detect the format of a folder; None if unknown. Raises ImportFailed if it is ambiguous."""
+    """Detect the format of a folder; None if no format matches. Raises ImportFailed if several formats match."""
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
     if len(found) > 1:
         raise ImportFailed(

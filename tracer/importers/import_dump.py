@@ -53,10 +53,10 @@ def import_dump(
     """Convert another tool's files to a trace, or add new files to the trace of an earlier import.
 
     `format` is `auto`, `parquet` (see import_parquet) or the name of a framework or engine; docs/reference/import-formats.md
-    lists the files and fields of each. `map` (theirs -> ours) reads field THEIRS into column OURS, for releases that renamed
-    a field; "" skips a field. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen by a hash
-    of their names. Incomplete steps and half-written files are skipped and listed; import again later, or set `partial` to
-    read what exists.
+    lists the files and fields of each. `map` maps field names in the files to columns, for releases that renamed a field;
+    a field mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen
+    by a hash of their names. Incomplete steps and half-written files are skipped and listed; import again later, or
+    set `partial` to read what exists.
 
     `path` is a file or a folder, local or as a URL that fsspec can open.
 
@@ -146,22 +146,21 @@ def _imported(
 
 
 def _holds_none(format: Format, folder: DumpFolder) -> str:
-    """Describe a folder without files of a format, with a remedy."""
+    """Return an error message for a folder without files in the given format, with a remedy."""
     other = recognised(folder)
     remedy = "name the folder that the framework wrote to" if other in (None, format.name) else f"import it as {other}"
     return f"holds no {format.files}; {remedy}"
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each step is a single part and steps increase, so that the names in a finished step can be
-    forgotten."""
+    """Return True if each step is one part and steps increase, so that sequence names in finished steps need not be kept."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
 
 
 class _Job(Job):
-    """One import of files of one format."""
+    """An import of files in one format."""
 
     def __init__(
         self,
@@ -228,7 +227,7 @@ class _Job(Job):
         return num_rows
 
     def first_line(self, name: str) -> int:
-        """Return the number of a file's first new line, from 1."""
+        """Return the number of the first line in a file that was not yet imported, counted from 1."""
         return 1 if self.before is None else self.before.first_line(name)
 
     def _reading(self, part: Part) -> Reading:
@@ -242,7 +241,7 @@ _LACKS = "the files have no logprobs for this pass"
 
 
 class _Before:
-    """A record of what earlier imports added to a trace."""
+    """Files and options of earlier imports into a trace."""
 
     def __init__(self, url: str, sources: dict[str, SealedFile], passes: set[str]):
         self._url, self.sources, self.passes = url, sources, passes
@@ -250,7 +249,10 @@ class _Before:
 
     @classmethod
     def of(cls, output: str | os.PathLike[str], format: Format, options: dict[str, str]) -> _Before | None:
-        """Read the trace at a path; None if there is none or it is not an import of this format."""
+        """Read earlier imports from the trace at a path.
+
+        Returns None if there is no trace or it was not imported from files in this format.
+        """
         store = Store(output)
         try:
             manifest = store.manifest()
@@ -272,7 +274,7 @@ class _Before:
                 "another folder"
             )
         passes = {name for name in store.folders("passes")}
-        # If a file grew, each import recorded how far it had read: the longest entry is kept.
+        # A file that grew between imports has one entry per import; the entry with the most lines is kept.
         known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
         return cls(os.fspath(output), dict(known), passes)
 
@@ -299,8 +301,7 @@ class _Before:
         return found
 
     def _has_grown(self, folder: DumpFolder, name: str) -> bool:
-        """Return True if lines were appended to a file. Raises ImportFailed if the file's earlier content has
-        changed."""
+        """Return True if lines were appended to a file. Raises ImportFailed if its earlier content has changed."""
         path, known, size = folder.path(name), self.sources[name], folder.num_bytes([name])
         now_there = content_of(path, num_bytes=known.num_bytes)
         if now_there.hash != known.hash or (size != known.num_bytes and known.num_rows is None):
@@ -335,7 +336,10 @@ def _told(options: Mapping[str, str]) -> str:
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return column -> fields with the user's map applied. Raises ImportFailed for a column that the format does not fill."""
+    """Return column -> candidate fields after applying the user's `map`.
+
+    Raises ImportFailed for a column that the format does not fill.
+    """
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours and ours not in columns:
@@ -348,7 +352,7 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
 
 
 def _ready(parts: list[Part], partial: bool) -> tuple[list[Part], list[str]]:
-    """Split parts into those to read now and the reasons why the others have to wait."""
+    """Return the parts to read now, and the reasons why the remaining parts must wait."""
     if partial:
         return parts, []
     return [part for part in parts if part.waits_for is None], [part.waits_for for part in parts if part.waits_for]
@@ -357,7 +361,7 @@ def _ready(parts: list[Part], partial: bool) -> tuple[list[Part], list[str]]:
 def _chosen_steps(
     format: Format, folder: DumpFolder, columns: Mapping[str, tuple[str, ...]], parts: list[Part], steps: str
 ) -> frozenset[int] | None:
-    """Return the selected steps; None for all. Reads JSON Lines files once to find their steps."""
+    """Return the selected steps; None if all are selected. JSON Lines files are read once to find their steps."""
     if steps == ALL_STEPS:
         return None
     there = {part.step for part in parts if part.step is not None}

@@ -1,4 +1,4 @@
-"""Writing an import: unlike in a recording, an error ends the command."""
+"""Write an imported trace. Unlike in a recording, an error ends the command."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..writer import TraceWriter
 class ImportWriter(TraceWriter):
     """A trace writer that raises errors instead of reporting them on stderr.
 
-    Its folder becomes a trace, or a part of one, only at the end, and is removed if the process dies. So nothing is
-    journaled, and the state is saved only at the start and the end. Library versions are unknown.
+    The output folder becomes a trace, or part of a trace, only at the end, and is removed if the process dies. Therefore
+    nothing is journaled, and the state is saved only at the start and the end. Library versions are not recorded.
     """
 
     failure: BaseException | None = None
@@ -26,11 +26,14 @@ class ImportWriter(TraceWriter):
         super().__init__(folder, journals=False, versions={})
 
     def account(self, files: Mapping[str, SealedFile] | None = None, **_: Any) -> None:
-        """Account for files without saving the state, which is saved at the end."""
+        """Add files to the writer's state without saving the state, which is saved at the end."""
         super().account(files, saves=False)
 
     def _fail(self, error: BaseException) -> None:
-        """Stop writing (called on the writing thread). Nothing is marked in the folder, which is about to be removed."""
+        """Stop writing after an error. Called on the writing thread.
+
+        The folder is not marked as failed, because it is about to be removed.
+        """
         if not self.is_open:
             return
         self.failure = error

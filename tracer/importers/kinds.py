@@ -1,7 +1,7 @@
-"""Kinds of imported columns: which cells are valid, and how they become the trace's types.
+"""Kinds of imported columns: which cells are valid, and how cells are converted to the trace's types.
 
-Each kind has the rule twice: `convert` handles a whole Arrow array, which is fast; `holds` checks one Python value, to
-find the first wrong one. A test compares them.
+Each kind implements its rule twice: `convert` handles a whole Arrow array, which is fast; `holds` checks one Python
+value, to find the first invalid value. A test compares the two implementations.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """Raised for a column that holds invalid values; the caller finds the row."""
+    """The values in a column are invalid; the caller determines the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """The rule for the cells of a column."""
+    """The rule that says which cells are valid in a column and how they are converted."""
 
     wants: str
-    """Text that completes the message "where each row needs ..."."""
+    """Description of valid cells, which completes the message "where each row needs ..."."""
     type: pa.DataType
     convert: Callable[[pa.Array], pa.Array]
-    """Converts a plain Arrow array that is not all NULL to `type`. Raises WrongValues or an Arrow error."""
+    """Function that converts a plain Arrow array that is not all NULL to `type`. Raises WrongValues or an Arrow error."""
     holds: Callable[[Any], bool]
-    """Function that returns True for a valid value; it is not called with None."""
+    """Function that returns True for a valid value; it is never called with None."""
     of: Callable[[Any], Any]
-    """Converts one valid value to the Python form of `type`; for mixtures that Arrow cannot infer a type for."""
+    """Function that converts one valid value to the Python type for `type`. It is used for mixtures whose type Arrow
+    cannot infer."""
     nullable: bool = True
     element: Kind | None = None
-    """Kind of a list's elements; None for other kinds."""
+    """Kind of the elements in a list; None if cells are not lists."""
     text: bool = False
-    """True if a CSV cell is the value itself; else it is parsed as JSON."""
+    """True if the text in a CSV cell is the value; False if the text is parsed as JSON."""
 
     def column(self, array: pa.Array) -> pa.Array:
-        """Convert an array to `type`; an array of any type that is all NULL becomes NULL.
+        """Convert an array to `type`; an all-NULL array of any type is accepted.
 
         Raises WrongValues or an Arrow error.
         """
@@ -58,17 +59,17 @@ class Kind:
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
     def read_cell(self, cell: str | None) -> Any:
-        """Parse a CSV cell; return it unchanged if it cannot be parsed."""
+        """Parse a CSV cell; return the text unchanged if it cannot be parsed."""
         return cell if self.text or cell is None else _read(cell)
 
 
 def required(kind: Kind) -> Kind:
-    """Return the kind without NULL."""
+    """Return a kind that is the same as `kind` but does not accept NULL."""
     return replace(kind, nullable=False)
 
 
 def list_of(kind: Kind, wants: str) -> Kind:
-    """Return the kind of lists of a kind."""
+    """Return a kind whose cells are lists with elements of the given kind."""
 
     def convert(array: pa.Array) -> pa.Array:
         if not pa.types.is_list(array.type):
@@ -89,7 +90,7 @@ def list_of(kind: Kind, wants: str) -> Kind:
 
 
 def either(kind: Kind, other: Kind) -> Kind:
-    """Return the kind of columns that are all of `kind` or all of `other`."""
+    """Return a kind for columns whose cells are either all valid for `kind` or all valid for `other`."""
 
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
@@ -113,7 +114,7 @@ def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Decode storage variants of an array: dictionaries, run-end encoding, extension types, other list types."""
+    """Decode an array from dictionaries, run-end encoding, extension types and other list types to plain types."""
     if isinstance(array.type, pa.BaseExtensionType):
         return plain(array.storage)
     if pa.types.is_dictionary(array.type):
@@ -140,7 +141,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _convert_numbers(array: pa.Array) -> pa.Array:
-    """Convert numbers to float64; integers that it cannot represent raise an Arrow error."""
+    """Convert numbers to float64; raises an Arrow error for an integer that float64 cannot represent."""
     if not _is_numeric(array.type):
         raise WrongValues
     return array.cast(pa.float64(), safe=pa.types.is_integer(array.type))
@@ -151,7 +152,7 @@ def _is_numeric(type: pa.DataType) -> bool:
 
 
 def _holds_number(value: Any) -> bool:
-    # float64 does not represent every larger integer exactly.
+    # float64 does not represent every integer beyond this limit exactly.
     return _is_number(value) and (not isinstance(value, int) or abs(value) <= 2**53)
 
 
@@ -161,7 +162,7 @@ def _convert_scores(array: pa.Array) -> pa.Array:
 
 
 def _convert_values(array: pa.Array) -> pa.Array:
-    """Convert numbers to float32, as frameworks store them; values may round but not overflow."""
+    """Convert numbers to float32, which frameworks use for these values. Rounding is accepted; overflow is not."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)
@@ -209,7 +210,7 @@ def _whole(type: pa.DataType, low: int, high: int) -> tuple[Callable[[pa.Array],
 
 
 def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
-    """Return the kind of integers from `low` to `high`, stored as integers or floats."""
+    """Return a kind for integers from `low` to `high`, which files may store as integers or floats."""
     convert, holds = _whole(type, low, high)
     return Kind(wants=wants, type=type, convert=convert, holds=holds, of=int)
 
@@ -241,7 +242,7 @@ SCORE = Kind(
     holds=lambda value: isinstance(value, bool) or _holds_number(value),
     of=float,
 )
-"""A number, or True or False as 1 and 0: rewards are often the result of a check."""
+"""Kind for numbers. True and False are accepted as 1 and 0, because rewards are often the result of a check."""
 TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text, holds=_is_text, of=str, text=True)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names, holds=_is_name, of=str, text=True)
 VALUE = Kind(wants="a number", type=pa.float32(), convert=_convert_values, holds=_holds_value, of=float)
@@ -278,7 +279,7 @@ def _convert_rewards(array: pa.Array) -> pa.Array:
 
 
 def _holds_rewards(value: Any) -> bool:
-    """True for a record of name -> number; NULL means a missing number."""
+    """Return True if a value is a record of name -> number, where NULL means that the number is missing."""
     return isinstance(value, dict) and all(
         _is_text(name) and (number is None or SCORE.holds(number)) for name, number in value.items()
     )
@@ -324,7 +325,7 @@ _NUMBER = re.compile(r"[+-]?(\d*\.?\d+|\d+\.|inf(inity)?|nan)(e[+-]?\d+)?", re.I
 
 
 def _read(cell: str) -> Any:
-    """Parse a cell as JSON, or as a number or boolean in the spelling of other programs."""
+    """Parse a cell as JSON, or as a number or boolean in the spelling that other programs use, such as `True`."""
     try:
         return json.loads(cell)
     except (ValueError, RecursionError):

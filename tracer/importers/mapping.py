@@ -1,4 +1,4 @@
-"""Mapping the column names of imported files to the trace's."""
+"""Map column names in imported files to the trace's column names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parse_map(texts: Iterable[str]) -> dict[str, str]:
 
 
 def check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], known: Collection[str], where: str) -> None:
-    """Raise ImportFailed unless each mapped name is a column of the files, mapped to a column of the trace or to nothing."""
+    """Raise ImportFailed unless each name in a map is a column in the files and maps to a trace column or ""."""
     there = list(dict.fromkeys(name for names in files.values() for name in names))
     for theirs, ours in given.items():
         if theirs not in there:
@@ -39,7 +39,10 @@ def check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], know
 
 
 def names_of(file: str, columns: Sequence[str], given: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
-    """Return the imported columns of a file, theirs -> ours. Raises ImportFailed if two map to one."""
+    """Return the columns to import from a file: file's name -> trace's name.
+
+    Raises ImportFailed if two map to the same column.
+    """
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     for theirs in columns:

@@ -1,8 +1,9 @@
-"""miles: rollout dumps, and train dumps with one file per rank.
+"""Import format of miles: rollout dumps, and train dumps with one file per rank.
 
 Tensor-parallel ranks hold the same data, data-parallel ranks different samples, and context-parallel ranks different tokens
-of the same samples: rank r of c has chunks r and 2c-1-r of 2c (zig-zag).
-Shapes: T response tokens, S tokens of prompt and response.
+of the same samples. In the zig-zag layout, rank r of c ranks has the chunks r and 2c-1-r out of 2c chunks.
+
+Shapes: T response tokens, S tokens in prompt and response together.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from .torch_files import unpickled
 def zig_zag(total: int, length: int, rank: int, size: int, chunk: int | None = None) -> list[tuple[int, int]]:
     """Return the two ranges [start, end) of response tokens that a context-parallel rank has.
 
-    `total` is S, `length` T; a chunk is ceil(S / (2 size)) tokens unless given. The logits at position p predict token p + 1.
+    `total` is the number of prompt and response tokens S, `length` the number of response tokens T. A chunk has
+    ceil(S / (2 size)) tokens unless `chunk` is given. The logits at position p predict token p + 1.
 
     >>> zig_zag(12, 10, 0, 2), zig_zag(12, 10, 1, 2)
     ([(0, 2), (8, 10)], [(2, 5), (5, 8)])
@@ -142,7 +144,10 @@ class _Shards:
 
 
 def _add_rank(reading: Reading, shards: _Shards, record: Mapping[str, Any], where: str, budget: Budget) -> None:
-    """Add one rank's file, a dict of lists with one element per sample. Its raw_reward covers the whole batch and is skipped."""
+    """Add one rank's file, a dict of lists with one element per sample.
+
+    The field raw_reward covers the whole batch and is skipped.
+    """
     data = top_level(record.get("rollout_data"), where)
     tokens = data.get("tokens")
     if not isinstance(tokens, (list, tuple)):

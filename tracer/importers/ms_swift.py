@@ -1,4 +1,6 @@
-"""ms-swift: completions.jsonl of `log_completions`, one line per step with a list for every column."""
+"""Import format of ms-swift: completions.jsonl, written by `log_completions`, with one line per step and a list per
+column.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
 
 
 def _records(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Split a line into rows: one row if it has no lists, else one per list element."""
+    """Split a line into rows: one row per list element, or a single row if the line has no lists."""
     lists = {name: value for name, value in record.items() if isinstance(value, list)}
     if not lists:
         return [dict(record)]

@@ -1,6 +1,6 @@
-"""NeMo-RL: train_data_step<N>.jsonl, whose values are all lists of one element.
+"""Import format of NeMo-RL: train_data_step<N>.jsonl, in which every value is a list with one element.
 
-Shapes: S padded width of a sequence.
+Shapes: S padded sequence length.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _one_element(value: Any) -> Any:
 
 
 def _cells(fields: Fields) -> dict[str, Any]:
-    """Return the cells of a sample. Lists are padded on the right, and index 0 has no prediction."""
+    """Return the cells of a sample. Lists in the file are padded on the right, and the token at index 0 has no logprob."""
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
     if tokens is None or mask is None:
         raise ImportFailed(f"{fields.where}: has no token_ids and token_loss_mask")

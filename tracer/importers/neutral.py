@@ -1,4 +1,4 @@
-"""Importing the neutral format: one row per sequence, with the trace's column names."""
+"""Import files in the neutral format: one row per sequence, with the trace's column names."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ def import_parquet(
 ) -> Imported:
     """Convert Parquet, JSON, CSV or Arrow files with the trace's column names to a trace.
 
-    One row per sequence: `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`, `train_logprobs`,
-    `current_logprobs` and `reference_logprobs`; optionally every other column that Recorder.add_sequences takes, and
-    `entropy` and `top2_gap`. `advantage` is a number or a list, `rewards` a record of numbers. Lists are aligned with
-    `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) in the same folder is read too. `path` is a file, a folder
-    (also one written by `save_to_disk` of Hugging Face datasets) or a glob pattern, on any file system that fsspec supports.
-    `map` renames columns (theirs -> ours); a column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and
-    `sample` a share of the sequences, chosen by a hash of their names.
+    Files have one row per sequence. The required columns are `step`, `prompt_ids`, `response_ids` and at least one of
+    `rollout_logprobs`, `train_logprobs`, `current_logprobs` and `reference_logprobs`; optionally every other column
+    that Recorder.add_sequences takes, and `entropy` and `top2_gap`. `advantage` is a number or a list, `rewards` a
+    record of numbers. Lists are aligned with `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) in the same
+    folder is read too. `path` is a file, a folder (also one written by `save_to_disk` of Hugging Face datasets) or a
+    glob pattern, on any file system that fsspec supports. `map` renames columns (file's name -> trace's name); a
+    column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen
+    by a hash of their names.
 
-    Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0 unless another pass is equally certain
-    of these tokens (see ZeroLists).
+    Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0 unless another pass also has logprobs
+    near 0 for the same tokens (see ZeroLists).
 
     `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one), divides the files, and the row
     groups of large Parquet files, among its actors. JSON files are first scanned for their keys by this process.
 
-    Raises ImportFailed, naming file, column and row; then nothing is written to `output`, and with `force` an existing
-    trace is kept.
+    Raises ImportFailed, naming file, column and row. After an error, nothing is written to `output`, and with `force`
+    an existing trace is kept.
     """
     source = RowFiles.of(os.fspath(path))
     given = dict(map or {})
@@ -76,10 +77,10 @@ def import_parquet(
 
 
 class _Job(Job):
-    """An import of files in the neutral format."""
+    """An import from files in the neutral format."""
 
     def __init__(self, source: RowFiles, names: Mapping[str, Mapping[str, str]], selection: Selection):
-        """`names` maps file -> its columns -> ours."""
+        """`names`: file -> column in the file -> column in the trace."""
         super().__init__("parquet", _Files.of_rows(source), selection)
         self._source, self._names = source, names
         there = {theirs: ours for columns in names.values() for theirs, ours in columns.items()}
@@ -140,7 +141,7 @@ class _Job(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Files(DumpFolder):
-    """Files named by their full paths."""
+    """A set of files that are named by their full paths."""
 
     @classmethod
     def of_rows(cls, source: RowFiles) -> _Files:
@@ -155,7 +156,7 @@ class _Files(DumpFolder):
 
 
 def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str) -> frozenset[int] | None:
-    """Return the selected steps; None for all. Reads the step column of every file."""
+    """Return the selected steps; None if all are selected. The step column of every file is read to find them."""
     if steps == ALL_STEPS:
         return None
     theirs = {column for columns in names.values() for column, ours in columns.items() if ours == "step"}

@@ -1,4 +1,7 @@
-"""Scoring views of train-infer-mismatch: samples.jsonl with the tokens and one .npz per view; each view becomes a pass."""
+"""Import format of train-infer-mismatch: samples.jsonl with the tokens, and one .npz file per scoring view.
+
+Each scoring view is imported as a pass.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
 
 
 class _View:
-    """One view: the values of each row."""
+    """One scoring view, with values per row of the corpus."""
 
     def __init__(self, path: DumpFile, budget: Budget):
         arrays = read_npz(path, budget)
@@ -64,7 +67,7 @@ class _View:
         self._places = {int(row): place for place, row in enumerate(ids.tolist())}
 
     def of(self, row: int) -> np.ndarray | None:
-        """Return the values of a row of the corpus; None if the view does not have it."""
+        """Return the values of a row of the corpus; None if the view lacks the row."""
         place = self._places.get(row)
         return None if place is None else self._logp[self._offsets[place] : self._offsets[place + 1]]
 
@@ -101,7 +104,7 @@ def _array(content: bytes) -> np.ndarray:
 
 
 def pass_of(name: str) -> str:
-    """Return the name of the pass that a view becomes."""
+    """Return the name of the pass as which a scoring view is imported."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.+=-") else "-" for c in Path(name).stem).lstrip(
         "-_.+="
     )

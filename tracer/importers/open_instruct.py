@@ -1,4 +1,4 @@
-"""open-instruct: <run>_rollouts_<shard>.jsonl with the engine's tokens and logprobs."""
+"""Import format of open-instruct: <run>_rollouts_<shard>.jsonl with the engine's tokens and logprobs."""
 
 from __future__ import annotations
 

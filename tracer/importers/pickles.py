@@ -1,8 +1,9 @@
-"""Reading untrusted pickles as data, with an unpickler that calls nothing named in the file.
+"""Read untrusted pickles as data, with an unpickler that calls nothing named in the file.
 
-Python's unpickler imports and calls what a file names; even restricted to an allowlist, it hashes, copies and allocates as
-the file demands. This one supports the opcodes that occur in frameworks' dumps and an allowlist of names, each mapped to a
-function here from plain values to plain values. Any other name raises an error that shows it.
+Python's unpickler imports and calls whatever a file names. Even if names are restricted to an allowlist, the file controls
+what is hashed, copied and allocated. This unpickler supports the opcodes that occur in frameworks' dumps and an allowlist
+of names. Each allowed name is mapped to a function, defined here, that takes and returns plain values. Any other name raises
+an error that states the name.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""Memory counted for an empty list, dict or tuple, whose size the file does not state."""
+"""Memory charged to the budget for an empty list, dict or tuple, bytes. A pickle does not state their sizes in advance."""
 VIEWED_BYTES = 1 << 16
-"""Minimum length from which bytes are kept as a view of the file, for arrays, instead of copied."""
+"""Minimum length, in bytes, at which a byte string is kept as a view of the file instead of being copied."""
 BYTES = (bytes, memoryview)
-"""The types in which bytes read from a pickle may be held."""
+"""Types that represent a pickle's byte strings after loading."""
 
 
 class NotPlain(ValueError):
-    """A file holds something other than arrays and plain values, or holds them in an unexpected form."""
+    """A file contains something other than arrays and plain values, or contains them in an unexpected form."""
 
 
 class Budget:
-    """Memory allowed for one file: a multiple of its size plus a constant, whatever sizes it claims."""
+    """Memory allowed for one file: a multiple of the file's size plus a constant, regardless of the sizes stated in
+    the file.
+    """
 
     TIMES, FREE_BYTES = 64, 64 << 20
 
@@ -46,7 +49,7 @@ class Budget:
 
 
 class Known:
-    """A name that pickles may refer to, and the function that replaces the named object."""
+    """An allowed name in a pickle, and the function that is called in its place."""
 
     __slots__ = ("make",)
 
@@ -55,19 +58,19 @@ class Known:
 
 
 class Stateful:
-    """An object that a pickle creates first and then gives a state."""
+    """Base class for objects that a pickle creates first and fills with a state afterwards."""
 
     __slots__ = ()
 
     def give_state(self, state: Any) -> None:
-        """Set the state. Raises NotPlain if it has an unexpected form."""
+        """Set the object's state. Raises NotPlain if the state has an unexpected form."""
         raise NotImplementedError
 
 
 Names = Mapping[tuple[str, str], Known]
-"""The allowlist: (module, name) -> the replacement for that class or function."""
+"""Allowlist of names in pickles: (module, name) -> replacement."""
 Persistent = Callable[[Any], Any]
-"""Resolves a persistent id, which torch uses for storages."""
+"""Function that resolves a persistent id; torch uses persistent ids for storages."""
 
 
 def load(
@@ -75,7 +78,7 @@ def load(
 ) -> tuple[Any, int]:
     """Read the pickle that begins at byte `start`; return its value and end offset.
 
-    Raises ImportFailed, naming the reason, for anything but a pickle of plain data.
+    Raises ImportFailed, stating the reason, if the content is not a pickle of plain data.
     """
     try:
         return _Machine(data, names, where, budget, persistent).run(start)
@@ -114,7 +117,7 @@ class _Machine:
     def run(self, start: int) -> tuple[Any, int]:
         data, position, size, memo = self._data, start, len(self._data), self._memo
         stack, marked, budget, owed = self._stack, self._marked, self._budget, 0
-        while True:  # the most frequent opcodes first: a file of torch.save has about thirty per tensor
+        while True:  # most frequent opcodes first: torch.save writes about thirty per tensor
             code = data[position]
             position += 1
             if code == 0x71:  # BINPUT
@@ -200,12 +203,12 @@ class _Machine:
         run = _RUN.match(self._data, position)
         if run is None:
             raise IndexError
-        # Python's unpickler is faster and safe here: these bytes hold only numbers, nothing that could be called.
+        # Python's unpickler is faster, and it is safe here because these bytes hold only numbers and no callable.
         stack += pickle.loads(b"(" + run[0] + b"l.")
         return run.end()
 
     def _rare(self, code: int, stack: list[Any]) -> list[Any]:
-        """Execute a less frequent opcode without an inline argument; return the current stack."""
+        """Execute one of the less frequent opcodes without an inline argument; return the current stack."""
         if code in _EMPTY:
             self._budget.take(CONTAINER_BYTES)
             stack.append(_EMPTY[code]())
@@ -267,9 +270,9 @@ class _Machine:
 
 
 _OWED_BYTES = 1 << 20
-"""Bytes that may be allocated before they are charged to the budget."""
+"""Number of bytes that may be allocated before they are charged to the memory budget."""
 _NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
-"""BININT1, BININT2, BININT and BINFLOAT -> number of bytes that follow."""
+"""Opcode of a number (BININT1, BININT2, BININT or BINFLOAT) -> size of its argument, bytes."""
 _FLOAT = struct.Struct(">d")
 _RUN = re.compile(rb"(?:K.|M..|J.{4}|G.{8}){1,4096}+", re.DOTALL)
 _SIZED = {
@@ -277,12 +280,13 @@ _SIZED = {
     0x43: ("bytes", 1), 0x42: ("bytes", 4), 0x8E: ("bytes", 8), 0x96: ("bytes", 8),
     0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
 }  # fmt: skip
-"""Opcode -> kind of the pushed value, and size of its length field in bytes."""
+"""Opcode -> kind of the value that is pushed on the stack, and size of the opcode's length field in bytes."""
 _HEADERS = {0x80: 1, 0x95: 8}
-"""PROTO and FRAME -> number of bytes that follow."""
+"""Opcode without effect (PROTO or FRAME) -> size of its argument, bytes."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
-"""A set is read as a list, so that only dictionary keys are hashed."""
+"""Opcode that pushes an empty container -> function that creates the container. A set is read as a list, so that only
+dictionary keys are hashed."""
 _KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_INTEGER = 64
 

@@ -1,6 +1,6 @@
-"""Detecting placeholders for missing logprobs in dumps, which become "not recorded".
+"""Detect placeholders for missing logprobs in dumps, and mark them as not recorded.
 
-Shapes: B sequences, N response tokens of all sequences together, R of the B sequences that a pass has scored.
+Shapes: B sequences, N response tokens in all sequences together, R sequences (out of B) that a pass has scored.
 """
 
 from __future__ import annotations
@@ -17,26 +17,30 @@ from ..rows import ROUNDING_NATS
 CLAMPED = -9999.0
 """Value that some frameworks write for a missing logprob."""
 POLICY = (ROLLOUT, TRAIN, CURRENT)
-"""Passes of one policy: if one is certain of a token, the others should be too."""
+"""Passes that score the same policy, so that a token with probability 1 in one pass should have probability 1 in the
+others."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
-"""Maximum |logprob| of a token that counts as certain, nats: rounding error of a bfloat16 logprob."""
+"""Maximum |logprob|, in nats, at which a token counts as certain (probability 1): the rounding error of a bfloat16
+logprob."""
 
 KEPT, HOLES, OPEN = 0, 1, 2
-"""Verdict on a list of zeros: they are logprobs; they are placeholders; undecided until the end of the import."""
+"""Verdicts on a list of zeros. KEPT: the zeros are logprobs. HOLES: the zeros are placeholders. OPEN: undecided until
+the end of the import."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Placeholders:
-    """Number of values that were judged placeholders and became NULL, by kind."""
+    """Number of values that were judged to be placeholders and became NULL, by kind."""
 
     clamped: int = 0
     """Number of values equal to -9999."""
     masked_zeros: int = 0
     """Number of values equal to 0.0 at tokens outside the loss mask."""
     all_zero: int = 0
-    """Number of values in lists that hold only 0.0, where other passes show that the policy is not certain."""
+    """Number of values in lists of only 0.0 whose tokens do not have probability 1 in another pass."""
     certain: int = 0
-    """Values that were kept, in lists of two or more 0.0: another pass is equally certain of these tokens."""
+    """Number of values that were kept in lists of two or more 0.0, because another pass also gives the tokens
+    probability 1."""
 
     @property
     def total(self) -> int:
@@ -44,7 +48,7 @@ class Placeholders:
         return self.clamped + self.masked_zeros + self.all_zero
 
     def clean(self, logprobs: Ragged, mask: Ragged | None) -> Ragged:
-        """Mark -9999 and masked 0.0 as not recorded, and count them."""
+        """Mark values of -9999 and masked values of 0.0 as not recorded, and count them."""
         values = logprobs.values
         if not ((values == CLAMPED) | (values == 0.0)).any():
             return logprobs
@@ -59,28 +63,29 @@ class Placeholders:
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """The logprobs of one pass for some sequences."""
+    """The logprobs from one pass for R of the B sequences."""
 
     rows: np.ndarray
-    """[R] int64, indices into the B sequences."""
+    """[R] int64: index of each scored sequence among the B sequences."""
     logprobs: Ragged
 
 
 class ZeroLists:
-    """Decides whether lists of only 0.0 are placeholders or logprobs of a policy that is certain of every token.
+    """Decision whether lists of only 0.0 are placeholders, or logprobs from a policy that gives every token probability 1.
 
-    They are logprobs if another pass of the policy has values for these tokens, all within CERTAIN_NATS of 0, and
-    placeholders otherwise. A list with a single 0.0 is kept, as weak evidence. If a pass has only 0.0 in the whole import,
-    while another pass of the policy has other values or is missing, the whole pass was never filled and becomes NULL.
+    The zeros are logprobs if another pass of the same policy has values for the same tokens, all within CERTAIN_NATS of 0;
+    otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. If a pass has only
+    0.0 in the whole import, while another pass of the same policy has other values or is missing, the pass was never filled,
+    and all its values become NULL.
     """
 
     def __init__(self, seen: Iterable[str] = (), filled: Iterable[str] = ()) -> None:
-        """`seen` are passes known to have a value, `filled` those with a value other than 0.0."""
+        """`seen` are the passes known to have a value, and `filled` the passes known to have a value other than 0.0."""
         self.seen = set(seen)
         self.filled = set(filled)
 
     def verdicts(self, passes: Mapping[str, PassRows], lengths: np.ndarray) -> dict[str, np.ndarray]:
-        """Return, per pass, [R] KEPT, HOLES or OPEN. `lengths` [B] are response lengths."""
+        """Return the verdicts per pass: [R], each KEPT, HOLES or OPEN. `lengths` [B] are the response lengths."""
         zero_R = {name: _zero_lists(part.logprobs) for name, part in passes.items()}
         for name, part in passes.items():
             values, known = part.logprobs.values, _known(part.logprobs)
@@ -95,7 +100,7 @@ class ZeroLists:
     def _judged(
         self, passes: Mapping[str, PassRows], lengths: np.ndarray, zero_R: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the verdicts; `zero_R` marks, per pass, the lists of only 0.0."""
+        """Return the verdicts per pass. `zero_R` marks, for each pass, the lists of only 0.0."""
         ends = np.cumsum(lengths)
         known: dict[str, np.ndarray] = {}
         far: dict[str, np.ndarray] = {}
@@ -122,17 +127,17 @@ class ZeroLists:
         return found
 
     def is_filled(self, name: str) -> bool:
-        """True if a pass has had a value other than 0.0."""
+        """Return True if a pass has had a value other than 0.0."""
         return name in self.filled
 
     def was_never_filled(self, name: str) -> bool:
-        """True if, at the end of an import, the zeros of a pass with only 0.0 are placeholders."""
+        """Return True if a pass has had only 0.0 by the end of the import, and these zeros are placeholders."""
         others = {other for other in POLICY if other != name}
         return bool(others & self.filled) or not others & self.seen
 
 
 def num_certain(logprobs: Ragged) -> int:
-    """Return the number of values in lists of two or more 0.0 and nothing else."""
+    """Return the number of values in lists that consist of two or more 0.0."""
     zeros = _zero_lists(logprobs)
     if not zeros.any():
         return 0
@@ -141,7 +146,7 @@ def num_certain(logprobs: Ragged) -> int:
 
 
 def as_holes(logprobs: Ragged) -> Ragged:
-    """Return the lists with all values marked as not recorded."""
+    """Return the lists with every value marked as not recorded."""
     return Ragged(logprobs.values, logprobs.lengths, np.zeros(len(logprobs.values), bool))
 
 
@@ -151,7 +156,7 @@ def _known(logprobs: Ragged) -> np.ndarray:
 
 
 def _zero_lists(logprobs: Ragged) -> np.ndarray:
-    """Return [R] bool: which lists have recorded values, all of them 0.0."""
+    """Return [R] bool: True for each list that has recorded values, all equal to 0.0."""
     known = _known(logprobs)
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():

@@ -1,6 +1,6 @@
-"""prime-rl: token exports, one line per packed sequence.
+"""Import format of prime-rl: token exports with one line per packed row, which may hold several sequences.
 
-Shapes: S tokens in a sequence.
+Shapes: S tokens in a packed row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ _PER_TOKEN = ("rollout_logprobs", "train_logprobs", "entropy", "advantage")
 
 
 def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield the sequences of a line, divided where positions restart at 0. Sequences without a token in the loss are skipped."""
+    """Yield the sequences in a line, which is split where positions restart at 0.
+
+    Sequences without a token in the loss are skipped.
+    """
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
@@ -77,7 +80,7 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
 
 
 def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
-    """Return the response's values; the first token of a sequence has no context and so no value."""
+    """Return the values for the response tokens. The first token in a sequence has no context and therefore no value."""
     if values is None or not values.known[first:end].any():
         return None
     part = Values(values.values[first:end], values.known[first:end].copy())

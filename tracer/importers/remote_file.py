@@ -1,4 +1,4 @@
-"""A dump's file on object storage, read by byte ranges, with the part of pathlib.Path's interface that readers use."""
+"""Read a dump's files on object storage by byte ranges, with the part of pathlib.Path's interface that readers use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...schemas.errors import ImportFailed
 from ..store import first_line, too_large
 
 AHEAD_BYTES = 8 << 20
-"""Number of bytes that sequential reads read ahead."""
+"""Read-ahead for sequential reads, bytes."""
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
-"""Maximum bytes of a line; a sequence of a million tokens takes less."""
+"""Maximum length of a line, bytes. A line with a sequence of one million tokens is shorter."""
 TIMES_AS_JSON = 16
-"""Estimated bytes in memory per byte of JSON in a file."""
+"""Upper estimate of the memory taken by parsed JSON, in bytes per byte of JSON text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class RemoteFile:
 
     filesystem: fsspec.AbstractFileSystem
     path: str
-    """Path on the file system."""
+    """Path of the file on the fsspec file system."""
     url: str
     """URL of the file, shown in messages."""
 
@@ -49,7 +49,7 @@ class RemoteFile:
         return self.url.rpartition("/")[0]
 
     def open(self, mode: str = "rb", *, ahead: int = AHEAD_BYTES) -> BinaryIO:
-        """Open the file as a stream that reads, and buffers, up to `ahead` bytes ahead."""
+        """Open the file as a stream with a read-ahead buffer of up to `ahead` bytes."""
         with _told(self.url):
             file = self.filesystem.open(self.path, mode, block_size=ahead, cache_type="readahead")
         return io.BufferedReader(_Stream(file, self.url), min(ahead, _BUFFER_BYTES))
@@ -64,12 +64,15 @@ DumpFile = Path | RemoteFile
 
 
 def opened(path: DumpFile) -> BinaryIO:
-    """Open a file with long lines for sequential reading."""
+    """Open a file for sequential reading, with a buffer suited to long lines."""
     return path.open("rb") if isinstance(path, RemoteFile) else path.open("rb", buffering=_BUFFER_BYTES)
 
 
 def whole_content(path: DumpFile, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed, also if `times` its size does not fit in memory."""
+    """Return a file's content.
+
+    Raises ImportFailed if the file cannot be read, or if `times` the file's size does not fit in memory.
+    """
     with _told(str(path)):
         size = int(path.filesystem.size(path.path) or 0) if isinstance(path, RemoteFile) else path.stat().st_size
     if (said := too_large(size, times)) is not None:
@@ -124,7 +127,7 @@ class _Stream(io.RawIOBase):
 
 @contextmanager
 def _told(url: str) -> Iterator[None]:
-    """Turn any error of the file system's library into ImportFailed that names the file."""
+    """Convert any error from the file system's library to an ImportFailed that names the file."""
     try:
         yield
     except Exception as error:

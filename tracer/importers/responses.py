@@ -1,4 +1,4 @@
-"""Saved responses of inference servers, as JSON Lines or a JSON array: the engine's logprobs only."""
+"""Import saved responses from inference servers, as JSON Lines or a JSON array. They contain only the engine's logprobs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .textfiles import parsed, read_lines
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
-"""Step assigned to a response that has none, since it was not sampled in training."""
+"""Step assigned to a response that has none because it was not sampled in training."""
 
 SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top_k",), "step": ("step",)}
 
 
 def _holds(folder: DumpFolder, key: str) -> bool:
-    """Return True if the first response in a folder has this key."""
+    """Return True if the first response in a folder has the given key."""
     name = next((name for name, _ in folder.matching(_FILE)), None)
     if name is None:
         return False
@@ -48,7 +48,10 @@ def objects(path: DumpFile, first: int = 1) -> Iterator[tuple[int, Mapping[str, 
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return a saved object's response and, if it was saved too, the request; else the object itself as the request."""
+    """Return the response and the request from a saved object.
+
+    If no request was saved, the object itself is returned as the request.
+    """
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -60,7 +63,10 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     **told: Any,
 ) -> Format:  # fmt: skip
-    """Return the format of a server, recognised by a key of its responses; `rows_of` returns the rows of one response."""
+    """Return the format for a server's responses, which are recognised by a key.
+
+    `rows_of` returns the rows in one response.
+    """
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         response, request = response_of(fields.record)

@@ -1,6 +1,6 @@
-"""Recording imported rows: grouped by step, placeholders as NULL, each logprob column as its pass.
+"""Record imported rows: group them by step, replace placeholders by NULL, and record each logprob column as a pass.
 
-Shapes: B sequences of one step, R of them that a pass has scored.
+Shapes: B sequences in one step, R sequences (out of B) that a pass has scored.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ if TYPE_CHECKING:
     from ..weights.attach import Attached
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
-"""Column with logprobs -> the standard pass that the logprobs belong to."""
+"""Logprob column -> standard pass that the column belongs to."""
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Score columns other than logprobs; they belong to `train`, else `current`, else `rollout`."""
+"""Score columns other than logprobs; they are recorded with the pass `train` or, if
+it is missing, with `current` or `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
     "advantage": either(SCORE, VALUES),
     **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
 }
-"""Column -> kind of its cells."""
+"""Column in the trace -> kind of the column's cells."""
 
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
@@ -61,18 +62,19 @@ class Imported:
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
     num_above_zero: int = 0
-    """Number of logprobs above 0, which are kept unchanged although they are invalid."""
+    """Number of logprobs above 0, which are invalid but are kept unchanged."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
-    """Number of files read in this import; 0 for the format `parquet`."""
+    """Number of files read in this import; 0 for the format parquet."""
     num_known_files: int = 0
     """Number of files that an earlier import had already read into the same trace."""
     held_back: tuple[str, ...] = ()
-    """One sentence per incomplete part that was left for a later import."""
+    """Incomplete parts of the dump that were left for a later import, one sentence each."""
     missing: tuple[str, ...] = ()
-    """One sentence per pass that the files have no logprobs for."""
+    """Passes without logprobs in the files, one sentence each."""
     attached: Attached | None = None
-    """The weights attached by this import; None if none were given or they were already attached."""
+    """The weights attached by this import; None if no weights were given or the weights
+    were already attached."""
 
 
 class RowImport:
@@ -89,8 +91,10 @@ class RowImport:
         zero_lists: ZeroLists | None = None,
         num_before: int = 0,
     ):
-        """`source` is the format's name, `path` the location of its files. If this is one unit of a larger import, `zero_lists`
-        carries what is known of the rest, and `num_before` is the number of earlier rows, for naming unnamed sequences.
+        """`source` is the format's name, and `path` the location of the files.
+
+        In one unit of a larger import, `zero_lists` holds what is known about zeros in the other units, and
+        `num_before` is the number of rows in earlier units, which determines the names of unnamed sequences.
 
         `ordered` means that steps never decrease.
         """
@@ -101,19 +105,19 @@ class RowImport:
         self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
         self._zero_lists = zero_lists or ZeroLists()
         self.left_open: tuple[str, ...] = ()
-        """Passes whose zeros could be judged only at the end of the import."""
+        """Passes whose lists of zeros could only be judged at the end of the import."""
         self._open: dict[str, list[_Scores]] = {}
         self._num_read = num_before
         self._unowned: tuple[str, ...] = ()
         self.scored: set[str] = set()
         """Passes with at least one logprob."""
         self.lacks: Mapping[str, str] = {}
-        """Pass -> note that is recorded if no row has a logprob for that pass."""
+        """Pass -> note to record if no row has a logprob from the pass."""
         self._where = path
 
     @property
     def state(self) -> Any:
-        """The state of the writer that records the import."""
+        """State of the trace writer that records the rows."""
         return self._writer.state
 
     def __enter__(self) -> RowImport:
@@ -133,11 +137,11 @@ class RowImport:
             self._writer.check(self._where)
 
     def add_pass(self, name: str, **contract: Any) -> None:
-        """Declare a pass, or with `logprobs_note` why it is missing."""
+        """Declare a pass and its contract. The contract field `logprobs_note` states why the pass has no logprobs."""
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
-        """Record rows; `names` maps the file's columns to ours, `passes` our columns to passes.
+        """Record rows. `names` maps columns in the file to columns in the trace, and `passes` maps those columns to passes.
 
         Raises ImportFailed.
         """
@@ -171,7 +175,7 @@ class RowImport:
             self.log(step, values)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record metrics of a step."""
+        """Record metrics for a step."""
         self._recorder.add_metrics(step, values)
         self.result.num_metrics += len(values)
 
@@ -183,14 +187,14 @@ class RowImport:
                 self.result.missing += (f"{name}: {note}",)
 
     def _finish(self) -> None:
-        """Decide on the zeros that were left open until everything was read."""
+        """Judge the lists of zeros that could not be judged before all rows were read."""
         self.left_open = tuple(self._open)
         for name in self.left_open:
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
         self.result.ignored_columns = self._unowned
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
-        """Record sequences of one step with the same non-NULL columns."""
+        """Record sequences from one step that have the same non-NULL columns."""
         steps, response_ids = columns.list("step"), columns.ragged("response_ids")
         assert steps is not None
         if response_ids is None:
@@ -227,7 +231,7 @@ class RowImport:
                 self._record(owner, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), True))
 
     def _pass_rows(self, columns: Columns, column: str, name: str, batch: Batch, lengths: np.ndarray) -> PassRows:
-        """Return a pass's logprobs of these sequences, with -9999 and masked 0.0 removed."""
+        """Return a pass's logprobs for the sequences in `columns`, with -9999 and masked 0.0 marked as not recorded."""
         rows = np.flatnonzero(columns.has(column))
         part = columns.take(rows)
         given = part.ragged(column)
@@ -237,7 +241,10 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record scores of a pass according to the verdict on their zeros; keep them if it is OPEN."""
+        """Record scores from a pass according to the verdict on lists of zeros.
+
+        Hold the scores back if the verdict is OPEN.
+        """
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -248,7 +255,7 @@ class RowImport:
             self._record(name, scores)
 
     def _settle(self, name: str, verdict: int) -> None:
-        """Record the scores of a pass that were kept."""
+        """Record the scores of a pass that were held back, according to the final verdict."""
         for scores in self._open.pop(name):
             self._add(name, scores, verdict)
 
@@ -275,19 +282,19 @@ class RowImport:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """Scores of one pass, to be recorded."""
+    """Scores from one pass that are to be recorded."""
 
     batch: Batch
     columns: Columns
     rows: np.ndarray
-    """[R] row numbers in the batch."""
+    """[R] indices of the scored sequences in the batch."""
     logprobs: Ragged
     is_owner: bool
-    """True if the other score columns belong to this pass."""
+    """True if score columns other than logprobs belong to this pass."""
 
 
 def _given(columns: Columns, column: Column) -> Any:
-    """Return a column's values in the form that Recorder.add_sequences takes."""
+    """Return a column's values in the form that Recorder.add_sequences accepts."""
     if pa.types.is_list(column.type):
         return columns.ragged(column.name)
     return columns[column.name] if column.type == pa.float64() else columns.list(column.name)
@@ -301,13 +308,13 @@ def _rewards(columns: Columns) -> dict[str, list[float]] | None:
 
 
 def _alike(columns: Columns) -> list[np.ndarray]:
-    """Group rows that can be recorded together: same step, same set of non-NULL lists and rewards."""
+    """Group rows that can be recorded together: they have the same step and the same set of non-NULL lists and rewards."""
     has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
     return _groups(np.array(columns.list("step"), np.int64), *has)
 
 
 def _groups(*keys: np.ndarray) -> list[np.ndarray]:
-    """Group rows with equal keys, [R] each."""
+    """Return groups of row indices, one group per combination of equal keys."""
     if len(keys[0]) and all((key == key[0]).all() for key in keys):
         return [np.arange(len(keys[0]))]
     groups: dict[tuple[Any, ...], list[int]] = {}

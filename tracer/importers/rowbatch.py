@@ -1,4 +1,4 @@
-"""Rows of a file to import, not yet checked."""
+"""Rows read from a file to import, not yet checked."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch:
-    """Rows of a file, column by column."""
+    """Rows read from a file, stored column by column."""
 
     file: str
     columns: dict[str, pa.Array | list[Any]]
-    """Column name in the file -> the column's values, one per row."""
+    """Column name in the file -> values, one per row."""
     numbers: Sequence[int]
-    """Number of each row in its file, from 1."""
+    """Number of each row, counted in the file from 1."""
     unit: str = "row"
-    """Unit of `numbers`: `row`, or `line` in a file of lines."""
+    """What `numbers` counts: `row`, or `line` in a file with one row per line."""
     routing: Sequence[np.ndarray | None] = ()
-    """Per row, the experts chosen during the rollout: [prompt and response tokens, layers, slots] int16, or None. Empty if no
-    row has any."""
+    """Experts selected during the rollout, per row: [prompt and response tokens, layers, slots] int16, or None if not
+    recorded. Empty if no row has router choices."""
     is_text: bool = False
-    """True if the values are cells of a CSV file."""
+    """True if the values are the text of cells in a CSV file."""
     num_bytes: int = 0
     """Size of the rows in the file, bytes."""
 
@@ -47,14 +47,14 @@ def shown_name(name: str) -> str:
 
 
 def listed_names(names: Sequence[str]) -> str:
-    """List column names for a message, at most twenty."""
+    """Return up to twenty column names as a list for a message."""
     rest = len(names) - 20
     return ", ".join(map(shown_name, names[:20])) + (f" and {rest:,} more" if rest > 0 else "") or "none"
 
 
 @contextmanager
 def explained(name: str, format: str) -> Iterator[None]:
-    """Turn a reader's error into ImportFailed that names the file."""
+    """Convert an error raised by a reader to an ImportFailed that names the file."""
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeError, csv.Error) as error:

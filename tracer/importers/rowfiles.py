@@ -1,4 +1,4 @@
-"""Files with one row per sequence at a path: Parquet, Arrow, JSON and CSV."""
+"""Find and read files with one row per sequence: Parquet, Arrow, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READ = ".parquet, .jsonl, .json, .csv or .arrow"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The readers for a file format, and the file suffixes that identify it."""
+    """Readers for one file format, which is recognised by the file suffix."""
 
     suffixes: tuple[str, ...]
     names: Callable[[fsspec.AbstractFileSystem, str], list[str]]
@@ -40,7 +40,7 @@ FORMATS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFiles:
-    """The files at one path, and their file system."""
+    """The files found at one path, and the file system that holds them."""
 
     url: str
     filesystem: fsspec.AbstractFileSystem
@@ -49,7 +49,7 @@ class RowFiles:
 
     @classmethod
     def of(cls, url: str) -> RowFiles:
-        """Find the files at a path, in a folder or by a pattern with `*`; metrics.* files are kept separate.
+        """Find the files at a path, in a folder or by a pattern with `*`. Files named metrics.* are listed separately.
 
         Raises ImportFailed and StorageError.
         """
@@ -70,7 +70,7 @@ class RowFiles:
         return int(self.filesystem.size(name) or 0)
 
     def names(self) -> dict[str, list[str]]:
-        """Return file -> its column names."""
+        """Return file -> names of the file's columns."""
         return {name: _known(name).names(self.filesystem, name) for name in self.files}
 
     def batches(self, columns: Collection[str]) -> Iterator[RowBatch]:
@@ -79,17 +79,20 @@ class RowFiles:
             yield from self.rows(name, columns)
 
     def rows(self, name: str, columns: Collection[str], groups: RowGroups | None = None) -> Iterator[RowBatch]:
-        """Yield the rows of a file, or of some of its row groups."""
+        """Yield the rows of a file, or only those in the given row groups."""
         if groups is not None:
             return parquet_rows(self.filesystem, name, columns, groups)
         return _known(name).rows(self.filesystem, name, columns)
 
     def groups(self, name: str, most: int) -> list[RowGroups]:
-        """Divide a Parquet file's row groups into runs of about `most` bytes; return none for other files."""
+        """Divide a Parquet file's row groups into consecutive ranges of about `most` bytes.
+
+        Returns an empty list for other files.
+        """
         return parquet_groups(self.filesystem, name, most) if name.endswith(PARQUET_SUFFIXES) else []
 
     def num_rows(self, name: str) -> int:
-        """Count the rows of a file; only Parquet files need not be read for that."""
+        """Count the rows in a file. Parquet files state the number of rows; other files are read completely."""
         if name.endswith(PARQUET_SUFFIXES):
             return sum(groups.num_rows for groups in self.groups(name, 0))
         return sum(len(batch.numbers) for batch in self.rows(name, ()))
@@ -101,7 +104,7 @@ class RowFiles:
 
 
 def format_of(name: str) -> Format | None:
-    """Return the format of a file by its suffix; None if unknown."""
+    """Return a file's format, determined by the suffix; None if the suffix is unknown."""
     return next((format for format in FORMATS if name.endswith(format.suffixes)), None)
 
 
@@ -128,7 +131,7 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
 
 
 def _dataset(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
-    """List the Arrow files of a folder written by `Dataset.save_to_disk`, in row order."""
+    """List the Arrow files in a folder written by `Dataset.save_to_disk`, in row order."""
     try:
         state = json.loads(filesystem.cat_file(f"{path}/{DATASET}"))
         names = [entry["filename"] for entry in state["_data_files"]]
@@ -143,7 +146,7 @@ def _dataset(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list
 
 
 def _only_split(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
-    """List the files of a folder written by `DatasetDict.save_to_disk`, if it has exactly one split."""
+    """List the files in a folder written by `DatasetDict.save_to_disk`, which must have exactly one split."""
     try:
         splits = list(json.loads(filesystem.cat_file(f"{path}/{SPLITS}"))["splits"])
     except (ValueError, LookupError, TypeError) as error:

@@ -1,6 +1,6 @@
-"""Samples of slime and miles: rollout dumps joined by sample with the trainer's dumps of the same rollouts.
+"""Read samples dumped by slime and miles, and join rollout dumps with the trainer's dumps of the same samples.
 
-Shapes: T response tokens, S tokens of prompt and response.
+Shapes: T response tokens, S tokens in prompt and response together, L layers with a router.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "experts": ("rollout_routed_experts",),
 }
-"""Column -> fields; columns that a trace does not have are used to compute the others."""
+"""Column -> candidate fields in the dump. Columns that do not exist in a trace are used to compute those that do."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 KEPT_MASS = "rollout/kept_mass"
-"""Pass whose logprobs are the log of the probability mass kept by top-p at each token."""
+"""Pass whose logprobs are the logarithm of the probability mass that top-p keeps at each token."""
 KEPT_TOKENS = "rollout/top_p_kept_tokens"
-"""Name of the metric for the mean number of vocabulary entries kept by top-p."""
+"""Metric with the mean number of vocabulary entries that top-p keeps per token."""
 
 
 def dump_parts(folder: DumpFolder) -> list[Part]:
-    """Group rollout files with the trainer's files of the same rollout. Evaluation files are skipped."""
+    """Group each rollout file with the trainer's files for the same rollout. Evaluation files are skipped."""
     by_step: dict[int, list[str]] = {}
     rollouts, trains = dump_files(folder)
     for name, step in (*rollouts.items(), *trains.items()):
@@ -71,14 +71,14 @@ def dump_parts(folder: DumpFolder) -> list[Part]:
 
 
 def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
-    """Return file -> rollout number, for rollout files and for train files."""
+    """Return two dicts, file -> rollout number: one for rollout files and one for train files."""
     trains = {name: int(found[1] or found[3]) for name, found in folder.matching(_TRAIN_FILE)}
     rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
     return rollouts, trains
 
 
 def framework_of(folder: DumpFolder) -> str | None:
-    """Return "slime" or "miles", judged by the first readable file; None if neither wrote the dumps.
+    """Return "slime" or "miles", judging by the first readable file; None if neither framework wrote the dumps.
 
     miles writes one train file per rank with `rollout_data`; its rollout files have `metadata`, those of slime do not.
     """
@@ -106,7 +106,7 @@ def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
-    """Return the cells of a sample, whose lists are aligned with its response."""
+    """Return the cells of a sample whose lists are aligned with the response tokens."""
     prompt, response = response_of(fields)
     mask = fields.flags("response_mask")
     if fields.get("is_removed") is True:
@@ -142,7 +142,10 @@ def _of_tokens(fields: Fields, column: str, length: int) -> Values | None:
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return the experts of a sample's tokens [S, L, slots]; the file has S - 1, since the engine never ran the last token."""
+    """Return the experts selected for a sample's tokens: [S, L, slots].
+
+    The file has S - 1 tokens, since the engine never ran a forward pass on the last token.
+    """
     found = fields.array("experts", 3)
     if found is None:
         return None
@@ -155,7 +158,7 @@ def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
 
 
 def _version(fields: Fields) -> int | None:
-    """Return the newest weight version that sampled; None unless versions are numbers."""
+    """Return the newest weight version that generated tokens of the sample; None unless versions are numbers."""
     found = fields.get("policy_version")
     versions = [found] if isinstance(found, (str, int)) else found if isinstance(found, (list, tuple)) else []
     numbers = [int(v) for v in versions if isinstance(v, (str, int)) and str(v).isdigit() and len(str(v)) < 19]
@@ -173,9 +176,10 @@ def _reward_parts(reward: Any) -> dict[str, float] | None:
 
 
 def kept_sets(fields: Fields, length: int) -> tuple[float, Values | None] | None:
-    """Return the mean number of vocabulary entries kept by top-p, and the log of their mass per token; None if not recorded.
+    """Return the mean number of vocabulary entries that top-p kept, and the logarithm of their probability mass per token.
 
-    Entries of token t are offsets[t]:offsets[t + 1]; tokens that were not generated have none.
+    Returns None if the entries were not recorded. The entries kept at token t are offsets[t]:offsets[t + 1]; tokens
+    that were not generated have no entries.
     """
     offsets = fields.values("kept_offsets")
     if offsets is None:
@@ -198,14 +202,14 @@ def kept_sets(fields: Fields, length: int) -> tuple[float, Values | None] | None
 
 
 def top_level(found: Any, where: str) -> Mapping[str, Any]:
-    """Return a dump's top-level dict. Raises ImportFailed."""
+    """Return a dump's top-level dict. Raises ImportFailed if the dump is not a dict."""
     if not isinstance(found, dict):
         raise ImportFailed(f"{where}: is not a dump of samples")
     return found
 
 
 def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """Return the samples of a dump. Raises ImportFailed."""
+    """Return the samples in a dump. Raises ImportFailed if there is no list of samples."""
     found = record.get("samples")
     if not isinstance(found, (list, tuple)) or not all(isinstance(sample, dict) for sample in found):
         raise ImportFailed(f"{where}: has no list of samples")
@@ -213,7 +217,7 @@ def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]
 
 
 def named(indices: Iterable[str | None]) -> Iterator[str]:
-    """Yield a unique name per sample: its index, with a suffix if the index repeats."""
+    """Yield a unique name per sample: the sample's index, with a suffix if the same index occurs again."""
     seen: dict[str, int] = {}
     for place, index in enumerate(indices):
         base = f"row-{place}" if index is None else index
@@ -222,7 +226,7 @@ def named(indices: Iterable[str | None]) -> Iterator[str]:
 
 
 class StepSamples:
-    """The samples of one step, merged by name from the rollout's and the trainer's files."""
+    """The samples of one step, merged by name from rollout files and train files."""
 
     def __init__(self, step: int):
         self.step = step
@@ -230,7 +234,7 @@ class StepSamples:
         self._kept: list[float] = []
 
     def add(self, name: str, cells: dict[str, Any]) -> None:
-        """Add one file's cells of a sample; cells that are already set are kept."""
+        """Add cells for a sample from one file. Cells that are already set are not overwritten."""
         known = self.cells.setdefault(name, {})
         for column, value in cells.items():
             if column == "response_ids" and column in known and not np.array_equal(known[column], value):
@@ -241,7 +245,7 @@ class StepSamples:
                 known[column] = value
 
     def add_kept(self, name: str, fields: Fields) -> None:
-        """Add the mass and number of entries kept by top-p."""
+        """Add the probability mass and number of vocabulary entries that top-p kept for a sample."""
         kept = kept_sets(fields, len(self.cells[name]["response_ids"]))
         if kept is not None:
             if np.isfinite(kept[0]):
@@ -255,7 +259,7 @@ class StepSamples:
         return {KEPT_TOKENS: float(np.mean(self._kept))} if self._kept else {}
 
     def rows(self, file: str) -> DumpRows:
-        """Return the cells of one row per sample."""
+        """Return the samples of the step, one row each."""
         rows = DumpRows(file, "sample")
         for number, (name, cells) in enumerate(self.cells.items(), start=1):
             rows.add(number, seq_id=name, **cells)
@@ -265,7 +269,7 @@ class StepSamples:
 def add_rollout(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, budget: Budget
 ) -> list[str]:
-    """Add a rollout dump; return the samples' names in its order."""
+    """Add the samples in a rollout dump; return their names in file order."""
     found = samples_of(record, where)
     fields = [reading.fields(sample, f"{where}, sample {place}", budget) for place, sample in enumerate(found)]
     names = list(named(each.text("seq_id") for each in fields))
@@ -278,7 +282,7 @@ def add_rollout(
 
 
 def emit(reading: Reading, samples: StepSamples) -> Iterator[RowBatch]:
-    """Yield the rows of a step, and set its metrics."""
+    """Yield the rows of a step, and set the step's metrics in `reading`."""
     if samples.metrics:
         reading.metrics[samples.step] = samples.metrics
     if samples.cells:

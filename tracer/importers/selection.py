@@ -1,4 +1,4 @@
-"""Selecting the sequences to import."""
+"""Select the sequences to import."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Selection:
     """The sequences to import, by step and by a hash of their names."""
 
     steps: frozenset[int] | None = None
-    """Steps to import; None for all steps."""
+    """Steps to import; None if all steps are imported."""
     sample: float = 1.0
-    """Share of the sequences to import; a hash of the names selects the same sequences in every import."""
+    """Share of sequences to import. The hash selects the same sequences in every import."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
-        """Return [B] bool: True for each sequence that is selected, given the sequences' steps and names."""
+        """Return [B] bool: True for each selected sequence, given the steps and names of B sequences."""
         kept = np.ones(len(seq_ids), bool)
         if self.steps is not None:
             kept &= np.isin(np.array(steps, np.int64), list(self.steps))

@@ -1,4 +1,4 @@
-"""SGLang: saved responses of /generate with logprobs in meta_info."""
+"""Import format of SGLang: saved responses from /generate with logprobs in meta_info."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 
 def _triples(fields: Fields, column: str) -> tuple[Values, np.ndarray] | None:
-    """Return the logprobs and token ids from a list of (logprob, id, text)."""
+    """Return the logprobs and token ids from a list of (logprob, token id, text)."""
     found = fields.get(column)
     if found is None:
         return None

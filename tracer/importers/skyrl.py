@@ -1,6 +1,6 @@
-"""SkyRL: pickled TrainingInputBatch from `dump_data_batch`, read without SkyRL.
+"""Import format of SkyRL: pickled TrainingInputBatch objects from `dump_data_batch`, read without SkyRL.
 
-Shapes: B sequences, S padded width of a sequence, T padded width of a response.
+Shapes: B sequences, S padded sequence length, T padded response length.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _rows(
     is_response: np.ndarray | None,
     per_token: dict[str, np.ndarray],
 ) -> RowBatch:
-    """Return the rows of a batch; the tokens before a row's first response token are its prompt."""
+    """Return the rows of a batch. In each row, the tokens before the first response token are the prompt."""
     num_rows, whole = sequences.shape
     width = next(iter(per_token.values())).shape[1] if is_response is None else is_response.shape[1]
     mask = there[:, -width:] if is_response is None else there[:, -width:] & is_response.astype(bool)

@@ -1,4 +1,4 @@
-"""slime: rollout dumps, and train dumps of format version 2 with all data-parallel shards in one file."""
+"""Import format of slime: rollout dumps, and train dumps in format version 2, with all data-parallel shards in one file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 def _add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
-    """Add a train dump; `rollout_position` is a sample's index in the rollout dump and in `raw_reward`."""
+    """Add the samples in a train dump.
+
+    The field `rollout_position` is a sample's index in the rollout dump and in `raw_reward`.
+    """
     if record.get("format_version") != _VERSION:
         raise ImportFailed(
             f"{where}: unsupported train dump version {record.get('format_version')!r}; expected {_VERSION}"

@@ -1,4 +1,4 @@
-"""Reading rows of JSON Lines, JSON arrays and CSV."""
+"""Read rows from JSON Lines, JSON arrays and CSV."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield the objects of JSON Lines or a JSON array, with the requested columns that exist.
+    """Yield the objects in a JSON Lines file or a JSON array, with the requested columns that exist.
 
     Raises ImportFailed, naming the line.
     """
@@ -42,9 +42,9 @@ _LINE = "each line is one object"
 
 
 def read_lines(path: DumpFile, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of a JSON Lines file that may still grow, from line `first` on.
+    """Yield (line number, object) from a JSON Lines file that may still grow, starting at line `first`.
 
-    A last line without a line end is skipped unless it is complete JSON. Raises ImportFailed, naming the line.
+    A last line without a newline is skipped unless it is complete JSON. Raises ImportFailed, naming the line.
     """
     try:
         with opened(path) as file:
@@ -106,13 +106,13 @@ def csv_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collecti
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers a duplicate key."""
+    """A JSON object that records the first duplicate key in its text, if there is one."""
 
     repeated: str | None = None
 
     @classmethod
     def of(cls, pairs: list[tuple[str, Any]]) -> _Object:
-        """Build the object from the pairs that the JSON parser passes to `object_pairs_hook`."""
+        """Build an object from the pairs that the JSON parser passes to `object_pairs_hook`."""
         found = cls(pairs)
         if len(found) < len(pairs):
             keys = [key for key, _ in pairs]
@@ -121,7 +121,7 @@ class _Object(dict[str, Any]):
 
 
 _Rows = tuple[list[dict[str, Any]], list[int], str, int]
-"""Objects, their numbers in the file, the unit of these numbers, and their size in bytes."""
+"""JSON objects, their numbers in the file, what the numbers count (rows or lines), and the size of the objects in bytes."""
 
 
 def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Rows]:
@@ -154,12 +154,12 @@ _LINES = "each line is one object, or a .json file is one array of objects"
 
 
 def _is_array(name: str) -> bool:
-    """Return True if a file's suffix allows a single JSON array."""
+    """Return True if a file's suffix permits a JSON array."""
     return name.removesuffix(".gz").endswith(".json")
 
 
 def _first_character(file: Any) -> bytes:
-    """Return the first byte that is not white space; empty if there is none."""
+    """Return the first byte that is not whitespace; empty if the file contains only whitespace."""
     while block := file.read(4096):
         text = block.removeprefix(b"\xef\xbb\xbf").lstrip()
         if text:
@@ -176,12 +176,12 @@ def _array_rows(name: str, text: bytes) -> Iterator[_Rows]:
 
 
 def parsed(text: bytes, where: str, remedy: str) -> Any:
-    """Parse JSON; objects remember duplicate keys. Raises ImportFailed."""
+    """Parse JSON text to objects that record duplicate keys. Raises ImportFailed."""
     colons = text.count(b":")
     if _follow_quotes(text, colons):
         with suppress(
             msgspec.MsgspecError, UnicodeDecodeError, RecursionError
-        ):  # json has better messages and accepts NaN
+        ):  # Python's json has better error messages and accepts NaN
             value = msgspec.json.decode(text)
             if type(value) is dict and _num_keys(value) == colons:
                 return _Object(value)
@@ -192,11 +192,11 @@ def parsed(text: bytes, where: str, remedy: str) -> Any:
 
 
 def _follow_quotes(text: bytes, colons: int) -> bool:
-    """Return True if every colon in a text follows a quote, as colons after keys do."""
+    """Return True if every colon in a text directly follows a quote, as colons after keys do."""
     if colons > _FEW_COLONS:
         return text.count(b'":') == colons
     place = -1
-    for _ in range(colons):  # finding one byte takes a twentieth of the time of finding two
+    for _ in range(colons):  # searching for one byte is twenty times faster than searching for two
         place = text.find(b":", place + 1)
         if text[place - 1 : place] != b'"':
             return False
@@ -207,9 +207,9 @@ _FEW_COLONS = 256
 
 
 def _num_keys(value: dict[str, Any] | list[Any]) -> int:
-    """Count the keys of an object and of nested objects, looking only at the first element of each list.
+    """Count the keys in an object and in nested objects, looking only at the first element of each list.
 
-    If the text has the same number of colons, no key is duplicated and no string holds a colon.
+    If the JSON text contains the same number of colons, no key is duplicated and no string contains a colon.
     """
     parts = value.values() if type(value) is dict else value
     inner = [
@@ -230,7 +230,7 @@ def as_object(value: Any, where: str, what: str) -> dict[str, Any]:
 
 
 def _csv_chunks(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[list[tuple[int, list[str]]]]:
-    """Yield the rows of a CSV file in chunks, header first: (number of a row's last line, its cells)."""
+    """Yield the rows of a CSV file in chunks, header first. A row is (number of the row's last line in the file, cells)."""
     with (
         explained(name, "CSV"),
         filesystem.open(name, "rb", compression="infer") as file,

@@ -1,4 +1,4 @@
-"""Reading files of torch.save and pickle.dump as arrays and plain values, without torch and without executing anything."""
+"""Read files written by torch.save and pickle.dump as arrays and plain values, without torch and without executing code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .pickles import BYTES, Budget, Known, Names, NotPlain, Stateful, load
 from .remote_file import DumpFile, RemoteFile, whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
-"""First value in a legacy file of torch.save, from before zip files."""
+"""First value in a legacy torch.save file; newer releases write zip files."""
 BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, NotImplementedError, RuntimeError, OSError, ValueError,
     OverflowError, MemoryError,
@@ -27,25 +27,24 @@ BAD_ZIP = (
 _ENDS_BYTES = 1 << 16
 """Read-ahead for checking both ends of a file on object storage, bytes."""
 _MAX_INSIDE = 4
-"""Maximum nesting depth: a pickle may contain a file of torch.save as bytes."""
+"""Maximum nesting depth of files. A pickle may contain another torch.save file as bytes."""
 
 
 def read_pickled(path: DumpFile, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """Read a file of torch.save or pickle.dump; `shells` adds the framework's own classes to the allowlist.
+    """Read a file written by torch.save or pickle.dump. `shells` adds the framework's own classes to the allowlist.
 
-    Raises ImportFailed, naming what in it is not plain data.
+    Raises ImportFailed, naming the content that is not plain data.
     """
     return unpickled(whole_content(path), str(path), shells)
 
 
 def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """Read a file's content as `read_pickled` does."""
+    """Read the content of a torch.save or pickle.dump file, as `read_pickled` does for a path."""
     return read_bytes(content, where, shells or {}, Budget(where, len(content)))
 
 
 def is_cut(path: DumpFile) -> bool:
-    """Return True if a file is empty, or begins but does not end as a zip file: it is still being written, or
-    truncated."""
+    """Return True if a file is empty or is an incomplete zip file: still being written, or truncated."""
     with path.open("rb", ahead=_ENDS_BYTES) if isinstance(path, RemoteFile) else path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
@@ -59,7 +58,10 @@ def is_cut(path: DumpFile) -> bool:
 
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
-    """Read bytes that may be nested in a file, against the file's memory budget."""
+    """Read a torch.save or pickle.dump file from bytes, charging allocations to the memory budget.
+
+    `depth` is the nesting depth of the bytes in other files.
+    """
     if depth > _MAX_INSIDE:
         raise ImportFailed(f"{where}: holds pickles nested more than {_MAX_INSIDE} deep")
     if content[:4] == b"PK\x03\x04":
@@ -116,7 +118,10 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """Return the bytes of an uncompressed entry without copying; faster than ZipFile.read for thousands of entries."""
+    """Return the bytes of an uncompressed zip entry without copying.
+
+    For thousands of entries, this is faster than ZipFile.read.
+    """
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -128,7 +133,8 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Size of an entry's local header, and offset and format of its name and extra field lengths."""
+"""Layout of a zip entry's local header: its size, and the offset and format of the two lengths (file name and extra
+field)."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
@@ -156,7 +162,7 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
 
 
 def _storage_id(identity: Any) -> tuple[str | None, str, int]:
-    """Return dtype, key and number of elements of a storage."""
+    """Return the dtype, key and number of elements from a storage's persistent id."""
     if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
         raise NotPlain("malformed storage")
     _, kind, key, _, numel, *view = identity
@@ -192,7 +198,7 @@ def _not_called(*_: Any) -> Any:
 
 
 def _item_size(dtype: str | None) -> int:
-    """Return the size of an element, bytes; 1 for storages without a dtype."""
+    """Return the size of one element, bytes; 1 if the storage has no dtype."""
     return 1 if dtype is None else 2 if dtype == "bfloat16" else np.dtype(TORCH_DTYPES[dtype]).itemsize
 
 
@@ -203,7 +209,7 @@ def _sized(content: Bytes, dtype: str | None, numel: int) -> Bytes:
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """Return the tensors, by name, in a TensorDict that was saved as a single storage."""
+    """Return name -> tensor for a TensorDict that was saved as one storage."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, Held)):
         raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}
@@ -218,7 +224,7 @@ def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
 
 
 def _tensors_of(state: Any) -> dict[str, Any]:
-    """Return the tensors, by name, in a TensorDict that was saved as its state."""
+    """Return name -> tensor for a TensorDict that was saved as a state dict."""
     tensors = state.get("_tensordict") if isinstance(state, dict) else None
     if not isinstance(tensors, dict):
         raise NotPlain("malformed TensorDict")
@@ -226,7 +232,7 @@ def _tensors_of(state: Any) -> dict[str, Any]:
 
 
 class _TensorDict(Stateful):
-    """A TensorDict of an older release, created empty and filled by `give_state`."""
+    """Stand-in for a TensorDict saved by an older release, created empty and filled by `give_state`."""
 
     __slots__ = ("tensors",)
 
@@ -238,7 +244,7 @@ class _TensorDict(Stateful):
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Return the tensors, by name, in a TensorDict saved in any form. Raises NotPlain."""
+    """Return name -> tensor for a TensorDict in any saved form. Raises NotPlain for other values."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
         raise NotPlain("not a TensorDict")
@@ -246,7 +252,7 @@ def tensors_in(value: Any) -> dict[str, Any]:
 
 
 def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
-    """Return the allowlist: plain classes, torch's tensors, and the framework's classes."""
+    """Return the allowlist of names: plain classes, torch's tensor classes, and the framework's own classes."""
 
     def nested(content: Any) -> Any:
         if not isinstance(content, BYTES):

@@ -1,4 +1,4 @@
-"""torchtitan: rollout_samples.jsonl, one line per multi-turn rollout, with the engine's logprobs only.
+"""Import format of torchtitan: rollout_samples.jsonl, one line per multi-turn rollout, with only the engine's logprobs.
 
 Shapes: T response tokens.
 """
@@ -16,8 +16,10 @@ from .format import Format
 
 
 def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield a rollout as one row. The prompt is the first turn's; the response holds the sampled tokens and those
-    inserted between turns."""
+    """Yield a rollout as one row.
+
+    The prompt is that of the first turn. The response holds the sampled tokens and the tokens inserted between turns.
+    """
     turns = fields.record.get("turns")
     if fields.record.get("is_validation") is True:
         return
@@ -34,7 +36,7 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
 
 
 def _tokens(turns: list[Fields]) -> dict[str, Any]:
-    """Join the tokens of consecutive turns; return nothing if the turns have no ids."""
+    """Return cells with the joined tokens of consecutive turns; an empty dict if the turns have no token ids."""
     prompts, responses = ([turn.ids(column) for turn in turns] for column in ("prompt_ids", "response_ids"))
     prompt = prompts[0]
     if prompt is None or any(sampled is None for sampled in responses):

@@ -1,4 +1,4 @@
-"""TRL: completions_<step>.parquet of `log_completions`, with texts, rewards and advantages."""
+"""Import format of TRL: completions_<step>.parquet, written by `log_completions`, with texts, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     budget = reading.budget()
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
-        # A trace has no texts, and they may be large.
+        # Texts are not read: they may be large, and a trace does not store them.
         kept = [field.name for field in parquet.schema_arrow if _is_number(field.type)]
         first = 1
         for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=kept):

@@ -1,7 +1,8 @@
-"""An import divided into units, each written by its own writer in an actor of a cluster, and their merge.
+"""Divide an import into units, write each unit with its own writer in a cluster actor, and merge the units.
 
-A unit's files go to a folder next to the future trace. Only when complete, the folder gets its final name, a hash of the
-unit's input. So nothing of a failed actor is used, and an import that was killed reuses its complete units when restarted.
+A unit's files are written to a folder next to the future trace. Once the unit is complete, the folder gets its final name,
+a hash of the unit's input. Therefore no output from a failed actor is used, and an import that was killed reuses its
+complete units when it is restarted.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from .row_import import RowImport
 from .selection import Selection
 
 UNITS = 64
-"""Target number of units: enough that actors that finish early find more work."""
+"""Target number of units in an import, high enough that actors that finish early find more work."""
 LEAST_BYTES = 4 << 20
-"""Minimum size of a unit, bytes. A smaller unit is not worth a writer and files of its own."""
+"""Minimum size of a unit, bytes. Smaller units do not justify the cost of their own writer and files."""
 _DONE = f"{TEMPORARY_PREFIX}unit.json"
-"""File with the result of a unit, in its folder."""
+"""Name of the file, in a unit's folder, that holds the unit's result."""
 _CPUS = 1
 
 
 class Job:
-    """An import of one format: reads parts, and notes the files and fields that were read."""
+    """An import of files in one format. It reads parts, and keeps track of the files and fields that were read."""
 
     def __init__(self, format: str, folder: DumpFolder, selection: Selection):
         self.folder, self.selection = folder, selection
@@ -60,15 +61,15 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name derived from input and options, used to find the units left by a killed import."""
+        """Identifier of the import's input and options, used to find the units of a killed import."""
         raise NotImplementedError
 
     def fresh(self) -> Job:
-        """Return a copy of the job that has read nothing yet."""
+        """Return a copy of the job that has not read anything."""
         raise NotImplementedError
 
     def pieces(self, name: str, most: int) -> Iterator[Piece]:
-        """Divide a file into pieces of about `most` bytes; yield none if it can only be read whole."""
+        """Divide a file into pieces of about `most` bytes; yield none if the file can only be read whole."""
         raise NotImplementedError
 
     def take_piece(self, name: str, piece: Piece) -> None:
@@ -83,7 +84,7 @@ class Job:
         raise NotImplementedError
 
     def finish(self, num_read: int, rows: RowImport) -> None:
-        """Finish after everything was read. Raises ImportFailed if nothing was imported."""
+        """Finish the import after all parts were read. Raises ImportFailed if nothing was imported."""
         if not num_read:
             raise ImportFailed(f"{self._url}: holds no rows")
         if not rows.result.num_sequences:
@@ -106,11 +107,11 @@ class Job:
         )  # fmt: skip
 
     def content(self, name: str, lines: int | None) -> SealedFile:
-        """Return size and hash of a file or of its first lines."""
+        """Return the size and hash of a file, or of its first `lines` lines."""
         return content_of(self.folder.path(name), lines=lines)
 
     def still_holds(self, name: str, content: SealedFile) -> bool:
-        """Return True if the part of a file that was read is unchanged."""
+        """Return True if the part of a file that was read has not changed since."""
         if content.num_rows is None:
             return self.content(name, None).hash == content.hash
         return content_of(self.folder.path(name), num_bytes=content.num_bytes).hash == content.hash
@@ -122,18 +123,18 @@ Piece = Lines | RowGroups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Input of one writer: files in import order, or a piece of one file."""
+    """Input for one writer: files in import order, or a piece of one file."""
 
     parts: tuple[Part, ...]
     num_bytes: int
     piece: Piece | None = None
     passes: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-    """Passes with a value, and with a value other than 0.0, anywhere in the import; None in the first run of a unit."""
+    """Passes with a value, and passes with a value other than 0.0, anywhere in the import; None when a unit is first run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitImport:
-    """The result of importing one unit."""
+    """Result of importing one unit."""
 
     num_read: int
     num_sequences: int
@@ -148,9 +149,9 @@ class UnitImport:
     """Names of the fields that were read."""
     sources: dict[str, dict[str, Any]]
     zeros: tuple[list[str], list[str]]
-    """Names of the passes with any value, and of those with a value other than 0.0."""
+    """Passes with a value in the unit, and passes with a value other than 0.0 in the unit."""
     left_open: list[str]
-    """Names of the passes whose zeros can be judged only from the whole import."""
+    """Passes with lists of zeros that can be judged only after the whole import was read."""
     folder: str = ""
 
 
@@ -158,7 +159,7 @@ def import_parts(
     job: Job, parts: Sequence[Part], output: str | os.PathLike[str], source: str, *, ordered: bool, grows: bool, force: bool,
     ray: str | None, progress: Progress,
 ) -> RowImport:  # fmt: skip
-    """Import parts into a new trace, or into the one at `output` if `grows`; a failed import leaves nothing behind.
+    """Import parts into a new trace, or into the trace at `output` if `grows`. A failed import leaves no files behind.
 
     Raises ImportFailed.
     """
@@ -187,13 +188,13 @@ def import_parts(
 
 
 def _room_of(output: str | os.PathLike[str]) -> Path:
-    """Return the folder, next to the trace, for the units of an import until all are complete."""
+    """Return the folder, next to the trace, that holds the units of an import until all units are complete."""
     folder = Path(os.path.realpath(os.path.expanduser(output)))
     return folder.parent / f"{TEMPORARY_PREFIX}import-{folder.name}"
 
 
 def _kept_manifest(room: Path, source: str) -> Manifest | None:
-    """Return the manifest of an import of `source` that was killed; None if there is none."""
+    """Return the manifest left by a killed import of `source`; None if there is no such import."""
     try:
         found = Store(room).manifest()
     except (OSError, DamagedTrace):
@@ -202,7 +203,7 @@ def _kept_manifest(room: Path, source: str) -> Manifest | None:
 
 
 def _units_of(job: Job, parts: Sequence[Part]) -> list[Unit]:
-    """Group consecutive parts into units of about 1/UNITS of the bytes; large files are divided if possible."""
+    """Group consecutive parts into units with about 1/UNITS of all bytes each. Large files are divided if possible."""
     sizes = [job.folder.num_bytes(part.files) for part in parts]
     most = max(sum(sizes) // UNITS, LEAST_BYTES)
     units: list[Unit] = []
@@ -221,7 +222,7 @@ def _add_units(
     job: Job, parts: Sequence[Part], rows: RowImport, building: Path, room: Path, *, ordered: bool,
     address: str, progress: Progress,
 ) -> int:  # fmt: skip
-    """Import parts with the actors of a cluster into `building`; return the number of rows read.
+    """Import parts into `building` with actors in a cluster; return the number of rows read.
 
     The units' results are added to `rows.result`. Raises ImportFailed.
     """
@@ -259,7 +260,9 @@ def _add_units(
 
 
 def _remove(room: Path) -> None:
-    """Rename a folder, then remove it: an actor that is being killed may still write to its old path."""
+    """Rename a folder, then remove it: an actor that is being killed may still write to the folder's
+    old path.
+    """
     aside = room.with_name(f"{room.name}-{uuid.uuid4().hex}")
     with suppress(OSError):
         room.rename(aside)
@@ -267,7 +270,7 @@ def _remove(room: Path) -> None:
 
 
 def _run(address: str, worker: _Reader, units: Sequence[Unit], advance: Callable[[int], None]) -> list[UnitImport]:
-    """Run units; return their results in order."""
+    """Run units in the cluster; return their results in the order of `units`."""
     found: dict[int, UnitImport] = {}
     if units:
         for number, each in run_units(address, worker, units, num_cpus=_CPUS, num_gpus=0):
@@ -277,13 +280,16 @@ def _run(address: str, worker: _Reader, units: Sequence[Unit], advance: Callable
 
 
 def _decides(name: str, seen: Sequence[str] | set[str], filled: Sequence[str] | set[str]) -> bool:
-    """Return True if a pass's undecided zeros are placeholders."""
+    """Return True if undecided zeros in a pass are placeholders."""
     zeros = ZeroLists(seen, filled)
     return not zeros.is_filled(name) and zeros.was_never_filled(name)
 
 
 def _refuse_repeated(units: Sequence[tuple[Unit, Path]], folder: DumpFolder) -> None:
-    """Raise ImportFailed if a name occurs twice in a step across units; within a unit, its writer checks."""
+    """Raise ImportFailed if a sequence name occurs in two units within one step.
+
+    Each writer checks names within its unit.
+    """
     columns = ["step", "seq_id"]
     tables = [TABLES[SEQUENCES].schema.empty_table().select(columns).append_column("unit", pa.array([], pa.int64()))]
     for number, (_, own) in enumerate(units):
@@ -354,7 +360,7 @@ class _Reader:
         return replace(found, folder=str(place))
 
     def close(self) -> None:
-        """Do nothing, since `run` closes each unit's writer."""
+        """Do nothing. No file is open between units, because `run` closes each unit."""
 
     def _import(self, unit: Unit, job: Job, folder: Path) -> UnitImport:
         zeros = ZeroLists(*(unit.passes or ((), ())))
@@ -374,7 +380,10 @@ class _Reader:
 
 
 def _known(place: Path, job: Job) -> UnitImport | None:
-    """Return the result of a unit that was completed before; None if there is none or its files have changed."""
+    """Return the result of a unit that a killed import had completed.
+
+    Returns None if there is no result or the unit's input files have changed.
+    """
     try:
         found = UnitImport(**json.loads((place / _DONE).read_bytes()))
     except (OSError, ValueError, TypeError):

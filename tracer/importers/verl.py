@@ -1,6 +1,6 @@
-"""verl: pickled DataProto (gen_batch.dp, or any saved batch), and the texts of rollout_data_dir.
+"""Import format of verl: pickled DataProto objects (gen_batch.dp, or any saved batch), and texts from rollout_data_dir.
 
-Shapes: B sequences, P padded prompt width, T padded response width.
+Shapes: B sequences, P padded prompt length, T padded response length, L layers with a router, S experts selected per token.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def _parts(folder: DumpFolder) -> list[Part]:
 
 
 def _step_of(folder: DumpFolder, name: str) -> int | None:
-    """Return a batch's step from meta.json in its folder, else from the last number in its path."""
+    """Return a batch's step from meta.json in the same folder or, without that file, from the last number in the
+    batch's path.
+    """
     meta = folder.beside(name, "meta.json")
     found = None
     try:
@@ -105,7 +107,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 
 def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors and other columns of a DataProto, and its meta_info."""
+    """Return the tensors and other columns from a DataProto, and the DataProto's meta_info."""
     found = unpickled(content, where, _SHELLS)
     state = found.state if isinstance(found, Shell) else None
     try:
@@ -125,7 +127,7 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the tensors of a batch saved with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
+    """Return the tensors from a batch saved with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
     if len(batch) != 3 or not isinstance(batch[2], dict):
         raise NotPlain("unexpected form of its tensors")
     plain = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
@@ -176,7 +178,7 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
     there_BT = responded.mask[:, : rewards.shape[1]]
     given_BT = np.where(there_BT, rewards, 0)
     found: np.ndarray = given_BT.sum(axis=1).astype(np.float64)
-    # Most rows have a single reward, at the last token, which any order of addition returns; the rest are summed row by row.
+    # Most rows have a single reward, so the order of addition does not matter. Rows with several rewards are summed one by one.
     counts_B = np.count_nonzero(given_BT, axis=1)
     for row in np.flatnonzero((counts_B > 1) | ((counts_B == 0) & np.signbit(given_BT).any(axis=1))):
         found[row] = rewards[row][there_BT[row]].sum()
@@ -188,7 +190,9 @@ def _routed(experts: np.ndarray, is_token: np.ndarray, where: str) -> np.ndarray
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's router choices [B, P + T, L, S], zeros if a token has none; None if not recorded.
+    """Return the engine's router choices [B, P + T, L, S], with zeros for tokens without choices.
+
+    Returns None if router choices were not recorded.
 
     After the trainer has scored a batch, the field may hold the trainer's choices (router_replay.mode=R2) and is not read.
     """

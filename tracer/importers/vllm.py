@@ -1,4 +1,4 @@
-"""vLLM: saved responses of its OpenAI-compatible server."""
+"""Import format of vLLM: saved responses from its OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> tuple[list[Any], list[Any] | None]:
-    """Return the tokens and logprobs in a choice, from a completion or a chat response."""
+    """Return the tokens and logprobs from a choice in a completion response or a chat response."""
     content = logprobs.get("content")
     if isinstance(content, list):
         entries = [entry if isinstance(entry, Mapping) else {} for entry in content]
