@@ -24,8 +24,7 @@ STEPS_AT_ONCE = 64
 """Number of steps whose sequences are held in memory at a time while a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949
 """Golden ratio minus 1, which offsets each step's places: its multiples modulo 1 are evenly spread over [0, 1),
-whichever
-steps are chosen."""
+whichever steps are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

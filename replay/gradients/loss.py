@@ -116,8 +116,7 @@ class StepLoss:
         return k3_BT * ratio if self.loss.kl_weighted else k3_BT
 
     def _weights(self, cells: _Cells) -> Any:
-        """Return the weights of the correction, [B, T] or [B, 1]; a token without a rollout logprob has a ratio of
-        1."""
+        """Return the weights of the correction, [B, T] or [B, 1]; a token without a rollout logprob has a ratio of 1."""
         import torch
 
         loss = self.loss

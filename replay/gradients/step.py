@@ -88,7 +88,8 @@ class StepPasses:
     ) -> tuple[list[Any], list[Part]]:
         """Return the gradient and a summary of each micro-batch's share of the gradient.
 
-        A single pass computes both if the arm's forward passes are the micro-batches."""
+        A single pass computes both if the arm's forward passes are the micro-batches.
+        """
         recorded = list(self.update.places.values())
         parts = self.update.parts(self._micro_batches) if self._micro_batches else []
         own_shape = scorer.arm.has_batch_shape
@@ -146,8 +147,7 @@ class StepPasses:
             why.append(f"{writers} processes computed it, and the sum is in another order here")
         if self._accumulated and update.composition_known and len(update.places) < self._accumulated * writers:
             why.append(
-                f"only {len(update.places)} of the {int(self._accumulated) * writers} micro-batches of an optimizer
-                step "
+                f"only {len(update.places)} of the {int(self._accumulated) * writers} micro-batches of an optimizer step "
                 "were recorded"
             )
         if scorer.has_dropout:
@@ -232,8 +232,7 @@ def _bias_errors(parts: Sequence[Part], reference: Sequence[Part]) -> np.ndarray
 
 def noise(aa: float, parts: Sequence[Part]) -> tuple[float | None, float | None, float | None]:
     """Return signal, noise and noise scale (McCandlish et al. 2018, appendix A.1); `aa` is the squared norm of the
-    step's
-    gradient."""
+    step's gradient."""
     n = len(parts)
     if n < 2:
         return None, None, None

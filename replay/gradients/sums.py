@@ -2,9 +2,8 @@
 
 A sketch reduces a gradient to K numbers, from which the norm of a sum or difference of gradients can be estimated: each
 element is added to one of K buckets with a random sign. The sum of squared buckets is an unbiased estimate of the
-squared
-norm (Charikar, Chen and Farach-Colton 2002; relative standard deviation at most sqrt(2 / K) unless a few elements
-dominate), and sketches are linear.
+squared norm (Charikar, Chen and Farach-Colton 2002; relative standard deviation at most sqrt(2 / K) unless a few
+elements dominate), and sketches are linear.
 
 Shapes: M kinds of modules, K buckets per sketch, n elements in a tensor.
 """

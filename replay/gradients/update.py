@@ -98,10 +98,8 @@ class Update:
         """Return the micro-batches for statistics.
 
         These are the recorded micro-batches if there are at least `at_least` of them; otherwise the groups are divided
-        evenly
-        into `at_least` parts. A group is not split, since a row's advantage depends on the rest of its group. If there
-        are
-        fewer groups than parts, single rows are divided instead.
+        evenly into `at_least` parts. A group is not split, since a row's advantage depends on the rest of its group. If
+        there are fewer groups than parts, single rows are divided instead.
         """
         if len(self.places) >= at_least:
             return list(self.places.values())
@@ -190,7 +188,8 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
 def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
     """Drop rows that were scored again under the same policy version with different logprobs.
 
-    Return the remaining rows, and a note about the dropped ones."""
+    Return the remaining rows, and a note about the dropped ones.
+    """
     first: dict[tuple[str, int], RecordedRow] = {}
     kept, dropped = [], 0
     for row in sorted(rows, key=lambda row: row.iteration):
@@ -200,8 +199,7 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
         else:
             dropped += 1
     notes = [
-        f"{dropped} rows were scored again by other weights under the same policy version; their optimizer steps cannot
-        "
+        f"{dropped} rows were scored again by other weights under the same policy version; their optimizer steps cannot "
         "be distinguished, so only the first is used (record versions with Recorder.add_scores(policy_version=...))"
     ]
     kept.sort(key=lambda row: (row.writer, row.forward_id, row.forward_row))
@@ -248,12 +246,10 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
             found[seq_id] = iteration, np.asarray(values.values.fill_null(float("nan")))
     if not found:
         how = f"replay it first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
-            f"record it, or set a loss without it, as {option('loss',
-            'denominator=train,correction=none,kl_coefficient=0')}"
+            f"record it, or set a loss without it, as {option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
         )  # fmt: skip
         raise CannotReplay(
-            f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares
-            with; {how}"
+            f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares with; {how}"
         )
     return {seq_id: values for seq_id, (_, values) in found.items()}
 
@@ -273,8 +269,7 @@ def _metric_steps(
     """Return policy version -> step at which its update was logged; None if unknown.
 
     A single update is logged at its own step. Several updates are logged at consecutive steps, as in TRL, if these
-    steps
-    have no sequences of their own; otherwise it is unknown which update was logged.
+    steps have no sequences of their own; otherwise it is unknown which update was logged.
     """
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}

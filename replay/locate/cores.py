@@ -19,16 +19,14 @@ from .taps import like
 ROTARY = "rotary"
 """Kind of operator: the rotation of queries and keys."""
 STATES = "queries", "keys", "values"
-"""Kinds of the three inputs of an attention core. They are reported if no rotary precedes the core, or if only the
-keys are
-wrong, since a cache lies between the rotary and the core."""
+"""Kinds of the three inputs of an attention core. They are reported if no rotary precedes the core, or if only the keys
+are wrong, since a cache lies between the rotary and the core."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 """Names of the norms of queries, keys and values."""
 _OTHERWISE = 0.1
-"""Relative difference between the execution's queries or keys and float64's. If it is exceeded, their dimensions may
-be in
-another order, which is then searched for."""
+"""Relative difference between the execution's queries or keys and float64's. If it is exceeded, their dimensions may be
+in another order, which is then searched for."""
 
 
 class Cores:
@@ -51,8 +49,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a core in float64 on the execution's queries, keys and values, [1, N, T, D]; return the execution's
-        output."""
+        """Run a core in float64 on the execution's queries, keys and values, [1, N, T, D]; return the execution's output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)

@@ -1,8 +1,8 @@
 """Compares mixtures of experts with float64: the router's choice, the weights used by the experts, and their sum.
 
 Logits alone do not determine how a router chooses experts (by the highest logits, or by groups, with a bias, from
-scaled
-scores). So the router is run again, and its logits are replaced by the execution's as soon as it has computed them.
+scaled scores). So the router is run again, and its logits are replaced by the execution's as soon as it has computed
+them.
 
 Shapes: T tokens, E experts, S experts selected per token.
 """
@@ -20,19 +20,16 @@ from .taps import Call, tokens_first
 
 EXPERTS, ROUTER = "experts", "router"
 """Kinds of operators: all experts in a mixture together with their sum, and the choice of experts. The second kind is
-used
-only if the router's module was not observed."""
+used only if the router's module was not observed."""
 _MOST_FLIPPED = 0.25
 """Maximum share of tokens whose experts may differ from float64's because of rounding, if the router was not observed.
-If
-more tokens differ, the choice itself is judged as wrong."""
+If more tokens differ, the choice itself is judged as wrong."""
 _STEPS = 4.0
 """Allowed rounding error of an expert's value, in unit roundoffs: between the logits and the choice, and in the logits
 themselves."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
 """Shifts of the chosen experts' values and of the other experts' values, in units of the allowed rounding error. A
-choice
-that follows from the logits under one of these shifts is accepted."""
+choice that follows from the logits under one of these shifts is accepted."""
 
 
 def judge_router(
@@ -47,8 +44,7 @@ def judge_router(
     """Judge a router: its logits, whether its choice follows from them, and the scores of its choice.
 
     If the code run by `again` computes no logits that could be replaced, a choice is accepted if its logits are within
-    both
-    bounds.
+    both bounds.
     """
     import torch
 
