@@ -138,7 +138,9 @@ class RecordedRun:
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
-        for state in sorted(states, key=lambda state: "class" not in state.model):  # Engines do not record the model's class.
+        for state in sorted(
+            states, key=lambda state: "class" not in state.model
+        ):  # Engines do not record the model's class.
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
                     raise CannotReplay(

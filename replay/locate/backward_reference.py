@@ -133,7 +133,9 @@ class _Backward(Visited):
 
         def note(exact: Any) -> Any:
             if not call.asks[slot]:
-                return exact  # The gradient was cut off at an earlier place in the backward pass, and is reported there.
+                return (
+                    exact  # The gradient was cut off at an earlier place in the backward pass, and is reported there.
+                )
             found = _found(call.passed.get(slot), exact)
             contribution = found.abs().amax(-1).reshape(-1)
             known = self._contributions.get(address)

@@ -166,7 +166,9 @@ class Heard:
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
         """Note an operator that was not observed: its exact output, and a function from dtype to its bound."""
         layer = layer_of(name)
-        if any(other != layer for other, _ in self.unheard):  # The operator belongs to a layer that is already finished.
+        if any(
+            other != layer for other, _ in self.unheard
+        ):  # The operator belongs to a layer that is already finished.
             self.unheard.clear()
         self.unheard[layer, kind_of(name)] = given, bound
 

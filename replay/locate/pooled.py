@@ -70,13 +70,13 @@ class Pooled:
         self.are_whole &= found.is_whole
 
     def operators(self) -> Iterator[OperatorError]:
-        """Yield the error of each operator over all sequences: first as judged in the executions themselves, then in
-        float64."""
+        """Yield the error of each operator over all sequences: first operators that were judged as they ran, then those
+        that were judged only with the side's code in float64."""
         for (side, name), found in self.judged.items():
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():
             differing = [(seq_id, replace(each, ratio=0.0)) for seq_id, each in found if each.largest > CODE_DIFFERS]
-            if differing and (side, name) not in self.judged:  # Rounding hides the difference, or the operator has another name in float64.
+            if differing and (side, name) not in self.judged:  # hidden by rounding, or under another name
                 yield self._operator(side, name, differing)
 
     def _operator(self, side: str, name: str, found: list[tuple[str, Judged]]) -> OperatorError:
@@ -108,7 +108,7 @@ class Pooled:
 
 
 def _both(a: Router, b: Router) -> Router:
-    """Return the sum of a router's counts from two parts."""
+    """Return a router's counts, summed over the tokens in two sequences."""
     return replace(
         a,
         num_tokens=a.num_tokens + b.num_tokens,
