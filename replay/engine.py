@@ -215,7 +215,7 @@ def _wanted(
         left = [step for step in steps if _lacks(there, step, sample)]
         if not serves_others:
             asked.append((target, left))
-        # Other arms are judged by the identity arm, so the identity arm covers all their steps. In a dry run, the estimate
+        # Other arms are judged by the identity arm, so it covers all their steps. The estimate in a dry run
         # covers the whole sample, including sequences that already have scores.
         asked_steps = steps if arm.is_identity or sample is not None else left
         rows = first if sample is None else scorer.together(sample.drawn(steps[0], first), first)

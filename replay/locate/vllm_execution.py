@@ -133,7 +133,7 @@ class VllmExecution:
     def score(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, np.ndarray]:
         """Return sequence -> [T] float64 log-probabilities for `rows`, scored in the batches that the engine forms from
         rows `of`."""
-        # In a decode, the last token is sampled but does not run through the model. One more token makes the last one run.
+        # In a decode, the last token is sampled but never run through the model, so one more token is added.
         asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
         scored = self._scorer.score(self._scorer.together(asked, of))
         return {
