@@ -17,7 +17,7 @@ GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clash:
-    """Values of another option that an option cannot be combined with."""
+    """Combination of values of two options that exclude each other."""
 
     other: str
     why: str
@@ -112,5 +112,5 @@ def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -
 
 
 def phrase(name: str, value: Any) -> str:
-    """Return an option and its value for use in a sentence: `batch-size 1`, `compile`."""
+    """Return an option and its value as text for use in a sentence: `batch-size 1`, `compile`."""
     return name.replace("_", "-") + ("" if value is True else f" {value}")

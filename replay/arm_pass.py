@@ -38,11 +38,11 @@ class ArmPass:
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
         self._there: tuple[Snapshot | None, set[int]] = (None, set())
-        """A snapshot of the trace, and the steps that this pass had in it."""
+        """A snapshot of the trace, and the steps for which the snapshot has scores of this pass."""
 
     @property
     def steps(self) -> list[int]:
-        """Steps with scores of this pass."""
+        """Steps for which the trace has scores of this pass."""
         return self.run.steps(self.name)
 
     @property
@@ -56,7 +56,8 @@ class ArmPass:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored_alike(self, step: int, rows: Sequence[RecordedRow], contract: Contract) -> Scored | None:
-        """Return the stored scores of a step's rows; None if any is missing or was made under another contract."""
+        """Return the stored scores for a step's rows; None if any score is missing or was computed under another
+        contract."""
         names = {row.seq_id for row in rows}
         own = {row.seq_id: row for row in self.run.step(step, self.name) if row.seq_id in names}
         if set(own) != names:
@@ -68,15 +69,16 @@ class ArmPass:
         return Scored(rows=list(rows), logprobs=[own[row.seq_id].logprobs for row in rows])
 
     def scored(self, step: int, rows: Sequence[RecordedRow]) -> Scored:
-        """Return the stored scores of those rows of a step that have any."""
+        """Return the stored scores for those rows in a step that already have scores."""
         own = {row.seq_id: row for row in self.run.step(step, self.name)} if rows else {}
         kept = [row for row in rows if row.seq_id in own]
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add sequences of a step in one record, so that a killed replay leaves all of them or none.
+        """Add the scores for sequences in a step as one record, so that a killed replay leaves either all of them or
+        none.
 
-        Skips sequences that a concurrent replay has added in the meantime.
+        Sequences that a concurrent replay has added in the meantime are skipped.
         """
         with alone(self.run.folder):
             there = self._has_now(step)
@@ -85,7 +87,10 @@ class ArmPass:
                 self._record(step, scored.only(lacking) if there else scored, contract)
 
     def _has_now(self, step: int) -> set[str]:
-        """Return the step's sequences that have scores by now; takes a new snapshot if another process may have written."""
+        """Return the sequences in a step that have scores by now.
+
+        A new snapshot of the trace is taken if another process may have written to it.
+        """
         own = set() if self._recorder is None else {self._recorder.writer.name}
         ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
         if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:
@@ -117,7 +122,7 @@ class ArmPass:
         self._recorder.flush()
 
     def remove(self) -> None:
-        """Remove the pass: the files of its writers, which wrote nothing else.
+        """Remove the pass by deleting the files of its writers, which contain nothing else.
 
         Each writer is first marked as removed, so that files left by a killed process are ignored.
         """
@@ -148,7 +153,8 @@ class ArmPass:
 
 
 def _forward_columns(step: int, batches: Sequence[ForwardBatch], kept: np.ndarray | None) -> Forward:
-    """Return the forward columns of the batches' rows, or only of the rows at indices `kept`."""
+    """Return the columns that describe the forward pass of each row in the batches, or only of the rows at indices
+    `kept`."""
     parts: list[tuple[Any, ...]] = [batch.padding() for batch in batches]
     sizes = [len(batch.rows) for batch in batches]
     chosen = slice(None) if kept is None else kept

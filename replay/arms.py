@@ -1,4 +1,4 @@
-"""Replay configurations: what a replay changes relative to the recording."""
+"""Replay configurations (arms): the changes that a replay makes relative to the recording."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .arm_option import (
 from .backends.kernels import KERNELS
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Value of --dtype -> torch's name of the weights' dtype."""
+"""Value of --dtype -> torch's name for the dtype of the weights."""
 PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
-"""Attention kernels that work with padding packed and shared."""
+"""Attention kernels that work with `packed` and `shared` padding."""
 AS_RECORDED = "as-recorded"
 _ANY = (HF, VLLM, EXACT, LOCATE, FACTORY, GRADIENT)
 _TORCH = (HF, EXACT, LOCATE, FACTORY, GRADIENT)
@@ -38,7 +38,7 @@ _CACHED = ("decode", "chunked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A replay configuration. None, or the default, means as recorded."""
+    """A replay configuration. An option that is None, or has its default value, stays as recorded."""
 
     engine: str = arm_option(
         "Rebuilt transformers model, vLLM on the same weights, or a forward with the same bits in every batch.",
@@ -171,23 +171,24 @@ class Arm:
             )
 
     def lacking(self, user: str) -> list[str]:
-        """Return the changed options that an engine, or another user of arms, does not support with this value."""
+        """Return the options whose changed value an engine, or another user of arms, does not support."""
         return [name for name, value in self.changes.items() if not OPTIONS[name].works(user, value)]
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Differences from the recording: field -> value."""
+        """Changes relative to the recording: field -> value."""
         default = Arm.__dataclass_fields__
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
     @property
     def unheard(self) -> list[str]:
-        """Changes under which `locate` cannot observe operators. vLLM can be observed in every mode."""
+        """Changes in this arm that prevent `locate` from observing operators. vLLM can be observed in every mode."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
     def is_heard(self) -> bool:
-        """True if `locate` is worth suggesting: operators can be observed in this process, and they round."""
+        """True if `locate` is worth suggesting: operators can be observed in this process, and they have rounding
+        errors."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
@@ -235,7 +236,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def arm_text(changes: Mapping[str, Any]) -> str | None:
-    """Return the text from which `parse_arm` reads these changes; None if this release does not know one of them.
+    """Return the text from which `parse_arm` reads these changes; None if one of them is unknown in this release.
 
     >>> arm_text({"dtype": "fp16", "batch_size": 1})
     'dtype=fp16,batch-size=1'
@@ -278,7 +279,7 @@ def check_distinct(names: Sequence[str]) -> None:
 
 
 def _arm(words: Mapping[str, str | None]) -> Arm:
-    """Return the arm for options as written (name -> text); a switch needs no value."""
+    """Return the arm with the given options (name -> value as text); the value of a switch may be None."""
     kinds = {field.name: str(field.type) for field in fields(Arm)}
     values: dict[str, Any] = {}
     for key, value in words.items():

@@ -1,6 +1,6 @@
-"""Forwards: the rows that go through the model together, padded or packed.
+"""Forward passes: the rows that run through the model together, padded or packed.
 
-Shapes: B rows of a forward, W its width, K scored positions at its end, N scored tokens.
+Shapes: B rows in a forward pass, W padded row length, K scored positions at the end of each row, N scored tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from .recorded import RecordedRow
 
 LEFT, RIGHT, PACKED, SHARED = "left", "right", "packed", "shared"
 END_TO_END = (PACKED, SHARED)
-"""Layouts without padding between rows."""
+"""Batch layouts that put rows end to end, without padding between them."""
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Device -> maximum tokens of a packed forward if neither rows nor tokens are limited; a longer row goes alone."""
+"""Device -> maximum number of tokens in a packed forward pass, if the arm limits neither rows nor tokens. A longer row
+runs alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBatch:
-    """One forward of rows padded to the same width."""
+    """One forward pass over rows padded to the same width."""
 
     rows: tuple[RecordedRow, ...]
     ids_BW: np.ndarray
@@ -37,7 +38,7 @@ class PaddedBatch:
 
     @property
     def num_kept(self) -> int:
-        """K: number of columns at the end that contain every response token."""
+        """K: number of columns at the end of each row that together contain every response token."""
         return int(self.ids_BW.shape[1] - self.first_B.min())
 
     @property
@@ -52,7 +53,7 @@ class PaddedBatch:
 
     @property
     def width(self) -> int:
-        """W: tokens per row, padding included."""
+        """W: number of tokens per row, including padding."""
         return int(self.ids_BW.shape[1])
 
     @property
@@ -62,7 +63,7 @@ class PaddedBatch:
         return _spans(starts, self.rows)
 
     def last(self, values_BK: Any) -> Any:
-        """Return the values [N] of the response tokens, row by row, from values of the last K columns."""
+        """Return the values [N] for the response tokens, row by row, from the values in the last K columns."""
         begin, kept = self.width - values_BK.shape[1], values_BK.shape[1]
         return values_BK.reshape(-1)[_spans(self.first_B - begin + np.arange(len(self.rows)) * kept, self.rows)]
 
@@ -74,14 +75,14 @@ class PaddedBatch:
         return np.asarray((place_W >= left_B[:, None]) & (place_W < (self.width - right_B)[:, None]))
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of padding tokens before each row's prompt [B] and after its response [B]."""
+        """Return the number of padding tokens before each row's prompt [B], and after each row's response [B]."""
         left_B = self.first_B - [len(row.prompt_ids) for row in self.rows]
         return left_B, self.width - self.first_B - [len(row.response_ids) for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """One forward of rows end to end, without padding between them; attention does not cross rows."""
+    """One forward pass over rows placed end to end, without padding between them. Attention does not cross rows."""
 
     rows: tuple[RecordedRow, ...]
     ids_W: np.ndarray
@@ -89,18 +90,18 @@ class PackedBatch:
     positions_W: np.ndarray
     """int64: each token's position in its row."""
     ends_B: np.ndarray
-    """int64: end of each row, exclusive."""
+    """int64: end position of each row, exclusive."""
     num_pads: int = 0
-    """Padding tokens after the last row, treated as a row of their own."""
+    """Number of padding tokens after the last row; they are treated as a row of their own."""
 
     @property
     def width(self) -> int:
-        """W: tokens of the whole forward, padding included."""
+        """W: number of tokens in the whole forward pass, including padding."""
         return len(self.ids_W)
 
     @property
     def spans(self) -> list[Span]:
-        """Attention spans: one per row."""
+        """Spans of tokens that attend to each other: one per row."""
         ends = [0, *self.ends_B.tolist(), *([self.width] if self.num_pads else [])]
         return [Span(start=start, end=end) for start, end in pairwise(ends)]
 
@@ -125,7 +126,8 @@ class PackedBatch:
         return np.arange(self.width)[None] < self.width - self.num_pads
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of padding tokens before [B] and after [B] each row: nonzero only after the last."""
+        """Return the number of padding tokens before each row [B], and after each row [B]; only the last row is
+        followed by padding."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = self.num_pads
         return np.zeros_like(after_B), after_B
@@ -133,14 +135,14 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBatch(PackedBatch):
-    """One forward with each distinct prompt once, followed by all its responses end to end."""
+    """One forward pass in which each distinct prompt occurs once, followed by all its responses end to end."""
 
     prompts_B: np.ndarray
     """[B, 2] int64: start and end (exclusive) of each row's prompt."""
 
     @property
     def spans(self) -> list[Span]:
-        """Attention spans: one per prompt, and one per response with its prompt as prefix."""
+        """Spans of tokens that attend to each other: one per prompt, and one per response with its prompt as prefix."""
         prompts = [(start, end) for start, end in self.prompts_B.tolist()]
         found = [Span(start=start, end=end) for start, end in dict.fromkeys(prompts)]
         for row, end, prompt in zip(self.rows, self.ends_B.tolist(), prompts, strict=True):
@@ -150,7 +152,8 @@ class SharedBatch(PackedBatch):
 
     @property
     def before_N(self) -> np.ndarray:
-        """Indices of the hidden states that predict the response tokens; the first one is predicted by its prompt's last token."""
+        """Indices of the hidden states that predict the response tokens. The last token of a prompt predicts the first
+        token of each of its responses."""
         before_N = self.scored_N - 1
         lengths_B = np.array([len(row.response_ids) for row in self.rows])
         first_B = np.cumsum(lengths_B) - lengths_B
@@ -159,7 +162,7 @@ class SharedBatch(PackedBatch):
 
     @property
     def places_N(self) -> np.ndarray:
-        """Indices of prompt and response tokens, row by row; rows that share a prompt share its indices."""
+        """Indices of prompt and response tokens, row by row; rows that share a prompt have the same prompt indices."""
         return np.concatenate(
             [
                 part
@@ -186,12 +189,12 @@ def forwards(
     padding: str = LEFT,
     device: str = "cpu",
 ) -> list[ForwardBatch]:
-    """Group rows into forwards as recorded, or `batch_size` at a time in the same order and width.
+    """Group rows into forward passes as recorded, or `batch_size` rows at a time in the same order and width.
 
-    `batch_tokens` groups rows of similar length, up to this many tokens per forward including padding; a longer row goes
-    alone. Padding `right` starts each row at column 0 and pads after its response. `packed` puts rows of similar length
-    end to end, up to `batch_tokens`, `batch_size` rows or the device's PACKED_TOKENS per forward; `shared` also runs a
-    prompt that several rows share only once.
+    `batch_tokens` groups rows of similar length, up to this many tokens per forward pass including padding; a longer
+    row runs alone. Padding `right` starts each row at column 0 and pads after its response. `packed` puts rows of
+    similar length end to end, up to `batch_tokens` tokens, `batch_size` rows or the device's PACKED_TOKENS per forward
+    pass. `shared` is like `packed`, but a prompt that several rows share runs only once.
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == SHARED:
@@ -208,7 +211,7 @@ def forwards(
 
 
 def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
-    """Group rows by the forward in which they were recorded."""
+    """Return the rows grouped by the forward pass in which they were recorded."""
     return [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
 
 
@@ -241,7 +244,8 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def _packs(rows: Sequence[RecordedRow], batch_size: int | None, most: int) -> Iterator[list[RecordedRow]]:
-    """Yield the rows of each packed forward, sorted by length so that forwards take similar time."""
+    """Yield the rows of each packed forward pass. Rows are sorted by length, so that forward passes take similar
+    times."""
     pack: list[RecordedRow] = []
     tokens = 0
     for row in sorted(rows, key=lambda row: -row.num_tokens):
@@ -263,7 +267,7 @@ def _width(rows: Sequence[RecordedRow], padding: str) -> int:
 
 
 def _bounded(rows: Sequence[RecordedRow], most: int, padding: str) -> Iterator[list[RecordedRow]]:
-    """Yield the rows of each forward, longest first, up to `most` tokens including padding."""
+    """Yield the rows of each forward pass, longest first, up to `most` tokens per pass including padding."""
     part: list[RecordedRow] = []
     for row in sorted(rows, key=lambda row: (-row.num_tokens, -len(row.prompt_ids))):
         if part and (len(part) + 1) * _width([*part, row], padding) > most:
@@ -275,7 +279,8 @@ def _bounded(rows: Sequence[RecordedRow], most: int, padding: str) -> Iterator[l
 
 
 def _prompt_groups(rows: Sequence[RecordedRow], batch_size: int | None, most: int) -> Iterator[list[RecordedRow]]:
-    """Yield the rows of each forward, grouped by prompt; a shared prompt counts once per forward."""
+    """Yield the rows of each forward pass, grouped by prompt. The tokens of a shared prompt count once per forward
+    pass."""
     by_prompt: dict[bytes, list[RecordedRow]] = {}
     for row in rows:
         by_prompt.setdefault(row.prompt_ids.tobytes(), []).append(row)
@@ -295,7 +300,7 @@ def _prompt_groups(rows: Sequence[RecordedRow], batch_size: int | None, most: in
 
 
 def _shared(rows: Sequence[RecordedRow]) -> SharedBatch:
-    """Build a forward from rows sorted by prompt."""
+    """Build a forward pass from rows that are sorted by prompt."""
     ids, positions, prompts, ends = [], [], [], []
     place, prompt_before = 0, None
     for row in rows:

@@ -1,4 +1,4 @@
-"""Comparison of two contracts."""
+"""Comparison between two contracts."""
 
 from __future__ import annotations
 

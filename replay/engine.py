@@ -38,27 +38,27 @@ from .scored import Scored
 
 @dataclass(slots=True)
 class _Wanted:
-    """An arm and its remaining steps."""
+    """A requested arm, and the steps that still have to be scored under it."""
 
     scorer: Scorer
     target: ArmPass
     steps: list[int]
     there: dict[int, set[str] | None]
-    """Step -> sequences that already have scores of this arm; None for all."""
+    """Step -> sequences that already have scores under this arm; None if every sequence has one."""
     work: int
-    """Work of one step, in units of `meter.work`."""
+    """Estimated work per step, in units of `meter.work`."""
     is_replaced: bool
-    """True if its existing pass is removed first."""
+    """True if the existing pass of this arm is removed before the arm is scored."""
     serves_others: bool = False
-    """True for the identity arm if other arms were requested; they run even where it cannot."""
+    """True for the identity arm if other arms were requested. Those arms run even where the identity arm cannot."""
 
     def lacks(self, step: int, seq_id: str) -> bool:
-        """Return True if the sequence has no score of this arm yet."""
+        """Return True if the sequence has no score under this arm yet."""
         there = self.there.get(step, set())
         return there is not None and seq_id not in there
 
     def lacking(self, step: int, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows of a step that have no score of this arm yet."""
+        """Return the rows in a step that have no score under this arm yet."""
         return [row for row in rows if self.lacks(step, row.seq_id)]
 
 
@@ -188,21 +188,21 @@ def _wanted(
     *,
     dry_run: bool,
 ) -> list[_Wanted]:
-    """Return the work of each arm. All checks run here, before anything is removed."""
+    """Return the remaining work for each arm. All checks run here, before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
     contract = _contract(run, steps[0], first)
-    if dry_run:  # our own scoring is as fast as TRL's, whose import would dominate a dry run
+    if dry_run:  # Our own scoring code is as fast as TRL's, and importing TRL would take most of the time in a dry run.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device, capture) for arm in arms]
     needed = {arm.weights_version for arm in arms if arm.weights_version is not None}
     missing = sorted((needed | {first[0].policy_version}) - set(run.weights.versions))
     if missing:
-        run.weights.load(missing[0])  # raises, listing the versions that exist
+        run.weights.load(missing[0])  # raises an error that lists the existing versions
     wanted: list[_Wanted] = []
     asked: list[tuple[ArmPass, list[int]]] = []
-    """Requested arms with their missing steps."""
+    """Requested arms, each with the steps in which sequences have no score yet."""
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm, capture)
         serves_others = arm.is_identity and len(arms) > 1
@@ -215,8 +215,8 @@ def _wanted(
         left = [step for step in steps if _lacks(there, step, sample)]
         if not serves_others:
             asked.append((target, left))
-        # Other arms are judged by the identity arm, so it covers all their steps. An estimate covers the whole sample,
-        # including what is already scored.
+        # Other arms are judged by the identity arm, so it covers all their steps. The estimate in a dry run
+        # covers the whole sample, including sequences that already have scores.
         asked_steps = steps if arm.is_identity or sample is not None else left
         rows = first if sample is None else scorer.together(sample.drawn(steps[0], first), first)
         wanted.append(_Wanted(scorer, target, asked_steps, there, scorer.work(rows), is_replaced, serves_others))
@@ -230,20 +230,21 @@ def _wanted(
 
 
 class _Telling:
-    """Reports the plan once, at the pace measured on the first rows."""
+    """Reporter of the replay plan. It reports once, at the pace measured on the first rows."""
 
     def __init__(self, plan: ReplayPlan, at_estimate: Callable[[ReplayPlan], None] | None):
         self._plan, self._at_estimate = plan, at_estimate
         self.pace = Pace(self._tell)
         self.loaded: LoadedModel | None = None
         self.num_actors = 1
-        """Ray actors that share the steps; they measure the pace themselves and report it through `tell`."""
+        """Number of Ray actors that share the steps. The actors measure the pace themselves and report it through
+        `tell`."""
 
     def _tell(self, tokens_per_s: float) -> None:
         self.tell(tokens_per_s, self.loaded.load_s if self.loaded else 0.0)
 
     def tell(self, tokens_per_s: float, load_s: float) -> None:
-        """Report the plan at this pace; later calls do nothing."""
+        """Report the plan at the given pace. Calls after the first do nothing."""
         if self._at_estimate is not None:
             tell, self._at_estimate = self._at_estimate, None
             tell(self._plan.at(tokens_per_s, load_s, self.num_actors))
@@ -275,7 +276,7 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
 
 
 def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> ReplayPlan:
-    """Return the plan at each arm's pace, measured on the first rows."""
+    """Return the plan with each arm's pace, measured on the first rows."""
     paces: _Paces = {}
     for group in _to_measure(wanted, plan):
         paces |= _paces(run, [(entry.scorer, entry.steps[0]) for entry in group], sample)
@@ -283,9 +284,9 @@ def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample:
 
 
 _Held = dict[int, str | None]
-"""Step -> code of why replaying it as recorded did not reproduce the bits; None if it did."""
+"""Step -> code of the reason why replaying the step as recorded did not reproduce its bits; None if it did."""
 _Paces = dict[str, tuple[float, float]]
-"""Arm -> tokens per second, and seconds to load one version's weights."""
+"""Arm -> its pace: tokens per second, and seconds to load the weights of one policy version."""
 
 
 def _to_measure(wanted: list[_Wanted], plan: ReplayPlan) -> Iterator[list[_Wanted]]:
@@ -295,7 +296,10 @@ def _to_measure(wanted: list[_Wanted], plan: ReplayPlan) -> Iterator[list[_Wante
 
 
 def _paces(run: RecordedRun, group: Sequence[tuple[Scorer, int]], sample: Sample | None) -> _Paces:
-    """Measure each arm's pace on the first rows of a step, scored twice since a first forward is slower."""
+    """Return each arm's pace, measured on the first rows of a step.
+
+    The rows are scored twice, since the first forward pass is slower than later ones.
+    """
     found: _Paces = {}
     loaded = LoadedModel(run.weights)
     try:
@@ -323,7 +327,7 @@ def _paced(plan: ReplayPlan, paces: _Paces, num_actors: int = 1) -> ReplayPlan:
 
 
 def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set[str] | None]:
-    """Return step -> sequences that already have scores of an arm; None for all."""
+    """Return step -> sequences that already have scores under an arm; None if every sequence has one."""
     if not target.is_sample:
         return dict.fromkeys(target.steps)
     whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
@@ -337,7 +341,8 @@ def _lacks(there: dict[int, set[str] | None], step: int, sample: Sample | None) 
 
 
 def _contract(run: RecordedRun, step: int, rows: list[RecordedRow]) -> Contract:
-    """Return the contract of the replayed pass. Raises CannotReplay if the step has several."""
+    """Return the contract under which the replayed pass was recorded in a step. Raises CannotReplay if there are
+    several."""
     digests = {row.contract for row in rows}
     if len(digests) != 1:
         raise CannotReplay(
@@ -347,7 +352,7 @@ def _contract(run: RecordedRun, step: int, rows: list[RecordedRow]) -> Contract:
 
 
 def _check_contract(run: RecordedRun, step: int, rows: list[RecordedRow], contract: Contract) -> None:
-    """Raise CannotReplay if a step was scored under another contract than the first."""
+    """Raise CannotReplay if a step was recorded under a contract that differs from the first step's."""
     for digest in {row.contract for row in rows}:
         found = list(differences(run.train_contract(digest), contract))
         if found:
@@ -389,7 +394,7 @@ def _joined(
     sample: Sample | None,
     pace: Pace,
 ) -> Iterator[tuple[ReplayedStep, list[GroupSums]]]:
-    """Yield the results of the arms for steps that are scored together."""
+    """Yield the results of each arm for steps that are scored together."""
     scoring = JoinedScoring(loaded, list(joined))
     for step in joined:
         for entry in group:
@@ -397,7 +402,7 @@ def _joined(
                 meter = Meter(advance, entry.work)
                 try:
                     scored = _scored(entry, step, joined, sample, scoring, meter.add, pace)
-                except RuntimeError as error:  # from torch, or CannotReplay, a subclass
+                except RuntimeError as error:  # raised by torch, or CannotReplay, which is a subclass of RuntimeError
                     if not entry.serves_others:
                         raise
                     held[step] = REFUSED
@@ -409,10 +414,10 @@ def _joined(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Steps that one actor scores together, under arms that share a model."""
+    """Unit of work on a cluster: steps that one actor scores together, under arms that share a model."""
 
     arms: dict[str, tuple[list[int], dict[int, set[str] | None]]]
-    """Arm -> its steps, and step -> sequences that already had scores when the replay began."""
+    """Arm -> its steps, and for each step the sequences that already had scores when the replay began."""
     work: int
 
     def __str__(self) -> str:
@@ -421,16 +426,16 @@ class _Unit:
 
 
 class _UnitScores(NamedTuple):
-    """The result of a unit."""
+    """The results that an actor returns for one unit."""
 
     parts: list[tuple[ReplayedStep, list[GroupSums]]]
     tokens_per_s: float | None
-    """Tokens per second on its first rows; None if nothing was scored."""
+    """Tokens per second, measured on the first rows of the unit; None if nothing was scored."""
     load_s: float
 
 
 class _Actor:
-    """Base of the Ray actors: opens the trace and the arms with the first unit."""
+    """Base class of the Ray actors. An actor opens the trace and the arms when it gets its first unit."""
 
     def __init__(
         self,
@@ -441,7 +446,7 @@ class _Actor:
         device: str,
         threads: int,
     ):
-        """`threads` is torch's number of threads in the parent process."""
+        """Store what the actor needs; `threads` is the number of threads that torch uses in the parent process."""
         self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
         self._contract, self._device, self._threads = wanted[0].scorer.contract, device, threads
@@ -462,12 +467,15 @@ class _Actor:
 
 
 class _UnitScorer(_Actor):
-    """The actor of a replay; keeps one model until a unit needs another."""
+    """Ray actor of a replay. It keeps one model in memory until a unit needs a different one."""
 
     _loaded: LoadedModel | None = None
 
     def run(self, unit: _Unit) -> _UnitScores:
-        """Score a unit and write it to the trace; the caller sets `identity_held` of arms other than the identity."""
+        """Score a unit and write its scores to the trace.
+
+        The caller sets `identity_held` in the results of arms other than the identity arm.
+        """
         run = self._opened()
         self._loaded = self._loaded or LoadedModel(run.weights)
         group = [
@@ -489,10 +497,11 @@ class _UnitScorer(_Actor):
 
 
 class _PaceMeter(_Actor):
-    """The actor of a dry run: scores first rows and writes nothing."""
+    """Ray actor of a dry run. It scores only the first rows and writes nothing."""
 
     def run(self, steps: dict[str, int]) -> _Paces:
-        """Measure the pace of arms that share a model; `steps` is arm -> step to measure on."""
+        """Return the pace of arms that share a model; `steps` is arm -> the step on whose first rows its pace is
+        measured."""
         run = self._opened()
         return _paces(run, [(self._entries[name][0], step) for name, step in steps.items()], self._sample)
 
@@ -511,7 +520,7 @@ def _on_cluster(
     progress: Progress,
     telling: _Telling,
 ) -> ReplayedSteps:
-    """Score the units on Ray actors; results are in the order of a single process."""
+    """Score the units on Ray actors. The results are added in the same order as in a single process."""
     import torch
 
     units = list(_units(run, wanted, results.sample))
@@ -546,7 +555,7 @@ def _measured_on_cluster(
     address: str,
     gpus: float,
 ) -> ReplayPlan:
-    """Return the plan at each arm's pace on an actor, for as many actors as fit into the cluster."""
+    """Return the plan with each arm's pace on a Ray actor, for as many actors as fit into the cluster."""
     import torch
 
     worker = _PaceMeter(run, wanted, capture, sample, device, torch.get_num_threads())
@@ -559,14 +568,15 @@ def _measured_on_cluster(
 
 
 def _num_cpus(gpus: float) -> int:
-    """Return the number of CPUs per actor."""
+    """Return the number of CPUs to reserve per actor."""
     import torch
 
     return 1 if gpus else torch.get_num_threads()
 
 
 def _units(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Iterator[_Unit]:
-    """Yield the groups of steps that a single process would score together, in its order."""
+    """Yield the groups of steps that a single process would score together, in the order in which it would score
+    them."""
     for group in _by_key(wanted):
         parts: Iterable[list[int]] = ([step] for step in sorted({step for entry in group for step in entry.steps}))
         if most := _most_tokens(group):
@@ -584,7 +594,10 @@ def _units(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> It
 
 
 def _read(run: RecordedRun, group: list[_Wanted]) -> Iterator[tuple[int, list[RecordedRow]]]:
-    """Yield each step of these arms with its rows. Raises CannotReplay if a token or contract does not fit."""
+    """Yield each step that these arms still need, with its rows.
+
+    Raises CannotReplay if a token is outside the vocabulary, or if the contracts differ between steps.
+    """
     for step in sorted({step for entry in group for step in entry.steps}):
         rows = run.step(step)
         check_tokens(rows, run.model["config"])
@@ -593,7 +606,7 @@ def _read(run: RecordedRun, group: list[_Wanted]) -> Iterator[tuple[int, list[Re
 
 
 def _most_tokens(group: list[_Wanted]) -> int:
-    """Return the maximum number of tokens of steps that are scored together; 0 for single steps."""
+    """Return the maximum number of tokens in steps that are scored together; 0 if each step is scored alone."""
     return FORWARDS * max(entry.scorer.arm.batch_tokens or 0 for entry in group)
 
 
@@ -611,9 +624,9 @@ def _scored(
     told: Told,
     pace: Pace,
 ) -> Scored:
-    """Return an arm's scores of a step's rows, or of those in the sample; add missing ones to the trace.
+    """Return an arm's scores for a step's rows, or for the rows in the sample; add missing scores to the trace.
 
-    Stored scores of the identity arm are reused only if they were made under the current contract.
+    Stored scores under the identity arm are reused only if they were computed under the current contract.
     """
     rows = joined[step]
     wanted = rows if sample is None else sample.drawn(step, rows)
@@ -653,12 +666,12 @@ def _scored(
 
 
 def _still_lacking(entry: _Wanted, step: int, rows: list[RecordedRow], sample: Sample | None) -> list[RecordedRow]:
-    """Return the rows of a step that an arm still has to score."""
+    """Return the rows in a step that still have to be scored under an arm."""
     return entry.lacking(step, rows if sample is None else sample.drawn(step, rows)) if step in entry.steps else []
 
 
 def _capturing(entry: _Wanted, step: int, rows: list[RecordedRow], new: set[str]) -> list[RecordedRow]:
-    """Return the rows, marking as `captured` those new sequences whose distributions are kept."""
+    """Return the rows, with `captured` set for new sequences whose distributions are kept."""
     capture = entry.scorer.capture
     if not capture.dense or not new:
         return rows
@@ -692,7 +705,7 @@ def _step(entry: _Wanted, step: int, scored: Scored, held: _Held) -> ReplayedSte
 
 
 def _refused(entry: _Wanted, step: int, error: RuntimeError) -> ReplayedStep:
-    """Return the result of a step that cannot be replayed as recorded."""
+    """Return the identity arm's result for a step that cannot be replayed as recorded."""
     return ReplayedStep(
         arm=entry.scorer.arm.name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan, identity_held=False,
         not_held=REFUSED, differs=(first_line(error),),
@@ -704,7 +717,7 @@ def _same_bits(recorded: np.ndarray, replayed: np.ndarray) -> np.ndarray:
 
 
 def _group_sums(entry: _Wanted, step: int, scored: Scored, sample: Sample | None) -> list[GroupSums]:
-    """Return the sums of each sampled group of a step; empty without a sample."""
+    """Return the sums over each sampled group in a step; empty without a sample."""
     if sample is None:
         return []
     sampled = sample.steps[step]
@@ -729,7 +742,7 @@ def _group_sums(entry: _Wanted, step: int, scored: Scored, sample: Sample | None
 
 
 def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:
-    """Return the known reasons why the recorded bits were not reproduced."""
+    """Return the known reasons why the replay did not reproduce the recorded bits."""
     unknown = not all(row.composition_known for row in rows)
     words = []
     if scorer.run.replayed_pass == ROLLOUT:

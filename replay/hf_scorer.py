@@ -42,7 +42,7 @@ LoadKey = tuple[Any, ...]
 
 
 class HfScorer:
-    """Scores steps under one arm, on a model shared by arms with the same load key."""
+    """Scorer of an arm on a rebuilt transformers model. Arms with equal load keys share the model."""
 
     numerics_of: type[Numerics] = Numerics
     starts_with_weights = False
@@ -56,7 +56,7 @@ class HfScorer:
             contract = contract | {"packing": None}  # a model from a factory does not support packing
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.substitution: str | None = None
-        """Code of why the recorded attention or experts were replaced; None if they were not."""
+        """Code of the reason why the recorded attention or experts were replaced; None if they were not."""
         self.numerics = self.numerics_of(arm, contract)
         self.capture = capture or Capture()
         if self.capture.level == HIDDEN and (arm.top_k is not None or arm.top_p is not None):
@@ -78,14 +78,14 @@ class HfScorer:
         """Routers to observe; empty if the recorded pass has no routing."""
         self.kernels: set[str] = set()
         self._rows: int | None = None
-        """Maximum rows per forward after memory ran out; None before."""
+        """Maximum number of rows per forward pass since memory ran out; None if memory has not run out."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext()
-        """Return a context that is entered around each forward."""
+        """Function from a batch to a context that is entered around the forward pass of the batch."""
         self.calls_whole_model = False
-        """True if the logits come from the model's own forward, head included."""
+        """True if the logits come from the model's own forward method, including the head."""
 
     def _substitute(self) -> None:
-        """Replace recorded attention or experts that do not run here, with a warning."""
+        """Replace recorded attention or experts that do not run on this machine, and warn about it."""
         recorded, made = self.contract["model"], self.numerics
         used: dict[str, str] = {}
         if made.attention == str(recorded.get("attention")):
@@ -137,7 +137,8 @@ class HfScorer:
 
     @property
     def _experts(self) -> str | None:
-        """Implementation of a mixture's experts; if none was recorded, fp64 gets the one that computes in float64."""
+        """Implementation of a mixture's experts. If none was recorded, an fp64 arm gets the one that computes in
+        float64."""
         if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
             return "eager"
         return self.numerics.experts
@@ -157,7 +158,8 @@ class HfScorer:
 
     @property
     def hears_routers(self) -> bool:
-        """True if routers can be observed: a compiled backbone keeps the hooks of its first forward."""
+        """True if routers can be observed. They cannot in a compiled backbone, which keeps the hooks of its first
+        forward pass."""
         return not self.arm.compile
 
     @property
@@ -168,7 +170,8 @@ class HfScorer:
         return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Attach this model, or reuse the scorer that another arm of the same key made for it; return the scorer."""
+        """Attach a model to this arm and return the scorer. A scorer that an arm with an equal key made for the model
+        is reused."""
         self._model = model
         if self.run.has_routing and self.hears_routers:
             self._routers = routing.checked(model, self.arm.routing)
@@ -177,7 +180,7 @@ class HfScorer:
         return self._scorer
 
     def detach(self) -> None:
-        """Release the model, so that the next fits into memory."""
+        """Release the model, so that the next model fits into memory."""
         self._scorer, self._model, self._routers = None, None, []
 
     def _make(self, model: Any) -> Any:
@@ -220,7 +223,8 @@ class HfScorer:
         return tap.distributions(projection, self.capture, self.numerics.temperature)
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows` of a step: with recorded batches, all rows of their forwards."""
+        """Return the rows that must run to score `rows`: with recorded batches, all rows that share a forward pass with
+        them."""
         if not self.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
@@ -228,11 +232,11 @@ class HfScorer:
 
     @property
     def keeps_batches(self) -> bool:
-        """True if rows run in the batches in which they were recorded."""
+        """True if rows run in the same batches in which they were recorded."""
         return not self.arm.has_batch_shape
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows on which the pace is measured: those of the first forward."""
+        """Return the rows on which the pace is measured: the rows in the first forward pass."""
         return list(self.batches(rows)[0].rows)
 
     def work(self, rows: list[RecordedRow]) -> int:
@@ -252,7 +256,7 @@ class HfScorer:
             try:
                 return work()
             except (RuntimeError, MemoryError) as error:
-                if "deterministic" in str(error):  # torch names the operation and a workaround
+                if "deterministic" in str(error):  # torch's message names the operation and a workaround.
                     raise CannotReplay(f"arm {self.arm.name}: {first_line(error)}") from error
                 if not is_out_of_memory(error):
                     raise
@@ -316,17 +320,21 @@ class HfScorer:
 
     @property
     def _attended(self) -> int | None:
-        """Columns that attention sees, for rows padded as recorded; None for all."""
+        """Columns that attention sees, for rows padded as recorded; None if attention sees all columns."""
         return self.contract.get("attended_tokens") if self._padding == RIGHT and self.arm.engine == "hf" else None
 
     @property
     def _padding(self) -> str:
-        """The arm's padding, or the recorded one; right, the narrower one, if tokens are bounded and there is no KV cache."""
+        """The arm's padding, or the recorded padding if the arm sets none. If the arm bounds the tokens per forward
+        pass and uses no KV cache, right padding is used, which needs fewer columns."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 
     def _given(self, score: Callable[[ForwardBatch], Any], batch: ForwardBatch) -> Any:
-        """Return the logprobs [N] of a forward as the model returned them; record the kernels of the first forward."""
+        """Return the logprobs [N] of a forward pass as the model returned them.
+
+        The attention kernels used in the first forward pass are recorded.
+        """
         with nullcontext() if self.kernels else kernels.observed(self.kernels):
             logprobs_N = score(batch)
         self.kernels = self.kernels or {self.numerics.attention}
@@ -381,7 +389,8 @@ class HfScorer:
         return self.arm.batch_size or self._rows or self.contract.get("rows_a_forward")
 
     def _head_contract(self) -> Contract:
-        """Return the contract entry from which logits follow from captured hidden states; empty if none are captured."""
+        """Return the contract entry that says how to compute logits from captured hidden states; empty if none are
+        captured."""
         if self.capture.level != HIDDEN or not self.capture.dense or self._model is None:
             return {}
         return {"head": head_contract(self._model, self.numerics.projection_dtype, self.numerics.logits_dtype)}

@@ -25,9 +25,10 @@ _OF_ENGINE: dict[str, type[HfScorer] | type[VllmScorer]] = {
     "hf": HfScorer, "vllm": VllmScorer, "exact": ExactArmScorer,
 }  # fmt: skip
 Rows = dict[int, list[RecordedRow]]
-"""Step -> its rows."""
+"""Step -> rows in the step."""
 FORWARDS = 16
-"""Maximum forwards of steps that are scored together; bounds memory, and what a killed replay loses."""
+"""Maximum number of forward passes in steps that are scored together. It bounds the memory used, and the work that is
+lost if a replay is killed."""
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture) -> Scorer:
@@ -36,10 +37,11 @@ def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str, captu
 
 
 class LoadedModel:
-    """A model shared by arms with the same load key; rebuilt when a scorer needs a different one."""
+    """A model shared by arms with equal load keys. It is rebuilt when a scorer needs a different model."""
 
     def __init__(self, weights: WeightReader | CheckpointReader, *, keeps_tensors: bool = False):
-        """`keeps_tensors` keeps a version's tensors in memory, for several models with the same weights in turn."""
+        """Start without a model. `keeps_tensors` keeps a version's tensors in memory, for several models that need them
+        in turn."""
         self._weights, self._keeps_tensors = weights, keeps_tensors
         self._tensors: tuple[Any, dict[str, Tensor]] | None = None
         self._model: Any = None
@@ -48,10 +50,12 @@ class LoadedModel:
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
         self.load_s = 0.0
-        """Seconds to load the last version's weights; 0 if an engine started with them."""
+        """Seconds that loading the most recent version's weights took; 0 if an engine was started with these
+        weights."""
 
     def score(self, scorer: Scorer, rows: list[RecordedRow], told: Told) -> Scored:
-        """Score each row with the weights of its version, or all with the arm's version.
+        """Return the scores of rows, each with the weights of its policy version, or all with the version that the arm
+        sets.
 
         `told` is called with each completed share of the work, and with 0 when weights are loaded and scoring starts.
         """
@@ -79,7 +83,7 @@ class LoadedModel:
             self.load_s = 0.0 if is_start else perf_counter() - start
 
     def close(self) -> None:
-        """Release the model, so that the next fits into memory."""
+        """Release the model, so that the next model fits into memory."""
         for scorer in self._attached:
             scorer.detach()
         if hasattr(self._model, "close"):
@@ -103,7 +107,8 @@ def _share_of(told: Told, part: float, share: float) -> None:
 def joined_steps(
     steps: Iterable[tuple[int, list[RecordedRow]]], most: int, num_tokens: Callable[[int, list[RecordedRow]], int]
 ) -> Iterator[Rows]:
-    """Yield groups of steps that are scored together, up to `most` tokens; with 0, one step per group.
+    """Yield groups of steps that are scored together, up to `most` tokens per group. If `most` is 0, a group is one
+    step.
 
     Steps are joined if all rows have the same policy version and attempt, and no two steps share a sequence name.
     """
@@ -121,7 +126,7 @@ def joined_steps(
 
 
 class JoinedScoring:
-    """Scores a group of steps: each on request, or all of them with the first."""
+    """Scoring of a group of steps: each step when it is requested, or all steps at the first request."""
 
     def __init__(self, loaded: LoadedModel, steps: Sequence[int]):
         self._loaded, self._steps = loaded, steps
@@ -135,9 +140,10 @@ class JoinedScoring:
         of_step: Callable[[int], list[RecordedRow]],
         told: Callable[[int], Told],
     ) -> Scored:
-        """Return an arm's scores of rows of a step.
+        """Return an arm's scores for rows in a step.
 
-        `of_step` returns the rows of a later step that will be requested; `told(num_tokens)` returns the progress callback.
+        `of_step` returns the rows of a later step that will be requested; `told(num_tokens)` returns the progress
+        callback.
         """
         name = scorer.arm.name
         if (name, step) in self._scored:

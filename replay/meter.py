@@ -10,7 +10,7 @@ from .recorded import RecordedRow
 Told = Callable[[float], None]
 """Progress callback, called with each completed share of the work (0 to 1)."""
 FORWARD_TOKENS = 256
-"""Below this many tokens a forward's time is constant: loading the weights dominates."""
+"""Number of tokens below which a forward pass takes constant time, since reading the weights dominates."""
 
 
 def untold(share: float) -> None:
@@ -18,7 +18,7 @@ def untold(share: float) -> None:
 
 
 class Meter:
-    """Turns shares of one step's work into units of progress."""
+    """Converter from shares of one step's work to units of progress."""
 
     def __init__(self, advance: Advance, work: int):
         self._advance, self._work = advance, work
@@ -33,7 +33,7 @@ class Meter:
             self._told += units
 
     def finish(self) -> None:
-        """Report the rest of the work as done."""
+        """Report all remaining work as done."""
         self.add(1.0)
 
 

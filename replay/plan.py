@@ -1,4 +1,4 @@
-"""The remaining work of a replay, and how long it takes."""
+"""The remaining work in a replay, and how long it is expected to take."""
 
 from __future__ import annotations
 
@@ -17,56 +17,57 @@ from .recorded import RecordedRun
 from .sample import STEPS_AT_ONCE, Sample, batched
 
 PROBE_S = 1.0
-"""Seconds of scoring after which the pace is reported; a shorter step is measured whole."""
+"""Seconds of scoring after which the pace is reported. If a step takes less time, the whole step is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmPlan:
-    """The remaining work of one arm."""
+    """The work that remains to be done under one arm."""
 
     arm: str
     num_steps: int = 0
-    """Steps with missing sequences."""
+    """Number of steps with sequences that have no score yet."""
     num_sequences: int = 0
-    """Missing sequences."""
+    """Number of sequences that have no score yet."""
     num_tokens: int = 0
-    """Prompt and response tokens that go through the model, recorded neighbours of missing sequences included."""
+    """Number of prompt and response tokens that run through the model, including those of rows that only share a
+    forward pass with a missing sequence."""
     num_versions: int = 0
-    """Number of weight loads: one per change of version."""
+    """Number of times that weights are loaded: once per change of policy version."""
     tokens_per_s: float | None = None
-    """Measured on the first rows; None before."""
+    """Tokens per second, measured on the first rows; None until measured."""
     load_s: float | None = None
-    """Seconds to load one version, measured; None before."""
+    """Measured seconds to load the weights of one policy version; None until measured."""
     num_all_tokens: int = 0
-    """Tokens of all sequences of these steps if a sample is scored; else `num_tokens`."""
+    """Number of tokens in all sequences in these steps if only a sample is scored; otherwise equal to `num_tokens`."""
     num_devices: int = 1
-    """GPUs or CPUs in use at once, per actor on a cluster."""
+    """Number of GPUs or CPUs in use at the same time; on a cluster, per actor."""
     num_actors: int = 1
-    """Ray actors that share the steps."""
+    """Number of Ray actors that share the steps."""
 
     @property
     def device_hours(self) -> float | None:
-        """Estimated device hours; None before a pace is known."""
+        """Estimated device hours; None until the pace is known."""
         work_s = self._work_s(self.num_tokens)
         return None if work_s is None else work_s * self.num_devices / 3600
 
     @property
     def seconds(self) -> float | None:
-        """Estimated time; None before a pace is known."""
+        """Estimated time, seconds; None until the pace is known."""
         return self._seconds(self.num_tokens)
 
     @property
     def all_seconds(self) -> float | None:
-        """Estimated time for all sequences of these steps; None before a pace is known."""
+        """Estimated time, seconds, if all sequences in these steps were scored; None until the pace is known."""
         return self._seconds(self.num_all_tokens)
 
     def _seconds(self, num_tokens: int) -> float | None:
-        """Estimated time of the actor with the most steps."""
+        """Return the estimated time, seconds, that the actor with the most steps needs."""
         work_s = self._work_s(num_tokens)
         return work_s and work_s * -(-self.num_steps // self.num_actors) / self.num_steps
 
     def _work_s(self, num_tokens: int) -> float | None:
-        """Estimated time in one process."""
+        """Return the estimated time, seconds, in a single process."""
         if not num_tokens:
             return 0.0
         if self.tokens_per_s is None:
@@ -75,27 +76,27 @@ class ArmPlan:
 
 
 class ReplayPlan(list[ArmPlan], Table):
-    """The remaining work of each arm."""
+    """The work that remains to be done under each arm."""
 
     _text = "tim_trace.analysis.replay_text:plan_text"
 
     def at(self, tokens_per_s: float, load_s: float, num_actors: int = 1) -> ReplayPlan:
-        """Return the plan at one pace for all arms."""
+        """Return the plan with the same pace for all arms."""
         return ReplayPlan(replace(arm, tokens_per_s=tokens_per_s, load_s=load_s, num_actors=num_actors) for arm in self)
 
     @property
     def seconds(self) -> float | None:
-        """Estimated time of all arms; None before a pace is known."""
+        """Estimated time for all arms, seconds; None until the pace is known."""
         return _total(arm.seconds for arm in self)
 
     @property
     def device_hours(self) -> float | None:
-        """Estimated device hours of all arms; None before a pace is known."""
+        """Estimated device hours for all arms; None until the pace is known."""
         return _total(arm.device_hours for arm in self)
 
     @property
     def all_seconds(self) -> float | None:
-        """Estimated time of all arms without sampling."""
+        """Estimated time for all arms, seconds, if every sequence were scored instead of a sample."""
         return _total(arm.all_seconds for arm in self)
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
@@ -105,18 +106,22 @@ class ReplayPlan(list[ArmPlan], Table):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of one sequence of a step."""
+    """The length of one sequence in a step, and the forward pass in which it was recorded."""
 
     seq_id: str
     num_tokens: int
-    """Prompt and response tokens."""
+    """Number of prompt and response tokens."""
     version: int | None
     forward: tuple[str, int | None]
-    """Writer, and the index of the forward at that writer; None if not recorded."""
+    """Writer that recorded the forward pass, and the index of the forward pass at that writer; the index is None if it
+    was not recorded."""
 
 
 def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
-    """Yield each step with its sequences in the replayed pass; holds STEPS_AT_ONCE steps in memory."""
+    """Yield each step with the sizes of its sequences in the replayed pass.
+
+    At most STEPS_AT_ONCE steps are held in memory at a time.
+    """
     for part in batched(steps, STEPS_AT_ONCE):
         yield from _extents(run, part).items()
 
@@ -143,7 +148,7 @@ def _extents(run: RecordedRun, steps: Sequence[int]) -> dict[int, list[Extent]]:
 
 
 class ArmCount:
-    """Counts the remaining work of an arm, step by step."""
+    """Counter of the work that remains under an arm, step by step."""
 
     def __init__(
         self,
@@ -155,14 +160,14 @@ class ArmCount:
         weights_version: int | None,
         num_devices: int = 1,
     ):
-        """`lacks(step, sequence)` is true if the arm has no score of the sequence yet."""
+        """Start with no steps; `lacks(step, sequence)` returns True if the sequence has no score under the arm yet."""
         self._lacks, self._sample, self._keeps_batches = lacks, sample, keeps_batches
         self._weights_version = weights_version
         self._plan = ArmPlan(arm=name, num_devices=num_devices)
         self._version: int | None = None
 
     def add(self, step: int, rows: Sequence[Extent]) -> None:
-        """Count a step, after those before it."""
+        """Count the work in a step. Steps must be added in order."""
         drawn = rows if self._sample is None else self._drawn(step, rows)
         lacking = [row for row in drawn if self._lacks(step, row.seq_id)]
         everything = sum(row.num_tokens for row in rows if self._lacks(step, row.seq_id))
@@ -181,7 +186,7 @@ class ArmCount:
 
     @property
     def plan(self) -> ArmPlan:
-        """The counts so far."""
+        """The plan for all steps added until now."""
         return self._plan
 
     def _drawn(self, step: int, rows: Sequence[Extent]) -> list[Extent]:
@@ -189,7 +194,7 @@ class ArmCount:
         return [row for row in rows if row.seq_id in self._sample.steps[step].unit_of]
 
     def _loads(self, rows: Sequence[Extent]) -> int:
-        """Count the weight loads for a step's rows."""
+        """Return how many times weights are loaded to score a step's rows."""
         found = sorted({-1 if row.version is None else row.version for row in rows})
         if self._weights_version is not None:
             found = [self._weights_version] if found else []
@@ -201,15 +206,16 @@ class ArmCount:
 
 
 class Pace:
-    """Reports the pace of a replay once, as soon as its first rows are scored."""
+    """Reporter of the pace of a replay. It reports once, as soon as the first rows are scored."""
 
     def __init__(self, tell: Callable[[float], None]):
-        """`tell` is called with tokens per second."""
+        """Store `tell`, which is called once with the pace in tokens per second."""
         self._tell: Callable[[float], None] | None = tell
         self._start, self._tokens = 0.0, 0.0
 
     def watching(self, told: Told, num_tokens: int) -> Told:
-        """Wrap `told` to time the scoring of `num_tokens`; a share of 0 marks its start."""
+        """Return `told` wrapped to measure how long it takes to score `num_tokens`; a share of 0 marks the start of
+        scoring."""
 
         def watched(share: float) -> None:
             if share == 0.0:

@@ -1,6 +1,6 @@
-"""Rows of a forward as a prefix tree, in which shared tokens run through the model once: TRL's packing.
+"""Rows packed into a prefix tree, as in TRL: tokens that rows share run through the model only once.
 
-Shapes: B rows of a forward, W its width, N scored tokens.
+Shapes: B rows in a forward pass, W tokens in the forward pass, N scored tokens.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from .batching import PackedBatch
 from .recorded import RecordedRow
 
 _Pair = tuple[int, int | None]
-"""A token and the next one; None after a row's last."""
+"""A token and the token after it; None in place of the latter for the last token in a row."""
 UNLABELLED = -100
 """Label of a position whose next token has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBatch(PackedBatch):
-    """One forward of rows whose common prefixes occur once; attention follows each row's path in the tree."""
+    """One forward pass over rows whose common prefixes occur only once. Attention follows each row's path in the
+    tree."""
 
     places_B: tuple[np.ndarray, ...]
-    """[B] arrays: for each row, the index of each of its tokens in the forward."""
+    """[B] arrays: for each row, the index of each token within the forward pass."""
     segments: tuple[Span, ...]
-    """Unbranched segments of the tree."""
+    """Segments of the tree without branches."""
 
     @property
     def spans(self) -> list[Span]:
-        """Attention spans: one per segment, with the path to it as prefix."""
+        """Spans of tokens that attend to each other: one per segment, with the path from the root to the segment as
+        prefix."""
         return list(self.segments)
 
     @property
@@ -53,7 +55,7 @@ class TreeBatch(PackedBatch):
 
     @property
     def labels_W(self) -> np.ndarray:
-        """int64: the next token of each position if it has a score, else UNLABELLED."""
+        """int64: the token that follows each position if that token is scored, else UNLABELLED."""
         labels_W = np.full(self.width, UNLABELLED, np.int64)
         scored_N = np.concatenate([row.scored for row in self.rows])
         labels_W[self.before_N[scored_N]] = np.concatenate([row.response_ids for row in self.rows])[scored_N]

@@ -1,4 +1,4 @@
-"""Reading a trace for replay: the tokens of a step, their forwards, and their recorded logprobs."""
+"""Reading a trace for replay: the tokens in a step, their forward passes, and their recorded logprobs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from .backends.trusted import KERNELS_VARIABLE, check_contract
 
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
 _UNNEEDED = ("routing", "routing_start", "attempt")
-"""Columns of scores that are not needed to rebuild a forward."""
+"""Columns of the scores table that are not needed to rebuild a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow:
-    """One sequence of a step, with its row of the replayed pass."""
+    """One sequence in a step, with its row in the replayed pass."""
 
     seq_id: str
     prompt_ids: np.ndarray
@@ -48,7 +48,7 @@ class RecordedRow:
     response_ids: np.ndarray
     """[T] int32: token ids of the response."""
     logprobs: np.ndarray
-    """[T] float32, nats; meaningless where `scored` is false."""
+    """[T] float32: log-probabilities in nats; meaningless where `scored` is false."""
     scored: np.ndarray
     """[T] bool: true if the pass has a logprob of this token."""
     policy_version: int
@@ -59,17 +59,17 @@ class RecordedRow:
     pad_left: int
     pad_right: int
     iteration: int = 0
-    """Number of earlier scores of this sequence in this step and pass."""
+    """Number of times this sequence was already scored before in the same step and pass."""
     version_assumed: str = ""
-    """Origin of `policy_version` if it was not recorded with the scores; empty if it was."""
+    """Where `policy_version` was taken from if it was not recorded with the scores; empty if it was recorded."""
     composition_known: bool = True
-    """True if the rows that shared a forward were recorded; otherwise each runs alone."""
+    """True if the trace records which rows shared a forward pass; otherwise each row runs alone."""
     captured: bool = False
     """True if the replay keeps this row's distributions."""
     routing: str | None = None
     routing_start: int | None = None
     attempt: int | None = None
-    """Training attempt that recorded it; None outside of training."""
+    """Training attempt that recorded the row; None if it was recorded outside of training."""
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +106,7 @@ class RecordedRun:
         self.model, self.tokenizer = self._identities()
 
     def look(self) -> None:
-        """Take a new snapshot, to see what was added since the last one."""
+        """Take a new snapshot of the trace, which includes everything added since the last snapshot."""
         self.snapshot = take_snapshot(self.store)
         self.newest = newest_attempts(self.snapshot)
         self._files = TraceFiles()
@@ -118,7 +118,8 @@ class RecordedRun:
 
     @cached_property
     def replayed_pass(self) -> str:
-        """The pass that is scored again: the trainer's, or the engine's if there is no other, as in dumps of responses."""
+        """Name of the pass that is scored again: the trainer's pass, or the engine's if there is no trainer pass, as in
+        traces imported from response dumps."""
         return ROLLOUT if not self.steps(TRAIN) and self.steps(ROLLOUT) else TRAIN
 
     @property
@@ -132,12 +133,14 @@ class RecordedRun:
 
     @cached_property
     def weights(self) -> WeightReader | CheckpointReader:
-        """Reader of the weights of each policy version."""
+        """Reader for the weights of each policy version."""
         return open_weights(self.store, self.weights_from)
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
-        for state in sorted(states, key=lambda state: "class" not in state.model):  # engines do not record the class
+        for state in sorted(
+            states, key=lambda state: "class" not in state.model
+        ):  # Engines do not record the model's class.
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
                     raise CannotReplay(
@@ -155,23 +158,23 @@ class RecordedRun:
         )
 
     def steps(self, pass_name: str) -> list[int]:
-        """Return the steps with scores of a pass."""
+        """Return the steps that have scores in a pass."""
         table = self.table(SCORES, ds.field("pass") == pass_name, ["step"])
         return sorted(set(table["step"].to_pylist()))
 
     @cached_property
     def longest(self) -> int:
-        """Length of the longest sequence in tokens, prompt and response."""
+        """Length of the longest sequence, in tokens, including prompt and response."""
         lengths = self.table(SEQUENCES, ds.scalar(True), ["num_prompt_tokens", "num_response_tokens"])
         total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
         return int(pc.max(total).as_py() or 0)
 
     def unsealed_steps(self, pass_name: str) -> set[int]:
-        """Return the steps with scores of a pass in open journals."""
+        """Return the steps that have scores in a pass whose journals are not sealed yet."""
         return {step for step, _ in self._unsealed(pass_name)}
 
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
-        """Return step -> sequences with scores of a pass, sealed or not."""
+        """Return step -> sequences that have scores in a pass, whether or not the scores are sealed."""
         wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
         sealed = self.table(SCORES, wanted, ["step", "seq_id"])
         found: dict[int, set[str]] = {step: set() for step in steps}
@@ -190,7 +193,7 @@ class RecordedRun:
         return list(zip(rows["step"].to_pylist(), rows["seq_id"].to_pylist(), strict=True))
 
     def contract(self, pass_name: str, digest: str) -> Contract:
-        """Return a pass's contract by its hash. Raises CannotReplay."""
+        """Return the contract with the given hash under which a pass was recorded. Raises CannotReplay."""
         try:
             return read_contract(self.store, pass_name, digest)
         except DamagedTrace as error:
@@ -213,7 +216,7 @@ class RecordedRun:
         return whole
 
     def arms(self, pass_name: str) -> list[Contract]:
-        """Return all contracts of a pass."""
+        """Return all contracts under which a pass was recorded."""
         folder = f"{PASSES}/{pass_name}"
         return [self.contract(pass_name, name.removesuffix(".json")) for name in self.store.files(folder)]
 
@@ -235,12 +238,15 @@ class RecordedRun:
         )
 
     def check_adapter(self, adapter: str | None) -> None:
-        """Raise CannotReplay if an arm asks for adapters off or merged and the model has none."""
+        """Raise CannotReplay if an arm turns adapters off or merges them, and the model has no adapters."""
         if adapter is not None and not self.model.get("adapters"):
             raise CannotReplay(f"adapter {adapter}: {self.store.url} has a model without adapters")
 
     def routing(self, rows: Sequence[RecordedRow]) -> list[Routing]:
-        """Return the experts chosen for each row's tokens. Raises CannotReplay if they were not recorded, and DamagedTrace."""
+        """Return the experts selected for each token in each row.
+
+        Raises CannotReplay if they were not recorded, and DamagedTrace.
+        """
         places = []
         for row in rows:
             if row.routing is None or row.routing_start is None:
@@ -253,7 +259,8 @@ class RecordedRun:
         return set(self.table(SCORES, ds.field("pass") == pass_name, ["writer"])["writer"].to_pylist())
 
     def step(self, step: int, pass_name: str | None = None) -> list[RecordedRow]:
-        """Return the rows of a step, in the order of their forwards, for the replayed pass or another one.
+        """Return the rows that a step has in the replayed pass, or in another pass, in the order of their forward
+        passes.
 
         Raises CannotReplay.
         """
@@ -324,7 +331,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Return columns of a table's rows that meet a condition, from the newest attempt at each step."""
+        """Return some columns of the table rows that meet a condition, from the newest attempt at each step."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:

@@ -24,31 +24,33 @@ class ReplayedStep:
     step: int
     num_tokens: int
     num_equal: int
-    """Tokens with the recorded bits."""
+    """Number of tokens whose logprob has the same bits as the recorded one."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: bool
-    """True if replaying this step as recorded reproduced every bit: only then is d due to the arm alone."""
+    """True if replaying this step as recorded reproduced every bit. Only then are the differences d due to the arm
+    alone."""
     not_held: str | None = None
-    """Why it did not: `refused` (the recording does not run here), a code of `trusted.WHY` (recorded code was replaced),
-    `conditions` (other settings, versions or hardware) or `unexplained`; None if it did."""
+    """Why replaying the step as recorded did not reproduce every bit: `refused` (the recording does not run here), a
+    code of `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
+    `unexplained`; None if it did."""
     differs: tuple[str, ...] = ()
-    """For the identity arm, if bits differ: contract fields that differ, `field: recorded, now`, or why it was refused."""
+    """For the identity arm only, if bits differ: the contract fields that differ, or why the replay was refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedArm:
-    """One arm over all replayed steps; d = replay - train, nats."""
+    """Summary of one arm over all replayed steps; d = replay - train, nats."""
 
     arm: str
     num_steps: int
     num_tokens: int
     share_equal: float
-    """Share of tokens with the recorded bits."""
+    """Share of tokens whose logprob has the same bits as the recorded one."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: int
-    """Steps in which replaying as recorded reproduced every bit."""
+    """Number of steps in which replaying as recorded reproduced every bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +60,13 @@ class GroupSums:
     arm: str
     step: int
     weight: float
-    """Number of the step's groups that this one represents."""
+    """Number of groups in the step that this sampled group represents."""
     num_sequences: int
     num_tokens: int
     num_equal: int
     sum_abs_d: float
     sum_k3: float
-    """Sum of exp(d) - 1 - d."""
+    """Sum over tokens of exp(d) - 1 - d."""
 
     def __add__(self, other: GroupSums) -> GroupSums:
         added = ("num_sequences", "num_tokens", "num_equal", "sum_abs_d", "sum_k3")
@@ -81,7 +83,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
         self.plan = ReplayPlan() if plan is None else plan
         """The planned work, with time estimates after a dry run."""
         self.sample = sample
-        """The sample, if only a sample was scored: steps then describe the sample."""
+        """The sample, if only a sample was scored; the steps then describe only the sampled sequences."""
         self.groups: list[GroupSums] = []
         """Sums of each sampled group under each arm."""
 
@@ -93,7 +95,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
 
 
 def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
-    """Summarize each arm over its steps."""
+    """Return a summary of each arm over its steps."""
     summaries = []
     for name in dict.fromkeys(result.arm for result in results):
         steps = [result for result in results if result.arm == name]

@@ -1,6 +1,6 @@
-"""A random share of a trace's sequences, drawn by prompt group and spread over the steps.
+"""Draw a random share of a trace's sequences, in whole prompt groups spread over the steps.
 
-Shapes: G groups of a step.
+Shapes: G groups in a step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from ..schemas.layout import SCORES, SEQUENCES
 from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
-"""Seed of every sample: a trace always gives the same groups, and a larger share includes a smaller one."""
+"""Seed used for every sample. A trace always gives the same groups, and a larger sample includes every smaller one."""
 STEPS_AT_ONCE = 64
-"""Steps whose sequences are in memory while a sample is drawn or a replay planned."""
+"""Number of steps whose sequences are held in memory at a time while a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949
-"""Its multiples modulo 1 are evenly spread over [0, 1), whichever steps are chosen."""
+"""Golden ratio minus 1, which offsets each step's places: its multiples modulo 1 are evenly spread over [0, 1),
+whichever steps are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,27 +34,27 @@ class SampledStep:
     unit_of: dict[str, str]
     """Drawn sequence -> its group; a sequence without a group_id is its own group."""
     num_groups: int
-    """Groups of the whole step."""
+    """Number of groups in the whole step, drawn or not."""
     num_sequences: int
-    """Sequences of the whole step."""
+    """Number of sequences in the whole step, drawn or not."""
     weight: float
-    """Number of the step's groups that a drawn one represents."""
+    """Number of groups in the step that each drawn group represents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Groups of the replayed steps, each drawn with probability `share`."""
+    """A sample of the groups in the replayed steps. Each group is drawn with probability `share`."""
 
     share: float
     seed: int
     steps: dict[int, SampledStep]
-    """Steps with a drawn group."""
+    """Step -> its sampled groups. Steps without a drawn group are missing."""
     num_groups: int
-    """Groups of all requested steps."""
+    """Number of groups in all requested steps."""
     num_sequences: int
-    """Sequences of all requested steps."""
+    """Number of sequences in all requested steps."""
     num_steps: int
-    """Requested steps."""
+    """Number of requested steps."""
 
     @property
     def num_drawn(self) -> int:
@@ -62,7 +63,8 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """Entry in the contract of a sampled pass; independent of the share, so that a sample can be extended."""
+        """Entry that a sampled pass adds to its contract. The entry does not depend on the share, so that a sample can
+        be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[RecordedRow]) -> list[RecordedRow]:
@@ -89,7 +91,7 @@ def parse_sample(text: str | float) -> float:
 
 
 def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int], *, seed: int = SEED) -> Sample:
-    """Draw from the sequences of the replayed pass at these steps; `wanted` is the result of parse_sample.
+    """Draw a sample from the sequences in the replayed pass at these steps; `wanted` is the result of parse_sample.
 
     Raises InvalidOption if no sequence is drawn.
     """
@@ -110,15 +112,16 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int], *, seed: 
 
 
 def batched(steps: Sequence[int], number: int) -> Iterator[Sequence[int]]:
-    """Yield the steps, `number` at a time."""
+    """Yield the steps in lists of up to `number`."""
     for start in range(0, len(steps), number):
         yield steps[start : start + number]
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Return group -> place in [0, 1), evenly spaced in random order; a sample is the groups whose place is below its share.
+    """Return group -> place in [0, 1). Places are evenly spaced in random order.
 
-    Over seeds each place is uniformly distributed. G * share of G groups are drawn, rounded up or down at random.
+    A sample consists of the groups whose place is below its share. Over all seeds, each place is uniformly distributed.
+    Of G groups, G * share are drawn, rounded up or down at random.
     """
     order = sorted(groups, key=lambda group: (_hash(f"{seed}/{step}/{group}"), group))
     offset = (_hash(str(seed)) / 2**64 + step * _GOLDEN) % 1.0
@@ -130,13 +133,13 @@ def _hash(text: str) -> int:
 
 
 def _num_sequences(run: RecordedRun, steps: Sequence[int]) -> int:
-    """Return the number of sequences of the replayed pass at these steps."""
+    """Return the number of sequences in the replayed pass at these steps."""
     chosen = ds.field("step").isin(list(steps)) & (ds.field("pass") == run.replayed_pass) & (ds.field("iteration") == 0)
     return int(run.table(SCORES, chosen, ["step"]).num_rows)
 
 
 def _groups(run: RecordedRun, steps: Sequence[int]) -> dict[int, dict[str, list[str]]]:
-    """Return step -> group -> sequences."""
+    """Return step -> group -> sequences in that group."""
     chosen = ds.field("step").isin(list(steps))
     known = run.table(SEQUENCES, chosen, ["step", "seq_id", "group_id"])
     group_of = {

@@ -19,18 +19,19 @@ class Scored:
 
     rows: list[RecordedRow] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
-    """For each row its response logprobs [T], nats."""
+    """One array per row: the logprobs [T] of the response tokens, nats."""
     batches: list[ForwardBatch] = field(default_factory=list)
-    """Forwards of the rows, in order; empty if the engine batches by itself."""
+    """Forward passes in which the rows ran, in order; empty if the engine forms its own batches."""
     distributions: dict[str, Distribution] = field(default_factory=dict)
     """Sequence name -> distributions, for captured rows."""
     routing: list[Routing] = field(default_factory=list)
-    """Experts of each row's tokens; empty if the recorded pass has no routing, or routers were not observed."""
+    """Experts selected for the tokens in each row; empty if the recorded pass has no routing, or routers were not
+    observed."""
     kept: np.ndarray | None = None
     """Indices of `rows` among the rows of `batches`; None if they are the same."""
 
     def only(self, names: Container[str]) -> Scored:
-        """Return the scores of these sequences only."""
+        """Return only the scores for the sequences in `names`."""
         kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
         return Scored(
             rows=[self.rows[place] for place in kept],
@@ -42,7 +43,7 @@ class Scored:
         )
 
     def extend(self, part: Scored) -> None:
-        """Append the scores of other rows of the step."""
+        """Append the scores for other rows in the same step."""
         self.rows.extend(part.rows)
         self.logprobs.extend(part.logprobs)
         self.batches.extend(part.batches)

@@ -1,4 +1,4 @@
-"""Torch's settings of a recorded pass, restored while it is replayed."""
+"""The torch settings under which a pass was recorded, applied again while the pass is replayed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from .arms import Arm
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
-"""The value that torch requires for deterministic algorithms with cuBLAS; no effect on a CPU."""
+"""Value of CUBLAS_WORKSPACE_CONFIG that torch requires for deterministic algorithms with cuBLAS; no effect on a CPU."""
 INFORMATIVE = frozenset({
     "default_dtype", "num_interop_threads", "cpu_capability", "cuda", "cudnn", "cuda_matmul_allow_tf32",
 })  # fmt: skip
-"""Recorded settings that are not restored: facts of the machine, settings for building models, and an alias of a precision."""
+"""Recorded settings that a replay does not apply: facts about the machine, settings used while building models, and an
+alias of another precision setting."""
 _cuda_began: list[str | None] = []
 """First element: CUBLAS_WORKSPACE_CONFIG at the time CUDA started in this process; empty before that."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return recorded setting -> its setter, in the order in which they must be set. Needs torch."""
+    """Return name of a recorded setting -> its setter, in the order in which the settings must be applied. Needs
+    torch."""
     import torch
 
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
@@ -55,7 +57,10 @@ def switches() -> dict[str, Callable[[Any], object]]:
 
 
 def autocast_dtype(contract: Contract) -> Any:
-    """Return the dtype of a recorded pass's autocast; None without one, or for float32, where it has no effect. Needs torch."""
+    """Return the autocast dtype of a recorded pass. Needs torch.
+
+    Return None if the pass did not use autocast, or used it with float32, which has no effect.
+    """
     import torch
 
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
@@ -63,7 +68,7 @@ def autocast_dtype(contract: Contract) -> Any:
 
 
 def autocast(device: Any, dtype: Any) -> Any:
-    """Return a context manager of autocast to torch's `dtype`; a null context if it is None."""
+    """Return a context manager for autocast to the torch dtype `dtype`, or a null context if `dtype` is None."""
     import torch
 
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
@@ -71,9 +76,10 @@ def autocast(device: Any, dtype: Any) -> Any:
 
 @contextmanager
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Set CUBLAS_WORKSPACE_CONFIG to its recorded value, which CUDA reads when it starts, and restore it afterwards.
+    """Set the environment variable CUBLAS_WORKSPACE_CONFIG to its recorded value in this context.
 
-    If it is unset, deterministic algorithms get the value that torch requires.
+    CUDA reads the variable when CUDA starts. If no value was recorded, the value that torch requires is set for
+    deterministic algorithms. The previous value is restored afterwards.
     """
     import torch
 
@@ -107,7 +113,8 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Apply the recorded settings with the arm's changes, and restore everything afterwards."""
+    """Apply the recorded settings with the arm's changes in this context, and restore the previous settings
+    afterwards."""
     import torch
 
     before = torch_settings()
@@ -127,7 +134,7 @@ def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
 
 
 def used_settings(recorded: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
-    """Return torch's settings in effect under the arm."""
+    """Return the torch settings that are in effect under an arm."""
     with settings(recorded, arm):
         found = torch_settings()
     return found | ({"cublas_workspace_config": _cuda_began[0]} if _cuda_began else {})
@@ -138,6 +145,6 @@ def _apply(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        # A build without CUDA has fewer libraries; the arm's contract then records the one in use.
+        # A torch build without CUDA has fewer libraries. The arm's contract then records the library in use.
         with suppress(RuntimeError):
             change(value)

@@ -23,11 +23,11 @@ from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
 
 _PROBE_ROWS = 32
-"""Rows on which the pace is measured."""
+"""Number of rows on which the pace is measured."""
 
 
 class VllmScorer:
-    """Scores steps with a vLLM engine that has the recorded arguments and the arm's changes."""
+    """Scorer of an arm with a vLLM engine that has the recorded arguments and the arm's changes."""
 
     keeps_batches = False
     starts_with_weights = True
@@ -59,12 +59,13 @@ class VllmScorer:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices in use."""
+        """Number of devices that the engine uses."""
         return int(self._arguments().get("tensor_parallel_size") or 1)
 
     @property
     def dtype(self) -> str:
-        """torch's name of the engine's dtype: the arm's, the recorded engine's, or the trainer's."""
+        """torch's name for the engine's dtype: the one set by the arm, else that of the recorded engine, else the
+        trainer's."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
         trusted.check_dtype(dtype)
         return dtype
@@ -83,7 +84,7 @@ class VllmScorer:
         recorded, needed = (
             arguments.get("max_model_len"),
             self.run.longest + 1,
-        )  # scoring a sequence samples one more token
+        )  # To score a sequence, vLLM also samples one more token.
         if recorded is None or (isinstance(recorded, int) and 0 < recorded < needed):
             arguments["max_model_len"] = needed
         if self.arm.max_model_len is not None:
@@ -114,12 +115,13 @@ class VllmScorer:
         return arguments
 
     def build(self) -> VllmEngine:
-        """Return an engine that starts with its first weights."""
+        """Return a vLLM engine that is started only when it gets its first weights."""
         config = trusted.safe_config(config_of(self.run.model))
         return VllmEngine(config, self._arguments(), decodes=self._decodes, device=self.device)
 
     def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights with adapters merged; vLLM rounds them to its dtype. Raises CannotReplay."""
+        """Load a version's weights, with adapters merged. vLLM rounds the weights to the engine's dtype. Raises
+        CannotReplay."""
         engine.put(self._weights(tensors))
 
     def attach(self, engine: VllmEngine, shared: Any = None) -> Any:
@@ -132,7 +134,7 @@ class VllmScorer:
         self._engine = None
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows` of a step: the same rows."""
+        """Return the rows that must run to score `rows` in a step, which are `rows` themselves."""
         return rows
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
@@ -144,7 +146,10 @@ class VllmScorer:
         return work([rows], self.arm.cached_tokens)
 
     def score(self, rows: list[RecordedRow], told: Told = untold) -> Scored:
-        """Score rows with the loaded weights; the temperature is applied here, since vLLM returns raw logprobs."""
+        """Return the scores of rows under the loaded weights.
+
+        The temperature is applied here, since vLLM returns logprobs before temperature.
+        """
         assert self._engine is not None
         values, distributions = self._engine.score(
             rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p, self.capture

@@ -1,6 +1,6 @@
 """From hidden states to log-probabilities, a chunk of tokens at a time.
 
-Shapes: N tokens, C tokens of a chunk, H hidden width, V vocabulary.
+Shapes: N tokens, C tokens per chunk, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class Head:
     top_k: int | None = None
     top_p: float | None = None
     projection_dtype: Any = None
-    """torch's dtype of the projection; None for that of the hidden states."""
+    """torch dtype of the projection; None for the dtype of the hidden states."""
     logits_dtype: Any = None
-    """torch's dtype of the logits and everything after; None for float32, or float64 after a float64 projection."""
+    """torch dtype of the logits and of everything computed from them; None for float32, or for float64 after a float64
+    projection."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
         """Return the log-probabilities [N], nats, of tokens `ids_N` given the hidden states before them."""
@@ -53,7 +54,7 @@ class Head:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
         if logits_CV.dtype in (torch.bfloat16, torch.float16):
-            # As TRL and verl do for 16-bit logits: round once, rather than round a rounded sum again.
+            # Like TRL and verl for 16-bit logits: round once, instead of rounding an already rounded sum again.
             return logits_CV.log_softmax(dim=-1).gather(-1, ids_C[:, None]).squeeze(-1)
         return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 

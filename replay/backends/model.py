@@ -19,11 +19,11 @@ from ...tracer.weights.reader import Tensor
 from . import adapters, packing, trusted
 
 Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Function from a version's recorded tensors to the tensors that the model loads."""
+"""Function from the recorded tensors of a policy version to the tensors that the model loads."""
 _ROOM = 0.8
-"""Share of a GPU's free memory for weights; the rest is for activations."""
+"""Maximum share of a GPU's free memory that weights may take; the rest is left for activations."""
 MAX_MODULES = 200_000
-"""Maximum number of modules and tensors of a model."""
+"""Maximum number of modules and tensors in a model. A larger model is refused."""
 
 
 def build(
@@ -66,7 +66,7 @@ def build(
             model = adapters.put_on(model, identity).get_base_model()
     except CannotReplay:
         raise
-    except Exception as error:  # transformers raises any exception for a config that does not fit the class
+    except Exception as error:  # If a config does not fit the class, transformers may raise any exception.
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
             f"recorded in the trace (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
@@ -75,7 +75,7 @@ def build(
 
 
 def _placed(model: Any, device: str) -> Any:
-    """Move the model to the device; one larger than a GPU is split by layer over all visible GPUs."""
+    """Move the model to the device and return it. A model larger than a GPU is split by layer over all visible GPUs."""
     import torch
 
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -83,7 +83,7 @@ def _placed(model: Any, device: str) -> Any:
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
         return divided(model, {index: int(_ROOM * torch.cuda.mem_get_info(index)[0]) for index in range(num_gpus)})
     for parameter in model.parameters() if device == "cuda" else ():
-        # Weights are loaded directly on the device; the host memory reserved for them was never touched.
+        # Weights are loaded directly onto the device. The host memory reserved for them was never written.
         parameter.data = torch.empty_like(parameter, device=device)
     return model.to(device)
 
@@ -106,7 +106,7 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
-    """Return the function from a version's recorded tensors to those that the built model loads.
+    """Return the function from the recorded tensors of a policy version to the tensors that the built model loads.
 
     `adapter` is the arm's `merged` or `off`, or None if adapters stay separate; `dtype` is torch's name of the recorded
     dtype, in which they are merged, on the CPU. Raises CannotReplay.
@@ -223,7 +223,7 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     """Load a version's weights into the model, bit for bit or rounded to `dtype`. Raises CannotReplay."""
     import torch
 
-    wanted = model.state_dict(keep_vars=True)  # the tensors themselves, so that their dtype can be changed
+    wanted = model.state_dict(keep_vars=True)  # The tensors themselves are needed, so that their dtype can be changed.
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CannotReplay(

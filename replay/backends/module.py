@@ -1,6 +1,6 @@
 """Scoring with a user's own model that returns only logits.
 
-Shapes: B rows of a forward, W its width, N scored tokens, T response tokens of a row, V vocabulary.
+Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens in a row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ModuleScorer:
     name = "tim_trace.replay.backends.module.ModuleScorer"
 
     def __init__(self, model: Any, head: Head, arm: Arm):
-        """Raise CannotReplay if the arm has changes that such a model does not support."""
+        """Raise CannotReplay if the arm has changes that a model returning only logits does not support."""
         for name in arm.lacking(FACTORY):
             raise CannotReplay(
                 f"{phrase(name, getattr(arm, name))}: cannot be changed, because the model factory's model returns only logits; give it "
@@ -42,7 +42,8 @@ class ModuleScorer:
             return self.logprobs(batch)
 
     def logprobs(self, batch: PaddedBatch) -> Any:
-        """As `__call__`, but differentiable if gradients are enabled."""
+        """Return the log-probabilities [N], nats, of the batch's response tokens; differentiable if gradients are
+        enabled."""
         import torch
 
         device = next(self._model.parameters()).device

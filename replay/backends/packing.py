@@ -1,6 +1,6 @@
 """Attention over rows packed end to end in one forward: a row sees only itself and its shared prompt.
 
-Shapes: N heads, G key-value heads, W width of the forward, D head width.
+Shapes: N heads, G key-value heads, W tokens in a forward pass, D head width.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens of a forward that attend to each other and to a prefix."""
+    """Tokens in a forward pass that attend to each other and to a prefix."""
 
     start: int
     end: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """Preceding parts of their row, in order, each as (start, end), end exclusive."""
+    """Preceding parts of the same row, in order, each as (start, end); end is exclusive."""
 
 
 @dataclass(slots=True)
 class RowSpans:
-    """The rows of a packed forward."""
+    """The rows in a packed forward pass."""
 
     spans: Sequence[Span]
     num_attentions: int = 0
@@ -50,7 +50,7 @@ def check(config: Any) -> None:
 
 
 def check_all(rows: RowSpans, config: Any) -> None:
-    """Raise CannotReplay if some layers of a forward ignored the spans."""
+    """Raise CannotReplay if some layers ignored the spans in a forward pass."""
     layers = config.get_text_config().num_hidden_layers
     if rows.num_attentions != layers:
         raise _cannot(f"only {rows.num_attentions} of the model's {layers} layers can keep rows apart")

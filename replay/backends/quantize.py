@@ -1,6 +1,6 @@
 """Weight-only fake quantisation: weights are rounded to the values of a quantised engine, in their own dtype.
 
-Shapes: E experts, O outputs and I inputs of a linear layer, G inputs of a group.
+Shapes: E experts, O outputs and I inputs of a linear layer, G inputs per group.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 GROUP = 128
-"""G: inputs that share a scale; a row's last group may be shorter."""
+"""G: number of inputs that share a scale. The last group in a row may be shorter."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 """Largest representable magnitude of each format; fp8 is e4m3."""
 
@@ -30,7 +30,7 @@ def quantize(model: Any, kind: str) -> None:
 
 
 def rounded(weight_OI: Any, kind: str) -> Any:
-    """Return a weight rounded to the format `kind`, with one symmetric scale per group, from its largest magnitude.
+    """Return a weight rounded to the format `kind`. Each group has one symmetric scale, from its largest magnitude.
 
     int8 has 255 values and int4 has 15.
     """

@@ -1,7 +1,7 @@
 """Observing a replayed model's routers, and forcing their recorded choices.
 
-Shapes: B rows of a forward, W its width, C tokens of one call (B times a part of W), L routers, S experts of a token,
-N tokens of the rows.
+Shapes: B rows in a forward pass, W padded row length, C tokens per router call (B times a part of W), L routers, S
+experts selected per token, N tokens in all rows.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def followed(
     *,
     keeps_same_sets: bool = False,
 ) -> Iterator[None]:
-    """Append to `into` the routers' choices for each row's tokens in one forward; nothing if there are no routers.
+    """Append to `into` the routers' choices for each row's tokens in a forward pass; nothing if there are no routers.
 
-    With `recorded`, the routers return these ids, weights and slot order instead of their own. Padding keeps the router's
-    own choice, and with `keeps_same_sets` so does a token with the same set of experts. Raises CannotReplay if the recorded
-    choices do not fit this model.
+    With `recorded`, the routers return these ids, weights and slot order instead of their own. Padding tokens keep the
+    router's own choice. With `keeps_same_sets`, so does a token for which both choose the same set of experts. Raises
+    CannotReplay if the recorded choices do not fit this model.
     """
     if not known:
         yield
@@ -74,7 +74,7 @@ def _forced(
 
 
 class Table:
-    """The recorded choices in the layout of the batch."""
+    """The recorded expert choices, arranged in the layout of the batch."""
 
     def __init__(
         self, known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing], keeps_same_sets: bool
@@ -96,7 +96,7 @@ class Table:
         self.weights_BWLS = np.zeros(self.ids_BWLS.shape, weights_NLS.dtype)
         self.ids_BWLS[cells], self.weights_BWLS[cells] = ids_NLS, weights_NLS
         self._done = [0] * num_layers
-        """Number of columns that each router has processed."""
+        """[L] number of columns that each router has processed."""
 
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
         """Return a router's output with its choice replaced by the recorded one."""
@@ -121,7 +121,7 @@ class Table:
 
 
 def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
-    """Split the observed choices by row; each router call covers part of the width."""
+    """Yield the observed choices for each row; each router call covers some of the batch's columns."""
     import torch
 
     places_N = torch.from_numpy(batch.places_N)

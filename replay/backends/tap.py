@@ -1,7 +1,7 @@
 """Distributions of a replay's captured rows, from the hidden states of the scoring forward.
 
-Shapes: B rows of a forward, W its width, P positions of the flattened forward, T response tokens of a row, H hidden width,
-C tokens of a chunk, V vocabulary.
+Shapes: B rows in a forward pass, W padded row length, P positions in the flattened forward pass, T response tokens in a
+row, H hidden width, C tokens per chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .head import cut
 
 
 class HiddenTap:
-    """Records the backbone's hidden states while rows are scored.
+    """Recorder of the backbone's hidden states while rows are scored.
 
-    A read-only forward hook; scores are unaffected. The hidden states of captured rows are projected a second time, so a
-    captured logit may differ in its last bit from the one used for scoring.
+    The recorder is a read-only forward hook and does not affect scores. The hidden states of captured rows are
+    projected a second time, so a captured logit may differ in its last bit from the one used for scoring.
     """
 
     def __init__(self, scorer: Any, batch: ForwardBatch):
@@ -83,7 +83,8 @@ def cutting(top_k: int | None, top_p: float | None, temperature: float, dtype: A
 
 
 def head_contract(model: Any, dtype: Any, logits_dtype: Any) -> dict[str, Any]:
-    """Return how to compute logits from captured hidden states, with the weights of the score's policy version.
+    """Return the contract entry for computing logits from captured hidden states, with weights of the policy version
+    scored.
 
     logits = cap(scale * (round(hidden) @ round(weight).T + round(bias))), rounded to the projection's dtype.
     """

@@ -1,6 +1,6 @@
 """Scoring with a transformers model and our own head: prefill, packed, or through the KV cache.
 
-Shapes: B rows of a forward, W its width, K its scored positions, N scored tokens, H hidden width.
+Shapes: B rows in a forward pass, W padded row length, K scored positions per row, N scored tokens, H hidden width.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .head import Head
 
 
 class TransformersScorer:
-    """Runs the backbone and projects the hidden states that predict response tokens."""
+    """Scorer that runs the backbone and projects the hidden states that predict response tokens."""
 
     name = "tim_trace.replay.backends.transformers.TransformersScorer"
 
@@ -39,7 +39,7 @@ class TransformersScorer:
         self._kv_dtype = kv_dtype
         self._autocast = autocast_dtype
         self.told: Told = untold
-        """Progress callback for the shares of a batch that went through the KV cache."""
+        """Progress callback, called with each share of a batch that has run through the KV cache."""
         self._compiled = _compiled(model.base_model) if compile else None
 
     def __call__(self, batch: ForwardBatch) -> Any:
@@ -50,7 +50,8 @@ class TransformersScorer:
             return self.logprobs(batch)
 
     def logprobs(self, batch: ForwardBatch) -> Any:
-        """As `__call__`, but differentiable if gradients are enabled."""
+        """Return the log-probabilities [N], nats, of the batch's response tokens; differentiable if gradients are
+        enabled."""
         import torch
 
         double = next(self._model.parameters()).dtype == torch.float64
@@ -72,7 +73,7 @@ class TransformersScorer:
         return next(self._model.parameters()).device
 
     def _padded(self, batch: PaddedBatch) -> tuple[Any, Any]:
-        """Return hidden states and ids of the flattened forward."""
+        """Return the hidden states and token ids in the flattened forward pass."""
         import torch
 
         ids_BW = torch.from_numpy(batch.ids_BW).to(self._device)
@@ -152,7 +153,7 @@ def kv_cache(config: Any, kv_dtype: str | None) -> Any:
     largest = torch.finfo(torch.float8_e4m3fn).max
 
     class Fp8Cache(DynamicCache):  # type: ignore[misc]
-        """Rounds keys and values to e4m3."""
+        """KV cache that rounds keys and values to e4m3."""
 
         def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
             def rounded(states: Any) -> Any:

@@ -21,7 +21,7 @@ class TrlScorer:
     """Calls the trainer's scoring function as the recorded pass did."""
 
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
-        """Give the model TRL's fused head; `autocast_dtype` None turns autocast off.
+        """Give the model TRL's fused head; if `autocast_dtype` is None, autocast is off.
 
         Raises CannotReplay if the function is not TRL's own or not installed.
         """
@@ -50,7 +50,8 @@ class TrlScorer:
             return self.logprobs(batch).detach()
 
     def logprobs(self, batch: ForwardBatch) -> Any:
-        """As `__call__`, but differentiable if gradients are enabled."""
+        """Return the log-probabilities [N], nats, of the batch's response tokens; differentiable if gradients are
+        enabled."""
         import torch
 
         device = next(self._model.parameters()).device
@@ -68,7 +69,8 @@ class TrlScorer:
         return batch.last(logprobs_BK)
 
     def _of_tree(self, batch: TreeBatch, device: Any) -> Any:
-        """Run the model as the loss of AsyncGRPOTrainer does."""
+        """Return the logprobs of a prefix tree, with the model run in the same way as in the loss of
+        AsyncGRPOTrainer."""
         import torch
 
         rows = packing.RowSpans(batch.spans)

@@ -1,6 +1,6 @@
 """Scoring with vLLM: a prefill of the whole sequence, or a decode with the recorded tokens forced.
 
-Shapes: T response tokens, V vocabulary.
+Shapes: T response tokens in a row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class VllmEngine:
         self.device = device
         self.llm: Any = None
         self.not_compared: set[str] = set()
-        """Tensors whose values in the engine could not be verified; `all` with several processes."""
+        """Names of tensors whose values in the engine could not be verified; `all` if the engine has several
+        processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
@@ -71,7 +72,8 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
 
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Reload weights in the running engine; return False if they did not all arrive, or if that cannot be verified."""
+        """Reload weights in the running engine; return False if some did not arrive, or if their arrival cannot be
+        verified."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
         # On a CPU vLLM keeps the packing of the first version's experts.
         packs = self.device == "cpu" and has_experts(self.config)
@@ -97,9 +99,10 @@ class VllmEngine:
         top_p: float | None,
         capture: Capture,
     ) -> tuple[list[np.ndarray], dict[str, Distribution]]:
-        """Return each row's response logprobs [T] float32, and sequence -> distributions of captured rows.
+        """Return the response logprobs [T] float32 of each row, and sequence -> distributions for captured rows.
 
-        The engine's raw logprobs, or those after temperature, top-k and top-p, in this order. Raises CannotReplay.
+        These are the engine's raw logprobs, or those after temperature, top-k and top-p, applied in this order. Raises
+        CannotReplay.
         """
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
@@ -209,13 +212,14 @@ class VllmEngine:
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by their first names, without the aliases of tied ones."""
+    """Return tensors keyed by the first of their names, without the other names of tied tensors."""
     names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the tensors whose bits in the engine differ from these rounded to its dtype, or cannot be read."""
+    """Yield the names of tensors in the engine that differ from the given ones rounded to its dtype, or cannot be
+    read."""
     from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)
@@ -230,7 +234,8 @@ def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _free_share() -> float:
-    """Return the share of GPU memory for an engine: the free share minus a reserve of 0.03, up to vLLM's default of 0.9."""
+    """Return the share of GPU memory for an engine: the free share minus a reserve of 0.03, at most vLLM's default of
+    0.9."""
     import torch
 
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
@@ -273,7 +278,8 @@ def _distribution(entries: Any, processed_TV: Any, capture: Capture) -> Distribu
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that leaves only the forced token. vLLM reports the raw logprobs from before it."""
+    """Return a logits processor that allows only the forced token. The raw logprobs that vLLM reports are taken before
+    it."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

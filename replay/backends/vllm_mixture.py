@@ -1,8 +1,9 @@
 """A mixture of experts in vLLM: router and experts under transformers' names, and unpacked weights.
 
-vLLM computes a mixture in one module, with a router object that is not a module and one tensor for the weights of all experts.
+vLLM computes a mixture in one module, with a router object that is not a module and one tensor for the weights of all
+experts.
 
-Shapes: W tokens of a forward, E experts, J experts of a token, H hidden width, I inner width.
+Shapes: W tokens in a forward pass, E experts, J experts selected per token, H hidden width, I inner width.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ...schemas.errors import CannotReplay, option
 MODELS = ("Qwen3MoeForCausalLM",)
 """Models whose vLLM modules have transformers' names, and whose MLP consists of experts only."""
 _DIGIT = 256
-"""Integers below it are exact in every weight dtype."""
+"""Base for numbering weights: integers below it are exact in every dtype of weights."""
 _DIGITS = 4
 
 
@@ -56,7 +57,7 @@ def names_of(name: str, module: Any) -> list[str]:
 
 
 Select = Callable[[Any, Any], tuple[Any, Any]]
-"""Hidden states [W, H] and logits [W, E] -> weights [W, J] float32 and experts [W, J] int32."""
+"""Function from hidden states [W, H] and logits [W, E] to weights [W, J] float32 and expert ids [W, J] int32."""
 
 
 @contextmanager
@@ -92,7 +93,7 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
     first, second = (_unpacked(getattr(experts, weight), experts) for weight in ("w13_weight", "w2_weight"))
     if first is None or second is None:
         return
-    gate, up = first.chunk(2, dim=1)  # each is padded to the size that the kernel needs
+    gate, up = first.chunk(2, dim=1)  # Each tensor is padded to the size that the kernel needs.
     import torch
 
     yield f"{name}.gate_up_proj", torch.cat((gate[:, :inner], up[:, :inner]), dim=1)

@@ -1,4 +1,4 @@
-"""The recorded loss of a forward's rows, computed in torch.
+"""The recorded loss for the rows of a forward pass, computed in torch.
 
 Shapes: B rows, T their padded response width, N response tokens row by row, B1 one value per row.
 """
@@ -28,8 +28,8 @@ from .arm import GradientArm, corrected
 from .update import LossRow, Update
 
 Divisors = dict[str, tuple[float, float]]
-"""Key of a row -> two divisors of its loss, applied one after the other, as a trainer divides a micro-batch mean by the
-number of micro-batches."""
+"""Row key -> two divisors of the row's loss, applied one after the other, as a trainer divides a micro-batch mean by
+the number of micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class StepLoss:
     """The loss of an optimizer step under an arm."""
 
     loss: Loss
-    """The loss, with the arm's correction."""
+    """The recorded loss, with the arm's correction instead of its own."""
     below: str
-    """Pass in the denominator of the importance ratio."""
+    """Name of the pass in the denominator of the importance ratio."""
     above: str
-    """Pass in the numerator of the correction's ratio, train / rollout."""
+    """Name of the pass in the numerator of the correction's ratio, train / rollout."""
     divisors: Divisors
 
     def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
-        """Return the rows' share of the loss; the shares of all rows add up to it."""
+        """Return the rows' share of the loss. The shares of all rows add up to the loss of the optimizer step."""
         import torch
 
         cells = _Cells.of(rows, current_N)
@@ -55,7 +55,10 @@ class StepLoss:
         return (losses_B / first_B / second_B).sum()
 
     def _terms(self, cells: _Cells) -> Any:
-        """Return the terms of the loss, [B, T] or [B, 1]. Operations follow TRL's order, which decides how gradients round."""
+        """Return the terms of the loss, [B, T] or [B, 1].
+
+        Operations run in the same order as in TRL, since the order affects how gradients are rounded.
+        """
         import torch
 
         loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
@@ -85,7 +88,8 @@ class StepLoss:
         return term if divergence is None else term + loss.kl_coefficient * divergence
 
     def _phi(self, cells: _Cells, below_BT: Any) -> Any:
-        """Return vespo's weight from the sequence's ratio and the correction: [B, 1], or [B, T] with advantages per token."""
+        """Return the VESPO weight, from each sequence's ratio and correction: [B, 1], or [B, T] if advantages are per
+        token."""
         import torch
 
         loss, (low, high) = self.loss, VESPO_LOG_RATIO
@@ -102,7 +106,8 @@ class StepLoss:
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _divergence(self, cells: _Cells, ratio: Any) -> Any:
-        """Return k3 against the reference, exp(d) - d - 1, [B, T]; 0 for a token without a reference logprob."""
+        """Return the k3 divergence from the reference policy, exp(d) - d - 1, [B, T]; 0 for a token without a reference
+        logprob."""
         import torch
 
         current_BT, reference_BT = cells.current_BT, cells.logprobs(REFERENCE)
@@ -129,7 +134,7 @@ class StepLoss:
         return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
     def _aggregated(self, term: Any, mask_BT: Any) -> Any:
-        """Return the loss of each row [B] from its terms."""
+        """Return the loss of each row, [B], aggregated from its terms."""
         if self.loss.aggregation == "sequence" and term.shape[1] == 1:
             return term.squeeze(-1)
         sums_B = (term * mask_BT).sum(-1)
@@ -139,15 +144,15 @@ class StepLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """Values of rows, padded to the recorded width."""
+    """Inputs of the loss for some rows, padded to the recorded width."""
 
     rows: Sequence[LossRow]
     current_BT: Any
     mask_BT: Any
     advantage: Any
-    """[B, 1] or [B, T]"""
+    """[B, 1] or [B, T]: one advantage per row, or one per token."""
     place: Callable[[Sequence[np.ndarray], float], Any]
-    """Pads each row's values into [B, T]; the second argument fills the padding."""
+    """Function that pads each row's values to [B, T]; its second argument is the value of the padding."""
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:
@@ -177,7 +182,7 @@ class _Cells:
         )
 
     def logprobs(self, name: str) -> Any:
-        """Return a pass's logprobs [B, T], detached; NaN for tokens without one."""
+        """Return a pass's logprobs [B, T], detached from the graph; NaN for tokens without a logprob."""
         if name == CURRENT:
             return self.current_BT.detach()
         return self.place([entry.passes[name] for entry in self.rows], 0.0)
@@ -193,7 +198,7 @@ def _log_ratio(level: str, current_BT: Any, below_BT: Any, mask_BT: Any) -> Any:
 
 
 def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
-    """Return the recorded passes that a loss compares with under an arm."""
+    """Return the names of the recorded passes whose logprobs a loss uses under an arm."""
     under = corrected(loss, arm.correction)
     found = {arm.logprobs or loss.denominator}
     if under.correction != "none":
@@ -204,7 +209,8 @@ def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
 
 
 def divisors(loss: Loss, update: Update) -> Divisors:
-    """Return each row's divisors. Raises CannotReplay if the loss needs max_tokens and has none."""
+    """Return the divisors of each row's loss. Raises CannotReplay if the loss needs max_tokens, which was not
+    recorded."""
     places, num_rows = update.places, len(update.rows)
     alike = len({len(rows) for rows in places.values()}) == 1
     found: Divisors = {}
@@ -231,5 +237,5 @@ def divisors(loss: Loss, update: Update) -> Divisors:
 
 
 def key_of(entry: LossRow) -> str:
-    """Return a row's key within its optimizer step, which may contain a sequence more than once."""
+    """Return a key that identifies a row within its optimizer step, which may contain a sequence more than once."""
     return f"{entry.row.seq_id} {entry.row.iteration}"

@@ -1,6 +1,6 @@
-"""One optimizer step under each arm in turn; each gradient is compared with the first arm's, the reference.
+"""One optimizer step under each arm in turn. Each arm's gradient is compared with that of the first arm, the reference.
 
-Shapes: n micro-batches, M kinds of modules, K buckets of a sketch.
+Shapes: n micro-batches, M kinds of modules, K buckets per sketch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ ALL = "all"
 
 
 class StepPasses:
-    """Computes the gradients of an optimizer step; the first arm's is the reference of the others."""
+    """Computation of one optimizer step's gradient under several arms. The first arm's gradient is the reference for
+    the others."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class StepPasses:
         self._reference_parts: list[Part] = []
 
     def take(self, arm: GradientArm, scorer: GradientScorer, loss: StepLoss) -> GradientStep:
-        """Return the results of an arm, with the weights loaded in its scorer. Raises CannotReplay."""
+        """Return the results of an arm, computed with the weights that its scorer has loaded. Raises CannotReplay."""
         if self._sums is None:
             parameters = scorer.parameters
             self._sums = Sums(list(parameters), [parameter.numel() for parameter in parameters.values()])
@@ -85,7 +86,10 @@ class StepPasses:
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[Part]]:
-        """Return the gradient and its micro-batches' parts; in a single pass if the arm's forwards are the micro-batches."""
+        """Return the gradient and a summary of each micro-batch's share of the gradient.
+
+        A single pass computes both if the arm's forward passes are the micro-batches.
+        """
         recorded = list(self.update.places.values())
         parts = self.update.parts(self._micro_batches) if self._micro_batches else []
         own_shape = scorer.arm.has_batch_shape
@@ -105,7 +109,7 @@ class StepPasses:
         is_whole: bool,
         keeps: bool = True,
     ) -> tuple[list[Any], list[Part]]:
-        """Return the sum of the parts' gradients if `is_whole`, and a summary of each if `keeps`."""
+        """Return the sum of the parts' gradients if `is_whole`, and a summary of each part's gradient if `keeps`."""
         total: list[Any] | None = None
         kept = []
         for rows in parts:
@@ -132,7 +136,7 @@ class StepPasses:
         return notes
 
     def _why(self, scorer: GradientScorer, loss: StepLoss, seen: _Seen) -> list[str]:
-        """Return the known reasons why the logged norm was not reproduced."""
+        """Return the known reasons why the gradient norm differs from the logged one."""
         update, why = self.update, []
         if loss.loss.unknown:
             why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")
@@ -163,7 +167,7 @@ class StepPasses:
 
 
 class _Seen:
-    """Compares the forwards' logprobs with the recorded ones."""
+    """Comparison between the logprobs of the forward passes and the recorded logprobs."""
 
     def __init__(self) -> None:
         self.held = True
@@ -180,7 +184,8 @@ class _Seen:
 
 
 def modules(sums: Sums, pair: Pair, parts: Sequence[Part], reference: Sequence[Part]) -> tuple[ModuleGradient, ...]:
-    """Return the figures of the whole model, then those of each kind of module in it."""
+    """Return the comparison with the reference gradient for the whole model, then for each kind of module in the
+    model."""
     variances = _variances(pair.aa, parts)
     errors = _bias_errors(parts, reference)
     chosen = [(ALL, np.ones(len(KINDS), bool))]
@@ -226,7 +231,8 @@ def _bias_errors(parts: Sequence[Part], reference: Sequence[Part]) -> np.ndarray
 
 
 def noise(aa: float, parts: Sequence[Part]) -> tuple[float | None, float | None, float | None]:
-    """Return signal, noise and noise scale (McCandlish et al. 2018, appendix A.1); `aa` is the step's squared norm."""
+    """Return signal, noise and noise scale (McCandlish et al. 2018, appendix A.1); `aa` is the squared norm of the
+    step's gradient."""
     n = len(parts)
     if n < 2:
         return None, None, None
@@ -241,7 +247,8 @@ def noise(aa: float, parts: Sequence[Part]) -> tuple[float | None, float | None,
 def expected_progress(
     whole: ModuleGradient, pair: Pair, learning_rate: float | None, smoothness: float | None
 ) -> ExpectedProgress | None:
-    """Return the terms of arXiv 2602.01826, eq. 13; None if the learning rate or the variance is unknown."""
+    """Return the terms of the bound in arXiv 2602.01826, eq. 13; None if the learning rate or the variance is
+    unknown."""
     if learning_rate is None or whole.variance is None:
         return None
     eta, size = learning_rate, smoothness or 0.0

@@ -1,11 +1,11 @@
 """Squared norms and sketches of gradients, and products of two gradients.
 
 A sketch reduces a gradient to K numbers, from which the norm of a sum or difference of gradients can be estimated: each
-element is added to one of K buckets with a random sign. The sum of squared buckets is an unbiased estimate of the squared
-norm (Charikar, Chen and Farach-Colton 2002; relative standard deviation at most sqrt(2 / K) unless a few elements
-dominate), and sketches are linear.
+element is added to one of K buckets with a random sign. The sum of squared buckets is an unbiased estimate of the
+squared norm (Charikar, Chen and Farach-Colton 2002; relative standard deviation at most sqrt(2 / K) unless a few
+elements dominate), and sketches are linear.
 
-Shapes: M kinds of modules, K buckets of a sketch, n elements of a tensor.
+Shapes: M kinds of modules, K buckets per sketch, n elements in a tensor.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import numpy as np
 from ...schemas.modules import KINDS, kind_of
 
 NUM_BUCKETS = 4096
-"""K, buckets of a sketch."""
+"""K: number of buckets in a sketch."""
 _PIECE = 1 << 24
-"""Elements processed at a time, a multiple of K."""
+"""Number of tensor elements processed at a time; a multiple of K."""
 
 Gradient = Sequence[Any]
-"""One tensor per parameter; None for a parameter without gradient."""
+"""A gradient: one tensor per parameter, or None for a parameter without a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Summary of a micro-batch's share of a gradient; the shares add up to the gradient."""
+    """Summary of one micro-batch's share of a gradient. The shares of all micro-batches add up to the gradient."""
 
     squares: np.ndarray
-    """[M] squared norms."""
+    """[M] squared norms by kind of module."""
     sketches: np.ndarray
-    """[M, K]"""
+    """[M, K] sketches by kind of module."""
     num_sequences: int
 
 
@@ -46,11 +46,11 @@ class Pair:
     ar: np.ndarray
     rr: np.ndarray
     dd: np.ndarray
-    """Squared norms of a - r."""
+    """Squared norms of the difference a - r."""
 
 
 class Sketcher:
-    """Sketches the tensors of one model, with the same signs in every run."""
+    """Computation of sketches for the tensors of one model, with the same random signs in every run."""
 
     def __init__(self) -> None:
         self._signs: dict[str, Any] = {}
@@ -69,7 +69,7 @@ class Sketcher:
         return buckets.cpu()
 
     def _signs_of(self, name: str, values: Any) -> Any:
-        """Return the signs [n] of a tensor's elements, int8."""
+        """Return the random signs [n] int8 for a tensor's elements."""
         import torch
 
         if name not in self._signs:
@@ -80,17 +80,17 @@ class Sketcher:
 
 
 class Sums:
-    """Computes squared norms, sketches and products of one model's gradients."""
+    """Computation of squared norms, sketches and inner products for one model's gradients."""
 
     def __init__(self, names: Sequence[str], sizes: Sequence[int]):
         self.names = list(names)
         self._kinds = [KINDS.index(kind_of(name)) for name in names]
         self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
-        """[M] parameters by kind of module."""
+        """[M] number of parameters by kind of module."""
         self._sketcher = Sketcher()
 
     def part(self, gradient: Gradient, num_sequences: int) -> Part:
-        """Summarize a micro-batch's share of the gradient."""
+        """Return the summary of a micro-batch's share of the gradient."""
         sketches = np.zeros((len(KINDS), NUM_BUCKETS))
         squares = np.zeros(len(KINDS))
         for name, kind, values in zip(self.names, self._kinds, gradient, strict=True):
@@ -116,7 +116,7 @@ class Sums:
 
 
 def add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
-    """Add a gradient to the total in place, as torch accumulates gradients; return the total."""
+    """Add a gradient to the total in place, in the way torch accumulates gradients, and return the total."""
     import torch
 
     if total is None:

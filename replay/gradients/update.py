@@ -1,6 +1,6 @@
-"""The optimizer steps of a trace: weights, rows, inputs of the loss, and the step of the logged grad norm.
+"""The optimizer steps in a trace: their weights, rows and loss inputs, and the step at which the grad norm was logged.
 
-Shapes: T response tokens of a sequence.
+Shapes: T response tokens in a sequence.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ..recorded import RecordedRow, RecordedRun, assumed_versions
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 LEARNING_RATES = ("learning_rate", "lr", "actor/lr", "train/learning_rate")
 _LOSS = "loss"
-"""Contract field `source` of a pass whose logprobs come from the loss's own forward."""
+"""Value of the contract field `source` for a pass whose logprobs come from the loss's own forward pass."""
 Place = tuple[str, int]
-"""A recorded forward: its writer, and its index at that writer."""
+"""Identity of a recorded forward pass: its writer, and its index among the forward passes recorded by that writer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
-    """One sequence in the loss."""
+    """One sequence that contributes to the loss."""
 
     row: RecordedRow
-    """Recorded row of the pass of the loss's forward."""
+    """Recorded row of this sequence in the pass that the loss's own forward pass computed."""
     mask: np.ndarray
     """[T] bool: true for tokens that count in the loss."""
     advantage: np.ndarray
-    """[1] or [T] float32: per sequence or per token."""
+    """[1] or [T] float32: one advantage per sequence, or one per token."""
     group: str
     passes: dict[str, np.ndarray]
-    """Pass -> [T] float32 logprobs, nats; NaN if missing."""
+    """Pass -> [T] float32 logprobs, nats; NaN where a logprob is missing."""
 
     @property
     def place(self) -> Place:
-        """Recorded micro-batch of this sequence."""
+        """Recorded micro-batch that contained this sequence."""
         return self.row.writer, self.row.forward_id
 
     @property
@@ -56,31 +56,32 @@ class Update:
     """One optimizer step, whose gradient is taken at the weights of `policy_version`."""
 
     step: int
-    """Step of the sequences."""
+    """Step in which the sequences were generated."""
     policy_version: int
     loss_pass: str
-    """`current`, or `train` if that was not recorded."""
+    """Name of the pass that the loss computed: `current`, or `train` if `current` was not recorded."""
     contract: str
     rows: tuple[LossRow, ...]
-    """Rows in the order of their forwards."""
+    """Rows in the order of their recorded forward passes."""
     step_tokens: int
-    """Tokens of the whole recorded step that count in the loss."""
+    """Number of tokens in the whole recorded step that count in the loss."""
     step_places: int
-    """Forwards in one iteration of the loss's pass over the whole step."""
+    """Number of forward passes in one iteration of the loss over the whole step."""
     own_ratio: bool
-    """True if the trainer's old logprobs are those of the loss's own forward, so that every ratio was 1."""
+    """True if the trainer took its old logprobs from the loss's own forward pass, so that every importance ratio was
+    1."""
     metric_step: int | None
-    """Step at which its grad norm was logged; None if unknown."""
+    """Step at which the grad norm of this optimizer step was logged; None if unknown."""
     notes: tuple[str, ...] = ()
 
     @property
     def composition_known(self) -> bool:
-        """True if the sequences of each micro-batch were recorded."""
+        """True if the trace records which sequences formed each micro-batch."""
         return all(entry.row.composition_known for entry in self.rows)
 
     @cached_property
     def places(self) -> dict[Place, tuple[LossRow, ...]]:
-        """Micro-batch -> its rows; a single one with all rows if they were not recorded."""
+        """Micro-batch -> its rows. If micro-batches were not recorded, a single one contains all rows."""
         if not self.composition_known:
             return {("", 0): self.rows}
         found: dict[Place, list[LossRow]] = {}
@@ -94,10 +95,11 @@ class Update:
         return sum(entry.num_tokens for entry in self.rows)
 
     def parts(self, at_least: int) -> list[tuple[LossRow, ...]]:
-        """Return the micro-batches for statistics: the recorded ones if there are `at_least` as many, else groups divided evenly.
+        """Return the micro-batches for statistics.
 
-        Groups stay together, since a row's advantage depends on the rest of its group; with fewer groups than parts, single
-        rows are divided.
+        These are the recorded micro-batches if there are at least `at_least` of them; otherwise the groups are divided
+        evenly into `at_least` parts. A group is not split, since a row's advantage depends on the rest of its group. If
+        there are fewer groups than parts, single rows are divided instead.
         """
         if len(self.places) >= at_least:
             return list(self.places.values())
@@ -120,7 +122,7 @@ def loss_steps(run: RecordedRun) -> list[int]:
 
 
 def hyperparameters(run: RecordedRun) -> dict[str, Any]:
-    """Return hyperparameter name -> value of a run."""
+    """Return hyperparameter name -> value for a run."""
     table = run.table(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
     return {
         name.removeprefix(HYPERPARAMETER): text if value is None else value
@@ -130,7 +132,7 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Return step -> last value, of the first of these metrics that the trace has; empty if none."""
+    """Return step -> last logged value for the first of these metrics that the trace has; empty if it has none."""
     for name in names:
         table = run.table(METRICS, ds.field("name") == name, ["step", "value"])
         found = {
@@ -144,7 +146,7 @@ def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
 
 
 def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[int, float]) -> list[Update]:
-    """Return the optimizer steps on a step's sequences, with the logprobs of `passes`.
+    """Return the optimizer steps taken on a step's sequences, with the logprobs from `passes`.
 
     Raises CannotReplay if the trace has no advantages or does not have a pass.
     """
@@ -184,7 +186,10 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
 
 
 def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
-    """Drop rows scored again under the same policy version but with other logprobs; return the rest and a note on them."""
+    """Drop rows that were scored again under the same policy version with different logprobs.
+
+    Return the remaining rows, and a note about the dropped ones.
+    """
     first: dict[tuple[str, int], RecordedRow] = {}
     kept, dropped = [], 0
     for row in sorted(rows, key=lambda row: row.iteration):
@@ -229,7 +234,7 @@ def _loss_row(row: RecordedRow, sequence: dict[str, Any], known: Mapping[str, di
 
 
 def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarray]:
-    """Return sequence -> its first logprobs in a pass. Raises CannotReplay if the pass has none."""
+    """Return sequence -> the first logprobs that a pass has for it. Raises CannotReplay if the pass has no logprobs."""
     wanted = (ds.field("step") == step) & (ds.field("pass") == pass_name)
     table = run.table(SCORES, wanted, ["seq_id", "iteration", "logprobs"])
     found: dict[str, tuple[int, np.ndarray]] = {}
@@ -250,7 +255,7 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 
 
 def _own_ratio(run: RecordedRun, step: int, loss_pass: str) -> bool:
-    """Return True if pass `train` comes from the loss's own forward."""
+    """Return True if the logprobs in pass `train` come from the loss's own forward pass."""
     if loss_pass == TRAIN:
         return False
     wanted = (ds.field("step") == step) & (ds.field("pass") == TRAIN)
@@ -263,8 +268,8 @@ def _metric_steps(
 ) -> dict[int, int | None]:
     """Return policy version -> step at which its update was logged; None if unknown.
 
-    A single update is logged at its own step. Several are numbered consecutively, as in TRL, if these steps have no
-    sequences of their own; otherwise the logged one is unknown.
+    A single update is logged at its own step. Several updates are logged at consecutive steps, as in TRL, if these
+    steps have no sequences of their own; otherwise it is unknown which update was logged.
     """
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}

@@ -4,7 +4,7 @@ A vector-Jacobian product has the same kind of sums as a forward: for a linear l
 outputs) and dW = dY^T X (a sum over tokens). Each sum has the bound of module `bounds`; the sizes of rows and columns
 are bounded by their norms (Cauchy and Schwarz). Errors of intermediate results are followed to first order.
 
-Shapes: B rows, W their width, M = B W tokens, K inputs, O outputs, N heads, G key-value heads, D head width.
+Shapes: B rows, W padded row length, M = B W tokens, K inputs, O outputs, N heads, G key-value heads, D head width.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from .bounds import growth, unit
 
 _STEPS = 24.0
-"""Number of roundings per element in an elementwise backward."""
+"""Assumed number of roundings per element in an elementwise backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardRounding:
-    """Unit roundoffs of a backward's dtypes."""
+    """Unit roundoffs of the dtypes used in a backward pass."""
 
     out: float
     """Unit roundoff of the coarsest dtype among inputs, outputs and gradients."""
     sums: float
-    """Unit roundoff of its sums."""
+    """Unit roundoff of the dtype in which sums are accumulated."""
 
     @classmethod
     def of(cls, *values: Any) -> BackwardRounding:
-        """Create from the tensors that take part; None is skipped."""
+        """Return the roundoffs for the tensors that take part in a backward pass; None among them is skipped."""
         out = max(unit(value.dtype) for value in values if value is not None and value.is_floating_point())
         return cls(out, min(max(out, 2.0**-53), 2.0**-24))
 

@@ -1,8 +1,9 @@
 """The recorded model in float64, which checks each operator's backward on the execution's own incoming gradient.
 
-It repeats an execution's forward and backward. At every operator's inputs and outputs, and at the residual stream into each
-layer, the execution's values are substituted in the forward, and its gradients in the backward. So each vector-Jacobian
-product, and each computation between two operators, is computed from the execution's own values, and no earlier error counts.
+The model repeats an execution's forward and backward pass. At every operator's inputs and outputs, and at the residual
+stream into each layer, the execution's values are substituted in the forward, and its gradients in the backward. So
+each vector-Jacobian product, and each computation between two operators, is computed from the execution's own values,
+and no earlier error counts.
 """
 
 from __future__ import annotations
@@ -24,28 +25,30 @@ from .names import is_core
 from .taps import fitting
 
 HEAD, LOSS = "head", "loss"
-"""Computations after the last hidden states, and after the log-probabilities."""
+"""Names for the computations between the last hidden states and the log-probabilities (head), and for those that follow
+the log-probabilities (loss)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedGradient:
-    """One gradient of one forward, compared with float64."""
+    """One gradient in one forward pass, compared with the gradient in float64."""
 
     operator: str
     what: str
     dtype: str
     error: float
-    """Norm of the error introduced."""
+    """Norm of the error that the operator introduced."""
     size: float
     """Norm of the exact gradient."""
     ratio: float
 
 
 class BackwardReference:
-    """Float64 model that checks the backward of executions."""
+    """A float64 model that checks the backward passes of executions."""
 
     def __init__(self, scorer: GradientScorer, tensors: Mapping[str, Tensor], executed: Any):
-        """`scorer` has a float64 arm with unfused attention. The weights are copied from the `executed` model."""
+        """Build the model. `scorer` has a float64 arm with unfused attention; weights are copied from the `executed`
+        model."""
         import torch
 
         self.scorer = scorer
@@ -67,7 +70,8 @@ class BackwardReference:
         loss: Callable[[Any], Any],
         head_dtype: Any,
     ) -> list[JudgedGradient]:
-        """Compare the gradients of one forward, in backward order, parameters after all operators."""
+        """Return the gradients of one forward pass, compared with float64, in backward order. Parameters follow all
+        operators."""
         import torch
 
         self.model.zero_grad(set_to_none=True)
@@ -81,7 +85,7 @@ class BackwardReference:
 
 
 class _Backward(Visited):
-    """One forward and backward in float64 with an execution's values substituted."""
+    """One forward and backward pass in float64, in which an execution's values are substituted."""
 
     def __init__(
         self,
@@ -97,17 +101,19 @@ class _Backward(Visited):
         self.judged: list[JudgedGradient] = []
         self._parameters = {value: name for name, value in model.named_parameters()}
         self._more: dict[str, Any] = {}
-        """Call of an attention core -> its weights and scaling."""
+        """Call of an attention core -> attention weights and scaling of the call."""
         self._bounds: dict[str, Any] = {}
-        """Parameter -> the sum of its bounds over calls."""
+        """Parameter -> sum over calls of the bounds on the error of its gradient."""
         self._contributions: dict[int, Any] = {}
-        """Address of a tensor -> sizes of the gradients that operators added to the tensor's, per token."""
+        """Address of a tensor -> magnitudes, per token, of the gradients that operators added to the tensor's
+        gradient."""
         self._held: list[Any] = []
-        """Keeps the tensors alive, so that their addresses are not reused."""
+        """Tensors that are kept alive so that their addresses are not reused."""
         self._seen_hidden = False
 
     def _put(self, value: Any, own: Any, note: Callable[[Any], Any]) -> Any:
-        """Substitute the execution's value in the forward, and the result of `note` for the gradient in the backward."""
+        """Return the execution's value, substituted in the forward pass; in the backward pass, `note` replaces the
+        gradient."""
         put = _function().apply(value, own.detach().reshape(value.shape).to(value.dtype), note)
         self._held += [value, put]
         return put
@@ -127,7 +133,9 @@ class _Backward(Visited):
 
         def note(exact: Any) -> Any:
             if not call.asks[slot]:
-                return exact  # the gradient was cut off before this operator, and is reported there
+                return (
+                    exact  # The gradient was cut off at an earlier place in the backward pass, and is reported there.
+                )
             found = _found(call.passed.get(slot), exact)
             contribution = found.abs().amax(-1).reshape(-1)
             known = self._contributions.get(address)
@@ -199,7 +207,7 @@ class _Backward(Visited):
     def _judge_between(
         self, name: str, call: BackwardCall, exact: Any, rounding: BackwardRounding, address: int, own: Any
     ) -> None:
-        """Check the gradient that reaches an operator's output; the first one comes from after the last hidden states."""
+        """Check the gradient that reaches an operator's output. The first gradient comes from the head and the loss."""
         came = call.came.get(0)
         if not self._seen_hidden:
             self._seen_hidden = True
@@ -212,7 +220,8 @@ class _Backward(Visited):
         self._add(f"{name}.output", BETWEEN, came, exact, bounds.of_between(exact, added, rounding, angles=length))
 
     def _head_bound(self, hidden: Any) -> Any:
-        """Bound the gradient of the last hidden states, through a projection, a log-softmax and their backward."""
+        """Return a bound on the error of the last hidden states' gradient, from a projection, a log-softmax and their
+        backward."""
         import torch
 
         weight = self._model.get_output_embeddings().weight
@@ -227,7 +236,8 @@ class _Backward(Visited):
         return off * largest * float(weight.detach().abs().max()) * 2.0
 
     def _largest(self, exact: Any) -> Any:
-        """Return [..., 1]: each token's largest element so far in the stream's gradient of later layers."""
+        """Return [..., 1]: for each token, the largest element of the residual stream's gradient in this layer and all
+        later ones."""
         sizes = [size for size in self._contributions.values() if size.numel() == exact.shape[:-1].numel()]
         return max(sizes, key=lambda size: float(size.max())).reshape(*exact.shape[:-1], 1) if sizes else 0.0
 
@@ -266,7 +276,7 @@ class _Backward(Visited):
         self._bounds[name] = self._bounds.get(name, 0.0) + bound
 
     def judge_parameters(self) -> None:
-        """Check the gradients of parameters, after the backward."""
+        """Check the gradients of parameters; the backward pass must have finished."""
         for parameter, name in self._parameters.items():
             if parameter.grad is None:
                 continue
@@ -293,12 +303,14 @@ class _Backward(Visited):
 
 
 def _found(own: Any, exact: Any) -> Any:
-    """Return an execution's gradient in the shape and dtype of float64's; zeros if there is none."""
+    """Return an execution's gradient in the shape and dtype of the float64 gradient; zeros if the execution has
+    none."""
     return exact.new_zeros(exact.shape) if own is None else own.reshape(exact.shape).to(exact.dtype)
 
 
 def _function() -> Any:
-    """Return an autograd function that substitutes a value in the forward, and the result of `note` in the backward."""
+    """Return an autograd function that substitutes a value in the forward pass, and the result of `note` in the
+    backward pass."""
     import torch
 
     class Put(torch.autograd.Function):  # type: ignore[misc]

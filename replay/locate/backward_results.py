@@ -8,60 +8,65 @@ from dataclasses import dataclass
 from ...schemas.results import Result
 
 INPUT, PARAMETER, DETACHED, BETWEEN = "input", "parameter", "detached", "between"
-"""Which gradient of an operator is wrong: the one it passes on, a parameter's, one it fails to pass on (detached), or
-the one that reaches it from later operators (residual stream, rotary, product of gate and up, head, loss).
-"""
+"""Which of an operator's gradients is wrong: the one passed on to its input, that of a parameter, one that the operator
+fails to pass on (detached), or the one that reaches the operator from later computations (residual stream, rotary,
+product of gate and up, head, loss)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardError:
-    """Error introduced by one operator's backward, over all forwards of one execution, against float64 on the same inputs."""
+    """Error that one operator's backward pass introduces in one execution, over all its forward passes. It is measured
+    against float64 on the same inputs."""
 
     side: str
     """`a` or `b`."""
     order: int
-    """Position in the backward pass, from 0."""
+    """Position of the operator in the backward pass, starting at 0."""
     operator: str
-    """Name of the module; `<operator>.output` for computations after it, `<layer>.residual` for the stream."""
+    """Name of the module; `<operator>.output` for computations that follow an operator, `<layer>.residual` for the
+    residual stream."""
     kind: str
     layer: int | None
     """Layer index from 0; None outside the layers."""
     what: str
-    """`input`, `parameter`, `detached` or `between`: the gradient with the largest ratio."""
+    """Which gradient has the largest ratio: `input`, `parameter`, `detached` or `between`."""
     dtype: str
     """torch's name of the gradient's dtype; empty if there is no gradient."""
     introduced: float
-    """Norm of its own error relative to the norm of the exact gradient; the largest over all forwards."""
+    """Norm of the error that the operator introduced, relative to the norm of the exact gradient; the largest value
+    over all forward passes."""
     ratio: float
-    """Its largest own error divided by the rounding bound; above 1 rounding does not explain it."""
+    """Largest error introduced by the operator, divided by the bound on rounding error. A ratio above 1 cannot be
+    explained by rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterDifference:
-    """One parameter's gradient in both executions; a tied parameter has its first name."""
+    """Comparison of one parameter's gradient between both executions. A tied parameter appears under the first of its
+    names."""
 
     parameter: str
     kind: str
-    """Kind of its operator."""
+    """Kind of the operator that the parameter belongs to."""
     layer: int | None
     norm_a: float
     norm_b: float
     difference: float | None
     """|a - b| / |a|, as norms; None if a is 0."""
     cosine: float | None
-    """Cosine of a and b; None if one is 0."""
+    """Cosine similarity between gradients a and b; None if either is 0."""
     share: float
-    """Share of |a - b|^2 of the whole gradient; the shares add up to 1, or to 0 if the gradients are equal."""
+    """This parameter's share of |a - b|^2 over the whole gradient. The shares add up to 1, or to 0 if the gradients are
+    equal."""
     introduced_a: float | None
-    """Norm of the error introduced by its operator's backward in a, relative to the norm of the exact gradient on the
-    same inputs; None if that is 0.
-    """
+    """Norm of the error that the operator's backward pass introduces in execution a, relative to the norm of the exact
+    gradient on the same inputs; None if that is 0."""
     introduced_b: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientShare:
-    """Parameters of one kind of operator, or of one layer."""
+    """Gradient difference summed over the parameters in one kind of operator, or in one layer."""
 
     kind: str
     layer: int | None
@@ -71,15 +76,17 @@ class GradientShare:
     difference: float | None
     """|a - b| / |a|, as norms; None if a is 0."""
     share: float
-    """Share of |a - b|^2 of the whole gradient."""
+    """Share of these parameters in |a - b|^2 over the whole gradient."""
     ratio_a: float | None
-    """Largest own error of these operators' backward in a divided by the rounding bound; None if none was judged."""
+    """Largest error that the backward pass of these operators introduces in execution a, divided by the bound on
+    rounding error; None if none of them was judged."""
     ratio_b: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardLocation(Result):
-    """Where the gradients of two executions diverge, for the share of some sequences in a recorded step's loss."""
+    """Where the gradients of two executions diverge. The loss is the chosen sequences' share of a recorded step's
+    loss."""
 
     _text = "tim_trace.analysis.locate_backward_text:backward_text"
 
@@ -89,23 +96,24 @@ class BackwardLocation(Result):
     a: str
     b: str
     chosen: str
-    """How the sequences were chosen."""
+    """How the sequences were chosen: `worst`, `random` or `named`."""
     num_sequences: int
     num_tokens: int
     """Number of tokens that count in the loss."""
     norm_a: float
     norm_b: float
     difference: float | None
-    """|a - b| / |a| of the whole gradient; None if a is 0."""
+    """|a - b| / |a|, as norms over the whole gradient; None if a is 0."""
     cosine: float | None
     first: BackwardError | None
-    """First operator in the backward pass whose own error exceeds its bound; None if rounding explains everything."""
+    """First operator in the backward pass whose introduced error exceeds the bound; None if rounding explains every
+    error."""
     kinds: tuple[GradientShare, ...]
     layers: tuple[GradientShare, ...]
     parameters: tuple[ParameterDifference, ...]
-    """Largest share first."""
+    """Differences by parameter, largest share first."""
     operators: tuple[BackwardError, ...]
-    """By side, in backward order."""
+    """Errors by operator: first those of side a, then those of b, each in backward order."""
 
 
 def gradient_shares(
@@ -113,7 +121,7 @@ def gradient_shares(
     operators: Sequence[BackwardError],
     key: Callable[[ParameterDifference | BackwardError], tuple[str, int | None]],
 ) -> Iterator[GradientShare]:
-    """Sum parameters by a key of kind and layer; yield the largest share first."""
+    """Yield the differences summed by a key of kind and layer, largest share first."""
     groups: dict[tuple[str, int | None], list[ParameterDifference]] = {}
     for each in parameters:
         groups.setdefault(key(each), []).append(each)

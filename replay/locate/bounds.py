@@ -1,12 +1,13 @@
 """Bounds of an operator's rounding error, computed from its inputs.
 
-u is the unit roundoff of a dtype (half the distance from 1 to the next number). A sum of n products in precision u differs from
-the exact sum by at most g(n) u sum|a||b|, in any order of addition: with certainty for g(n) = n (Higham, Accuracy and Stability
-of Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero with a probability of at least 1 -
-2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller one is used.
-sum|a||b| is bounded by the product of the two vectors' norms (Cauchy and Schwarz).
+u is the unit roundoff of a dtype (half the distance from 1 to the next number). A sum of n products in precision u
+differs from the exact sum by at most g(n) u sum|a||b|, in any order of addition: with certainty for g(n) = n (Higham,
+Accuracy and Stability of Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero
+with a probability of at least 1 - 2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019,
+theorem 3.1). The smaller one is used. sum|a||b| is bounded by the product of the two vectors' norms (Cauchy and
+Schwarz).
 
-Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs of a product.
+Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs to a product.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from .taps import are_experts, is_adapted
 
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SAFETY = 8.0
-"""lambda of the probabilistic bound, in the paper's notation."""
+"""Parameter lambda of the probabilistic bound, in the notation of Higham and Mary."""
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
-"""Activations that are a single operation and round once."""
+"""Activations that run as a single operation and therefore round only once."""
 _STEPS_OF_CODE = 4.0
-"""Allowance for other code than the recorded model's, in roundoffs of a token's largest element, e.g. for split sums."""
+"""Additional error allowed for code other than the recorded model's, in unit roundoffs of a token's largest element,
+for example because sums are split."""
 _ROWS = 64
-"""Number of queries whose scores are in memory at a time."""
+"""Number of queries whose attention scores are held in memory at a time."""
 
 
 def unit(dtype: Any) -> float:
@@ -35,7 +37,7 @@ def unit(dtype: Any) -> float:
 
 
 def tiny(dtype: Any) -> float:
-    """Return the largest error of a value below the dtype's normal range."""
+    """Return the largest rounding error of a value below the normal range of a torch dtype."""
     import torch
 
     return float(torch.finfo(dtype).smallest_normal * unit(dtype))
@@ -48,18 +50,18 @@ def growth(length: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """Dtypes of an operator, and their unit roundoffs."""
+    """The dtypes in which an operator computes, and their unit roundoffs."""
 
     given: Any
-    """torch's dtype of its output."""
+    """torch dtype of the operator's output."""
     taken: Any
-    """Dtype of its first input."""
+    """torch dtype of the operator's first input."""
     weight: Any = None
-    """Dtype of its weight; None without one."""
+    """torch dtype of the operator's weight; None if the operator has no weight."""
     recorded: Any = None
-    """Dtype of the recorded weight, which may have been rounded to the operator's."""
+    """torch dtype of the recorded weight. The operator's weight may have been rounded from it."""
     adds: bool = False
-    """True if it computes its input by adding two tensors, and may use the sum before it is rounded."""
+    """True if the operator computes its input by adding two tensors, and may use the unrounded sum."""
 
     @property
     def out(self) -> float:
@@ -67,12 +69,14 @@ class Rounding:
 
     @property
     def sums(self) -> float:
-        """Unit roundoff of its sums: float32's for narrower dtypes, as in every matrix product of torch and vLLM."""
+        """Unit roundoff in which sums are accumulated. For dtypes narrower than float32 it is that of float32, as in
+        every matrix product in torch and vLLM."""
         return min(max(self.out, 2.0**-53), 2.0**-24)
 
     @property
     def casts(self) -> float:
-        """Unit roundoff of rounding inputs and weights to a narrower dtype before multiplication."""
+        """Unit roundoff that applies where inputs and weights are rounded to a narrower dtype before they are
+        multiplied."""
         found = 0.0
         if self.weight is not None and self.recorded is not None:
             found += max(unit(self.weight) - unit(self.recorded), 0.0)
@@ -83,7 +87,7 @@ class Rounding:
 
     @property
     def least(self) -> float:
-        """Error of a value below the normal range of the narrower dtype it is rounded to."""
+        """Rounding error of a value below the normal range of the narrower dtype to which it is rounded."""
         narrower = [self.given] if unit(self.taken) < self.out else []
         if self.weight is not None and self.recorded is not None and unit(self.weight) > unit(self.recorded):
             narrower.append(self.weight)
@@ -93,10 +97,10 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """Bound each element of a module's output, in the shape of `exact` or broadcastable to it.
+    """Return a bound on the error of each element of a module's output, in the shape of `exact` or broadcastable to it.
 
-    `takes` are its inputs in float64, `exact` the float64 module's output for them. With `is_other_code` each of its
-    steps may round.
+    `takes` are the module's inputs in float64, `exact` is the float64 module's output for these inputs. With
+    `is_other_code`, each step of the module's code may round.
     """
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
@@ -141,7 +145,9 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Bound [T, N, D] of a rotation of pairs, however they are paired, with tables of float32 angles.
+    """Return the bound [T, N, D] on the error of rotating pairs of elements, with tables of float32 angles.
+
+    The bound holds whichever elements form a pair.
 
     A rotation preserves a pair's norm, which is at most sqrt(2) times its largest element.
     """
@@ -150,19 +156,23 @@ def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Bound one elementwise addition or product, with a factor before or after it."""
+    """Return a bound on the error of one elementwise addition or product, with a factor before or after the
+    operation."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound [T, H] of an MLP or an attention whose operators were not observed, relative to a token's largest element."""
+    """Return the bound [T, H] on the error of an MLP or attention whose operators were not observed.
+
+    The bound is relative to the largest element of each token.
+    """
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Bound an attention computed by custom code, relative to the largest element of all tokens.
+    """Return a bound on the error of attention computed by custom code, relative to the largest element of all tokens.
 
-    Such code may use float32 even in a float64 model.
+    Custom code may use float32 even in a float64 model.
     """
     length = max(exact.shape[0], exact.shape[-1])
     return (8.0 * growth(length) * max(rounding.sums, 2.0**-24) + 64.0 * rounding.out) * exact.abs().amax()
@@ -181,12 +191,12 @@ def of_attention(
     cut: float = 0.0,
     off: Sequence[Any] = (),
 ) -> Any:
-    """Bound [T, N, D] of an attention core, to first order in the scores' errors.
+    """Return the bound [T, N, D] on the error of an attention core, to first order in the errors of the scores.
 
     query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` is
-    True if scores and softmax are rounded to the output's dtype, as in unfused attention. `cut` is the error of each
-    weighted value, as a share of the largest one, if values are split into slices (`exact.slices.matmul`). `off` bounds
-    the errors of query and key, in their shapes; without it they are exact.
+    True if scores and softmax are rounded to the dtype of the output, as in unfused attention. `cut` is the error of
+    each weighted value, as a share of the largest one, if values are split into slices (`exact.slices.matmul`). `off`
+    bounds the errors of query and key, in their shapes; without `off`, query and key are exact.
     """
     import torch
 
@@ -221,7 +231,9 @@ def of_attention(
 def of_logprobs(
     hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float, casts: float = 0.0
 ) -> Any:
-    """Bound [T] of a projection (none without a weight) and a log-softmax; logits [T, V] are exact, after temperature.
+    """Return the bound [T] on the error of a projection followed by a log-softmax.
+
+    Without a weight there is no projection. `logits` [T, V] are exact and already divided by the temperature.
 
     `casts` is as in `Rounding.casts`, for the projection.
     """
@@ -237,7 +249,7 @@ def of_logprobs(
 
 
 def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
-    """Bound a linear layer; for a router also its scores (`slot` above 0), to first order."""
+    """Return a bound on the error of a linear layer, or to first order of a router's scores (`slot` above 0)."""
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT
@@ -253,7 +265,10 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
-    """Bound a projection with LoRA or DoRA, separate or merged: W x + s B A x, with rows rescaled in DoRA."""
+    """Return a bound on the error of a projection with a LoRA or DoRA adapter, separate or merged.
+
+    It computes W x + s B A x; in DoRA the rows are rescaled.
+    """
     base = module.base_layer
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
@@ -315,7 +330,8 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:
-    """Bound [T, H] of the sum over a token's experts, each a gated layer."""
+    """Return the bound [T, H] on the error of the sum over the experts selected for each token. Each expert is a gated
+    layer."""
     import torch
 
     x, chosen, shares = takes[0], takes[1], takes[2]
@@ -349,7 +365,8 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
 
 
 def _gated(module: Any, both: Any) -> tuple[Any, Any]:
-    """Return the sizes of an expert's gated product, from its first product [T, 2 I], and of its derivatives."""
+    """Return the magnitudes of an expert's gated product and of its derivatives, computed from its first product [T, 2
+    I]."""
     import torch
 
     with torch.enable_grad():
@@ -364,7 +381,7 @@ def _gated(module: Any, both: Any) -> tuple[Any, Any]:
 
 
 def _pairs(module: Any, both: Any) -> Any:
-    """Return [2, T, I]: the gate and up values of an expert."""
+    """Return [2, T, I]: the gate values and up values in an expert."""
     import torch
 
     if getattr(module, "is_concatenated", True):
@@ -373,11 +390,12 @@ def _pairs(module: Any, both: Any) -> Any:
 
 
 def _whole(length: int, exact: Any, rounding: Rounding) -> Any:
-    """Bound an operator whose internals are unknown, relative to a token's largest element."""
+    """Return a bound on the error of an operator whose internals are unknown, relative to each token's largest
+    element."""
     return (growth(length) * rounding.sums + 16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)
 
 
 def _rotary_angle(takes: tuple[Any, ...]) -> float:
-    """Return the largest angle of a table: the last position plus 2, since the highest frequency is 1."""
+    """Return the largest angle in a rotary table: the last position plus 2, since the highest frequency is 1."""
     positions = [value for value in takes if value is not None and not value.is_floating_point()]
     return float(positions[0].max()) + 2.0 if positions else 2.0

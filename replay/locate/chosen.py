@@ -25,11 +25,11 @@ class Chosen:
     how: str
     """`worst` for the largest mismatch between trainer and engine, `random`, or `named`."""
     groups: dict[str, str]
-    """Sequence -> its prompt's group; the sequence's own id if it has none."""
+    """Sequence -> group of its prompt, or the sequence's own id if it has no group."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
-    """Choose sequences by `8`, `random:8` or ids. Raises InvalidOption."""
+    """Return the sequences chosen by `8`, `random:8` or ids. Raises InvalidOption."""
     usable = [row for row in rows if row.scored.any()]
     by_name = {row.seq_id: row for row in usable}
     head, _, tail = text.rpartition(":")

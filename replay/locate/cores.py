@@ -19,24 +19,26 @@ from .taps import like
 ROTARY = "rotary"
 """Kind of operator: the rotation of queries and keys."""
 STATES = "queries", "keys", "values"
-"""Kinds used for inputs of a core with no rotary before it, or if only keys are wrong: a cache is in between."""
+"""Kinds of the three inputs of an attention core. They are reported if no rotary precedes the core, or if only the keys
+are wrong, since a cache lies between the rotary and the core."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 """Names of the norms of queries, keys and values."""
 _OTHERWISE = 0.1
-"""Relative difference of queries and keys above which their dimensions may be in another order."""
+"""Relative difference between the execution's queries or keys and float64's. If it is exceeded, their dimensions may be
+in another order, which is then searched for."""
 
 
 class Cores:
-    """Judges the attention cores of one row's forward."""
+    """Judge of the attention cores in one row's forward pass."""
 
     def __init__(self, heard: Heard, operators: Collection[str]):
         self._heard, self._operators = heard, operators
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
         self._normed: tuple[set[int | None], ...] = (set(), set(), set())
-        """Layers whose norms of queries, of keys and of values were observed."""
+        """Layers whose norm was observed: one set each for norms of queries, keys and values."""
         self._states: dict[str, tuple[Any, ...]] = {}
-        """The last core that was not observed -> its correct queries and keys, [T, N, D]."""
+        """Name of the last attention core that was not observed -> its correct queries and keys, [T, N, D]."""
 
     def note_norm(self, name: str) -> None:
         """Note that a module was observed, if it is a norm of queries, keys or values."""
@@ -73,7 +75,7 @@ class Cores:
         return (like(found, given[0]), *given[1:])
 
     def _judged_states(self, name: str, states: tuple[Any, ...], takes: Sequence[Any]) -> list[Any]:
-        """Judge the inputs of a core, and return them in the shape of float64's."""
+        """Judge the inputs of an attention core, and return them in the shape of the float64 model's."""
         heard, layer = self._heard, layer_of(name)
         new, takes = list(states), list(takes)
         order_D = _order_of_dimensions(states[:2], takes[:2])
@@ -92,7 +94,8 @@ class Cores:
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
-                # The same tables rotate both: if queries are right and keys are not, keys were changed after the rotary.
+                # The same tables rotate both: if queries are right and keys are not, keys were changed after the
+                # rotary.
                 is_right = ratio(taken, exact, bound) <= 1.0
                 # A rotation, or its absence, preserves the norm of each head's vector.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
@@ -124,7 +127,8 @@ class Cores:
         return f"layers.{layer_of(core)}.{kind}" + (f".{'qk'[slot]}" if kind == ROTARY else ""), kind
 
     def wrong_before(self, layer: int | None) -> tuple[str, str] | None:
-        """Return operator and kind of the cause of wrong queries or keys in a custom attention; None if they are right."""
+        """Return the operator, and its kind, that causes wrong queries or keys in custom attention code; None if they
+        are right."""
         for core, states in self._states.items():
             taken = self._heard.taps.multiplied.get(core)
             if taken is None or layer_of(core) != layer or not self.has_rotary:
@@ -144,9 +148,11 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return [D]: index of each dimension in the execution, if its queries and keys share one order other than the reference's.
+    """Return [D]: the index of each dimension in the execution's queries and keys, if both share an order other than
+    float64's.
 
-    Scores do not depend on that order: some code rotates neighbouring pairs and leaves them in place.
+    Attention scores do not depend on the order of dimensions: some code rotates neighbouring pairs and leaves them in
+    place.
     """
     import torch
 
@@ -170,7 +176,7 @@ def _relative(found: Any, exact: Any) -> float:
 
 
 def _as_heads_of(found: Any, exact: Any) -> Any:
-    """Return queries or keys [T, M, D] as [T, N, D], if heads are repeated per group; None if they are not."""
+    """Return queries or keys [T, M, D] as [T, N, D] if each of the M heads repeats for a group; None if it does not."""
     if found.shape == exact.shape:
         return found
     if found.shape[-1] != exact.shape[-1] or found.shape[1] % exact.shape[1]:

@@ -39,15 +39,19 @@ from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
-"""Maximum difference in nats of float64 log-probabilities between two codes that compute the same function."""
+"""Maximum difference between the float64 log-probabilities of two implementations, in nats, up to which they count as
+computing the same function."""
 _SHARE_OF_MEMORY = 0.25
-"""Share of the free memory that recorded operator values may take."""
+"""Maximum share of the free memory for recorded operator values."""
 _SHARE_TO_GO_ON = 0.5
-"""The same for resuming an interrupted question, which needs as much as before."""
+"""Maximum share of the free memory for recorded operator values when an interrupted question resumes. It needs as much
+memory as before the interruption."""
 _TASKS = 4
-"""Progress units per sequence: running both executions, judging each, and carrying errors to the logprobs."""
+"""Number of progress units per sequence: one for running both executions, one for judging each of the two, and one for
+carrying errors to the logprobs."""
 _NEAR_VERSIONS = 8
-"""Number of recorded versions before and after the step's that are searched for a foreign tensor."""
+"""Number of recorded policy versions, before and after the step's own, that are searched for a tensor that differs from
+the recorded one."""
 
 
 def locate(
@@ -108,7 +112,7 @@ def _arm(given: str | Arm | None) -> Arm:
 
 
 def _layers(text: str | None) -> Callable[[str], bool]:
-    """Return a filter of operators by the layer in their names."""
+    """Return a predicate that selects operators by the layer index in their names."""
     if text is None:
         return lambda name: True
     try:
@@ -125,7 +129,7 @@ def _layers(text: str | None) -> Callable[[str], bool]:
 
 
 def _named(text: str | None) -> Callable[[str], bool]:
-    """Return a filter of operators by one or more whole words between dots in their names."""
+    """Return a predicate that selects operators by one or more whole words between the dots in their names."""
     if text is None:
         return lambda name: True
     words = [word.strip().strip(".") for word in text.split(",")]
@@ -147,7 +151,7 @@ class _Location:
         is_asked: Callable[[str], bool],
         progress: Progress,
     ):
-        """`wanted` selects operators to observe, whose values judge others; `is_asked` those to judge and patch."""
+        """Prepare both executions. `wanted` selects the operators to observe, `is_asked` those to judge and patch."""
         import torch
 
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
@@ -162,7 +166,7 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """Sides whose code differs from the recorded model's -> the same code in float64."""
+        """Side whose code differs from the recorded model's -> an execution of the side's code in float64."""
         self._unfinished: Unfinished | None = None
 
     def build(
@@ -176,7 +180,7 @@ class _Location:
         model = plain.build()
         _check_form(model)
         plain.put(model, self._tensors)
-        # The trace of a model with adapters has PEFT's names, which the rebuilt model does not use.
+        # A trace of a model with adapters has the parameter names of PEFT, which the rebuilt model does not use.
         dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
         self._reference = Reference(model, dtypes)
         # If one side has user code, both compute logits with the model's own forward, including the head.
@@ -201,7 +205,8 @@ class _Location:
                 self._doubles[side] = transformers(side, double)
 
     def begin(self, tapped_bytes: int | None, unfinished: Unfinished | None) -> None:
-        """Set the memory for operator values: the same as before an interruption, if the same question resumes."""
+        """Set the memory for operator values. If an interrupted question resumes, it is the same as before the
+        interruption."""
         free = free_bytes(self._device)
         self._tapped_bytes = int(free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes
         self._unfinished = unfinished
@@ -210,7 +215,7 @@ class _Location:
             self._tapped_bytes = unfinished.begin(self._step, self._deciding(), self._tapped_bytes, most)
 
     def _deciding(self) -> dict[str, Any]:
-        """Return everything other than the question that affects the bits of the result."""
+        """Return everything, apart from the question, that affects the bits of the result."""
         arms = {side: execution.arm for side, execution in self._executions.items()}
         weights = {"step": self._tensors} | {side: self._weights_of(arm) for side, arm in arms.items()}
         return {
@@ -231,7 +236,8 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str) -> Located:
-        """Run everything that was asked for; `only` is the text of its limits."""
+        """Return the result of the question. `only` is a description of the layers and operators to which it is
+        limited."""
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled()
         if not pooled.judged:
@@ -277,7 +283,7 @@ class _Location:
         )
 
     def _pooled(self) -> Pooled:
-        """Judge all sequences, in parts that fit into memory."""
+        """Return the findings for all sequences, judged in parts that fit into memory."""
         pooled = Pooled(same_in_double=dict.fromkeys(self._doubles, True))
         rows, unfinished = self._chosen.rows, self._unfinished
         numbers = {row.seq_id: number for number, row in enumerate(rows)}
@@ -320,7 +326,7 @@ class _Location:
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return the log-probabilities of some rows, and the recorded inputs and outputs of an execution's operators."""
+        """Return the log-probabilities of some rows in an execution, and the inputs and outputs of its operators."""
         execution = self._executions[side]
         try:
             return execution.listen(part, self._rows, lambda name: self._wanted(name) and window.needs(name))
@@ -333,7 +339,7 @@ class _Location:
             ) from error
 
     def _judge_in_double(self, side: str, part: list[RecordedRow], pooled: Pooled) -> None:
-        """Judge a side's code run in float64."""
+        """Run the code of one side in float64 and judge its operators."""
         execution, reference = self._doubles[side], self._reference
         try:
             values, heard = execution.listen(part, self._rows, self._wanted)
@@ -353,7 +359,7 @@ class _Location:
                     pooled.in_double[side, each.operator].append((row.seq_id, each))
 
     def _foreign_weights(self) -> Iterator[WeightDifference]:
-        """Yield tensors of either side that differ from the recorded ones."""
+        """Yield the weights of either side that differ from the recorded weights."""
         recorded = dict(self._reference.model.named_parameters(remove_duplicate=False))
         for side, execution in self._executions.items():
             if execution.is_adapted or self._run.model.get("adapters"):
@@ -374,7 +380,8 @@ class _Location:
                     )
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
-        """Return the recorded version nearest to the step's that contains this tensor; None if none does."""
+        """Return the recorded policy version that contains this tensor and is nearest to the step's; None if no version
+        does."""
         from ..backends.model import to_torch
 
         versions = sorted(self._run.weights.versions, key=lambda version: abs(version - self._version))
@@ -386,7 +393,7 @@ class _Location:
 
 
 def _check_form(model: Any) -> None:
-    """Raise CannotReplay for a model whose float64 copy cannot be observed."""
+    """Raise CannotReplay if the operators of the model's float64 copy cannot be observed."""
     needs = ("base_model", "get_input_embeddings", "get_output_embeddings")
     missing = [name for name in needs if not hasattr(model, name)]
     if not missing and model.get_output_embeddings() is None:
@@ -401,7 +408,7 @@ def _check_form(model: Any) -> None:
 
 
 def _bits(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of weights: names, dtypes, shapes and bits."""
+    """Return a hash over the names, dtypes, shapes and bits of weights."""
     return short_hash(canonical_json([
         (name, tensors[name].dtype, tensors[name].bits.shape, whole_hash(np.ascontiguousarray(tensors[name].bits).data))
         for name in sorted(tensors)
@@ -409,7 +416,7 @@ def _bits(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _row_bits(row: RecordedRow) -> list[str]:
-    """Return a recorded row: its arrays as hashes, the rest as text."""
+    """Return the fields of a recorded row: arrays as hashes, everything else as text."""
     values = (getattr(row, each.name) for each in fields(row))
     return [
         whole_hash(np.ascontiguousarray(value).data) if isinstance(value, np.ndarray) else str(value)

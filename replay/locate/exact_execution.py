@@ -1,8 +1,8 @@
 """The exact engine as one of the two executions: its own operators, under transformers' names.
 
-It stores values of its dtype in float64 tensors; they are observed in that dtype.
+The engine stores values of its own dtype in float64 tensors. Its operators are observed in the engine's dtype.
 
-Shapes: B rows of a forward, W its width, M = B W.
+Shapes: B rows in a forward pass, W padded row length, M = B W.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Computes operators of the exact engine with another execution's code, and vice versa.
 
-Shapes: B rows of a forward, T its width, M = B T, N heads, D head width.
+Shapes: B rows in a forward pass, T padded row length, M = B T, N heads, D head width.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _ROTARY, _EMBEDDING = "rotary_emb", "embed_tokens"
 
 
 class ExactModule:
-    """An operator of the exact engine with the call signature of transformers' module of the same name."""
+    """An operator of the exact engine, callable like the transformers module of the same name."""
 
     def __init__(self, name: str, operator: Operator, dtype: Any):
         self._kind, self._operator, self._dtype = name.rpartition(".")[2], operator, dtype
 
     def parameters(self) -> Iterator[Any]:
-        """Return no parameters: its dtype is that of its model."""
+        """Return no parameters, since the dtype of the operator is that of its model."""
         return iter(())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return its result in its dtype."""
+        """Return the operator's result, in the dtype of the engine."""
         import torch
 
         takes = tensors_of(args, kwargs)
@@ -50,7 +50,7 @@ class ExactModule:
 
 
 class ExactGiver(Graft):
-    """Replaces operators in a taker's running model with the exact engine's."""
+    """Replacement of operators in a taker's running model by those of the exact engine."""
 
     def __init__(self, taker: Execution, giver: ExactExecution):
         super().__init__(taker, giver)
@@ -63,7 +63,7 @@ class ExactGiver(Graft):
 
     @contextmanager
     def as_giver(self) -> Iterator[None]:
-        """Use the exact engine's own settings, in which it rounds even if the taker is in float64."""
+        """Use the exact engine's own settings in this context, so that it rounds even if the taker is in float64."""
         import torch
 
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast(self.first.device.type, enabled=False):
@@ -91,7 +91,7 @@ class ExactGiver(Graft):
 
 
 class ExactTaker(Graft):
-    """Replaces operators in the running exact engine with those of transformers, or of another exact engine."""
+    """Replacement of operators in the running exact engine by those of transformers, or of another exact engine."""
 
     def __init__(self, taker: ExactExecution, giver: Execution):
         super().__init__(taker, giver)

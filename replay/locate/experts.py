@@ -1,9 +1,10 @@
 """Compares mixtures of experts with float64: the router's choice, the weights used by the experts, and their sum.
 
-Logits alone do not determine how a router chooses experts (by the highest logits, or by groups, with a bias, from scaled
-scores). So the router is run again, and its logits are replaced by the execution's as soon as it has computed them.
+Logits alone do not determine how a router chooses experts (by the highest logits, or by groups, with a bias, from
+scaled scores). So the router is run again, and its logits are replaced by the execution's as soon as it has computed
+them.
 
-Shapes: T tokens, E experts, S chosen ones.
+Shapes: T tokens, E experts, S experts selected per token.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from .names import kind_of, layer_of
 from .taps import Call, tokens_first
 
 EXPERTS, ROUTER = "experts", "router"
-"""Kinds of operators: all experts of a mixture and their sum; the choice of experts if its module was not observed."""
+"""Kinds of operators: all experts in a mixture together with their sum, and the choice of experts. The second kind is
+used only if the router's module was not observed."""
 _MOST_FLIPPED = 0.25
-"""Maximum share of tokens with other experts that rounding may cause if the router was not observed."""
+"""Maximum share of tokens whose experts may differ from float64's because of rounding, if the router was not observed.
+If more tokens differ, the choice itself is judged as wrong."""
 _STEPS = 4.0
-"""Roundoffs that an expert's value may have between the logits and the choice, and in the logits themselves."""
+"""Allowed rounding error of an expert's value, in unit roundoffs: between the logits and the choice, and in the logits
+themselves."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
-"""Shifts, in these roundoffs, of the values of chosen and other experts; within them either choice is accepted."""
+"""Shifts of the chosen experts' values and of the other experts' values, in units of the allowed rounding error. A
+choice that follows from the logits under one of these shifts is accepted."""
 
 
 def judge_router(
@@ -38,7 +43,8 @@ def judge_router(
 ) -> None:
     """Judge a router: its logits, whether its choice follows from them, and the scores of its choice.
 
-    If the code run by `again` has no logits to replace, any choice whose logits are within both bounds is accepted.
+    If the code run by `again` computes no logits that could be replaced, a choice is accepted if its logits are within
+    both bounds.
     """
     import torch
 
@@ -62,7 +68,7 @@ def judge_router(
             chosen = given, exact, slot
         elif slot == of_all:
             bound = heard.bound(name, module, 0, value, takes, call, given)
-            # Its error enters the forward through the scores computed from it.
+            # The error of the logits enters the forward pass through the scores computed from the logits.
             heard.judgement.add(name, kind, layer, given, exact, bound)
             logits = exact, bound, given
     if chosen is None:
@@ -97,9 +103,9 @@ def judge_router(
 
 
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
-    """Judge the weights [T, S] used by experts if they are not the router's output, as when it was not observed.
+    """Judge the weights [T, S] used by experts if they are not the router's output, for example if it was not observed.
 
-    Tokens with a different choice are skipped, unless there are more of them than rounding causes in any router.
+    Tokens with a different choice of experts are skipped, unless their share is larger than rounding can explain.
     """
     if len(takes) != len(found):
         return
@@ -126,7 +132,7 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Return True, and judge a mixture's output, if it is not the sum of its experts."""
+    """Return True if a mixture's output is not the sum of its experts; the output is then judged as wrong."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:
@@ -138,9 +144,9 @@ def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
 
 
 def _going_on(made: Any, given: Any, moved_TE: Any) -> Any:
-    """Return a context that replaces the first result equal to `made` by `given`, and shifts expert values from there on.
+    """Return a context that replaces the first result equal to `made` with `given`, and shifts all later expert values.
 
-    `has_begun` is True once such a result was found.
+    The context's `has_begun` is True once a result equal to `made` was found.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -166,11 +172,13 @@ def _going_on(made: Any, given: Any, moved_TE: Any) -> Any:
 def follows(
     again: Callable[[], Sequence[Any]], made_TE: Any, given_TE: Any, ids_TS: Any, ids_slot: int, unit: float
 ) -> Any:
-    """Return [T] bool: True if the code makes these choices from these logits, in float64, in their dtype, or within rounding.
+    """Return [T] bool: True if a router's code makes the choices `ids_TS` from the logits `given_TE`.
+
+    The choice may follow in float64, in the dtype of the logits, or within the rounding error.
 
     `again` runs the router and returns its tensors; the one at `ids_slot` has the choices. `made_TE` are the logits
     that it computes itself, `given_TE` those of the execution with its choice `ids_TS`, `unit` the roundoff of its
-    scores. Return None if the code computes no such logits before it chooses.
+    scores. Return None if the code does not compute the logits `made_TE` before it chooses.
     """
     import torch
 

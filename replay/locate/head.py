@@ -23,7 +23,7 @@ LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
 Head = list[tuple[Judged, np.ndarray]]
 """Operators after the last hidden states, each with the contribution of its own error to the log-probabilities, [T] nats."""
 _LAST = 1 << 40
-"""Order of the head among operators: after all layers."""
+"""Position of the head in the order of operators: a number larger than that of any operator in a layer."""
 
 
 def judge_head(

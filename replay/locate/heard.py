@@ -1,4 +1,4 @@
-"""An execution's recorded values in one row's forward, and the bounds to judge them by.
+"""An execution's recorded values in one row's forward pass, and the bounds by which they are judged.
 
 If an execution computes an operator without calling it separately (because its code fuses several), the operator is not
 observed, and its possible error is added to the bound of the next observed one.
@@ -21,31 +21,32 @@ ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
-"""Maximum derivative of common activations: GELU's."""
+"""Maximum derivative among common activations, which is that of GELU."""
 
 
 class Arithmetic(Protocol):
-    """Properties of an execution's arithmetic that bounds depend on."""
+    """Properties of an execution's arithmetic that determine the bounds on rounding error."""
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter -> torch's dtype."""
+        """Parameter name -> torch dtype of the parameter."""
 
     @property
     def rounds_scores(self) -> bool:
-        """True if attention rounds scores and softmax to its dtype."""
+        """True if attention rounds scores and softmax to the dtype of its output."""
 
     @property
     def attention_cut(self) -> float:
-        """Part of the weighted values that attention cuts off, as a share of the largest."""
+        """Largest part of each weighted value that attention may cut off, as a share of the largest weighted value."""
 
     @property
     def coarsest(self) -> Any:
-        """Dtype below which operators should not round, whatever their output dtype; None without one."""
+        """Coarsest dtype to which operators may round, whatever the dtype of their outputs; None if there is no such
+        limit."""
 
 
 class Heard:
-    """Observed operators of an execution in one row's forward, and those that were not observed."""
+    """Operators of an execution in one row's forward pass: those that were observed, and those that were not."""
 
     def __init__(
         self,
@@ -57,12 +58,12 @@ class Heard:
     ):
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
         self._arithmetic, self._recorded = arithmetic, recorded_dtypes
-        # computed once, since both go through all weights
+        # Computed only once, since both read all weights.
         self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
         self.entered: dict[int | None, Any] = {}
-        """Layer -> its input in float64."""
+        """Layer index -> input of the layer, in float64."""
         self.branches: list[Any] = []
         """Outputs of attention and MLP since the last addition to the residual stream."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
@@ -71,11 +72,12 @@ class Heard:
     # --- calls ----------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Call | None:
-        """Return an operator's call that begins now; None if it was not observed."""
+        """Return the recorded call of an operator that begins now; None if the call was not observed."""
         return self.taps.calls.get(self._names.next(name))
 
     def end(self, name: str) -> Call | None:
-        """Return an operator's call that ends now, and release its values, except those of the last operators."""
+        """Return the recorded call of an operator that ends now, and release its values unless they are needed for the
+        head."""
         called = self.called(name)
         call = self.taps.calls.get(called)
         if call is not None and called not in self._last:
@@ -89,7 +91,10 @@ class Heard:
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
-        """Return the rounding of values of these dtypes; dtypes coarser than the execution's coarsest are replaced by it."""
+        """Return the rounding for values of the given dtypes.
+
+        A dtype coarser than the execution's coarsest dtype is replaced by the coarsest dtype.
+        """
         coarsest = self._coarsest
 
         def finer(dtype: Any) -> Any:
@@ -108,7 +113,8 @@ class Heard:
         given: Any,
         made_in: Any = None,
     ) -> Any:
-        """Return the bound of an operator's output, in the shape of `given`; `made_in` is its compute dtype, if different."""
+        """Return the bound of an operator's output, in the shape of `given`; `made_in` is the dtype in which it is
+        computed, if that differs."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -117,7 +123,8 @@ class Heard:
     def attention_bound(
         self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
     ) -> Any:
-        """Return the bound of a core's output [T, N, D]; with `turns` it includes rounding in the rotation."""
+        """Return the bound on the error of an attention core's output [T, N, D]; with `turns`, rounding in the rotary
+        is included."""
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
         last = self.first_position + len(query)
@@ -128,7 +135,7 @@ class Heard:
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
-        """Return the bound of the residual stream.
+        """Return the bound on the error of the residual stream.
 
         A branch may be multiplied before it is added, and with several branches (parallel attention and MLP, routed and
         shared experts) a partial sum may be rounded, too.
@@ -143,7 +150,10 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """Return the dtypes of an operator's weight, used (the coarsest of all if no weight has that name) and recorded."""
+        """Return the dtypes of an operator's weight: the dtype in use, and the recorded dtype.
+
+        If the execution has no weight of that name, the dtype in use is the coarsest dtype of all its weights.
+        """
         own, recorded = (
             dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
             for dtypes in (self._dtypes, self._recorded)
@@ -156,7 +166,9 @@ class Heard:
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
         """Note an operator that was not observed: its exact output, and a function from dtype to its bound."""
         layer = layer_of(name)
-        if any(other != layer for other, _ in self.unheard):  # belongs to a finished layer
+        if any(
+            other != layer for other, _ in self.unheard
+        ):  # The operator belongs to a layer that is already finished.
             self.unheard.clear()
         self.unheard[layer, kind_of(name)] = given, bound
 
@@ -170,22 +182,26 @@ class Heard:
         self.miss(name, value, bound)
 
     def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
-        """Return output and bound, in the shape of `exact`, of an unobserved operator; None if observed, or of another size."""
+        """Return the output of an unobserved operator and the bound on its error, in the shape of `exact`.
+
+        Return None if the operator was observed, or if its output has another size.
+        """
         value, bound = self.unheard.get((layer, kind), (None, None))
         if value is None or bound is None or value.numel() != exact.numel():
             return None
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_attention(self, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return the addition to the next bound for a core that was not observed."""
+        """Return what an attention core that was not observed adds to the next bound."""
         core = self.missed(layer, ATTENTION, exact, dtype)
         return 0.0 if core is None else core[1]
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return the addition for unobserved projections to the bound of an activation's or last projection's input."""
+        """Return what unobserved projections add to the bound for the input of an activation or of the last
+        projection."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
-        if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation
+        if kind_of(name) not in ENDS_OF_MLP:  # This is the input of the activation.
             return 0.0 if gate is None or not bool((gate[0] == exact).all()) else gate[1]
         up = self.missed(layer, "up_proj", exact, dtype)
         both, of_both = self.unheard.get((layer, "gate_up_proj"), (None, None))

@@ -30,7 +30,7 @@ class Judged:
     error: float
     """Root mean square of the error it introduced, relative to the RMS of the exact result."""
     largest: float
-    """The same for the token with the largest error."""
+    """Error of the token with the largest error, relative to the RMS of the exact result."""
     ratio: float
     """Largest introduced error divided by its bound; inf if only one of the two values is finite, or a choice differs."""
     token: int
@@ -38,7 +38,7 @@ class Judged:
     dtype: str
     """torch's name of the output's dtype."""
     point: Point | None = None
-    """Where its own error enters the forward; None for choices and for the head."""
+    """Tensor at which the operator's own error enters the forward pass; None for expert choices and for the head."""
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ def _judged(
     bound_TX = torch.as_tensor(bound, dtype=torch.float64, device=off.device).expand(exact.shape).reshape(off_TX.shape)
     ratio_TX = off_TX.abs_().div_(bound_TX)
     ratio_T = ratio_TX.amax(1)
-    if bool(ratio_T.isnan().any()):  # an error of 0 under a bound of 0
+    if bool(ratio_T.isnan().any()):  # 0 / 0: no error where the bound is 0
         ratio_T = ratio_TX.nan_to_num_(nan=0.0, posinf=float("inf")).amax(1)
     if nonfinite_T is not None:
         ratio_T = torch.where(nonfinite_T, float("inf"), ratio_T)

@@ -34,7 +34,7 @@ def core_name(attention: str) -> str:
 
 
 def is_core(name: str) -> bool:
-    """Return True for the name of an attention layer's core, or of one of its calls."""
+    """Return True if a name is that of an attention core, or of a call to an attention core."""
     return name.partition("#")[0].endswith(f".{ATTENTION}")
 
 
@@ -45,11 +45,11 @@ class CallNames:
         self._count: Counter[str] = Counter()
 
     def next(self, name: str) -> str:
-        """Return the name of an operator's new call."""
+        """Return a name for the operator's next call."""
         self._count[name] += 1
         return self.present(name)
 
     def present(self, name: str) -> str:
-        """Return the name of an operator's last call."""
+        """Return the name of the operator's most recent call."""
         number = self._count[name]
         return name if number <= 1 else f"{name}#{number}"

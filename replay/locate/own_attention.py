@@ -1,6 +1,6 @@
 """Observes queries and keys of custom attention code: the factors of its first product that looks like scores.
 
-Shapes: B rows of a forward, W its width, N heads, D head width, T tokens of a row.
+Shapes: B rows in a forward pass, W padded row length, N heads, D head width, T tokens in a row.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ States = tuple[Any, Any]
 
 
 def hearing(shape: tuple[int, int]) -> Any:
-    """Return a context for one call of an attention layer; `states` are its queries and keys of a forward [B, W], or None.
+    """Return a context for one call of an attention layer, which observes its queries and keys.
 
+    The context's `states` are the queries and keys in a forward pass of shape [B, W], or None if none were found;
     `pass_over` stops the observation.
     """
     import torch
@@ -59,7 +60,8 @@ def hearing(shape: tuple[int, int]) -> Any:
 
 
 def _of_forward(query: Any, key: Any, shape: tuple[int, int]) -> States | None:
-    """Return the two factors of scores, if their axes are rows, heads, tokens and head width; else None."""
+    """Return the two factors of a product of attention scores if their axes are rows, heads, tokens and head width;
+    else None."""
     B, W = shape
     is_product = query.dim() == key.dim() > 2 and query.shape[-1] == key.shape[-1]
     if not is_product or not query.shape[-2] == key.shape[-2] == W:
@@ -71,7 +73,8 @@ def _of_forward(query: Any, key: Any, shape: tuple[int, int]) -> States | None:
 
 
 def _of_einsum(equation: Any, first: Any, second: Any, shape: tuple[int, int]) -> States | None:
-    """Return the same for an einsum that sums over one letter, with rows first and two letters for tokens."""
+    """Return the queries and keys multiplied by an einsum that sums over one letter, with rows first and two letters
+    for tokens."""
     if not isinstance(equation, str) or "." in equation:
         return None
     terms, _, result = equation.replace(" ", "").partition("->")

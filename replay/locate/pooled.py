@@ -1,4 +1,4 @@
-"""Findings over all sequences, by operator, and the first divergence among them."""
+"""Findings over all sequences, by operator, and the first operator at which two executions diverge."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from .judged import Judged
 from .sequence import Apart, JudgedSequence
 
 CODE_DIFFERS = 4e-6
-"""Relative error of a token above which code run in float64 differs; float32 inside such code stays below."""
+"""Maximum relative error of a token up to which a side's code, run in float64, counts as equal to the recorded model's.
+Code that uses float32 internally stays below it."""
 _UNDONE = (
     "differs from the recorded model, but this has no effect: in float64 this code gives the same log-probabilities"
 )
 _IS_OTHER_TENSOR = 0.5
-"""Minimum share of different elements for a tensor to count as another tensor, not a modified one."""
+"""Minimum share of elements that differ for a tensor to count as a different tensor; below it, the tensor counts as
+modified."""
 
 Operator = tuple[str, str]
-"""Side and operator."""
+"""Side, and name of an operator."""
 Found = dict[Operator, list[tuple[str, Judged]]]
-"""Operator -> its judged results, each with its sequence."""
+"""Operator -> its results, each with the sequence that it was judged on."""
 
 
 @dataclass(slots=True)
@@ -32,12 +34,12 @@ class Pooled:
 
     judged: Found = field(default_factory=lambda: defaultdict(list))
     in_double: Found = field(default_factory=lambda: defaultdict(list))
-    """The same for a side's code run in float64."""
+    """Operator -> its results when a side's code runs in float64, each with the sequence that it was judged on."""
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """Side -> True if its code gives the recorded model's log-probabilities, both in float64."""
+    """Side -> True if the side's code and the recorded model give the same log-probabilities, both in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
-    """Side -> sequence -> [T] nats."""
+    """Side -> sequence -> [T] log-probabilities of the response, nats."""
     products: dict[Operator, dict[str, float]] = field(default_factory=dict)
     """As `Located.products`: a residual stream is judged at two places, whose errors are added up."""
     routers: dict[str, Router] = field(default_factory=dict)
@@ -46,7 +48,7 @@ class Pooled:
     kinds: set[str] = field(default_factory=set)
     """Kinds of all operators that could be judged."""
     are_whole: bool = True
-    """True if vLLM, where it is an execution, ran every sequence in one forward."""
+    """True if vLLM ran every sequence in a single forward pass; also True if neither execution is vLLM."""
 
     def add(self, found: JudgedSequence) -> None:
         """Add the findings of a sequence."""
@@ -68,12 +70,13 @@ class Pooled:
         self.are_whole &= found.is_whole
 
     def operators(self) -> Iterator[OperatorError]:
-        """Yield the error of each operator over all sequences; first those that were judged as they ran."""
+        """Yield the error of each operator over all sequences: first operators that were judged as they ran, then those
+        that were judged only with the side's code in float64."""
         for (side, name), found in self.judged.items():
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():
             differing = [(seq_id, replace(each, ratio=0.0)) for seq_id, each in found if each.largest > CODE_DIFFERS]
-            if differing and (side, name) not in self.judged:  # rounding hides it, or it has another name
+            if differing and (side, name) not in self.judged:  # hidden by rounding, or under another name
                 yield self._operator(side, name, differing)
 
     def _operator(self, side: str, name: str, found: list[tuple[str, Judged]]) -> OperatorError:
@@ -105,7 +108,7 @@ class Pooled:
 
 
 def _both(a: Router, b: Router) -> Router:
-    """Return a router's counts over the tokens of two sequences."""
+    """Return a router's counts, summed over the tokens in two sequences."""
     return replace(
         a,
         num_tokens=a.num_tokens + b.num_tokens,
@@ -122,7 +125,7 @@ def _relative(parts: list[Apart]) -> float | None:
 def first_divergence(
     operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
 ) -> Divergence | None:
-    """Return the first operator in forward order whose result rounding does not explain; None without one.
+    """Return the first operator, in forward order, whose result cannot be explained by rounding; None if there is none.
 
     If a side's code gives the recorded model's log-probabilities in float64, a different intermediate result has no
     effect: it is noted in `pooled.unjudged`, and does not count.

@@ -1,6 +1,6 @@
 """Replaces one execution's expert choices with the other's, where the two differ.
 
-Shapes: T tokens of a sequence, L routers, S experts of a token.
+Shapes: T tokens in a sequence, L routers, S experts selected per token.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from .vllm_execution import AnyExecution, Span, VllmExecution
 def choices(
     giver: AnyExecution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
 ) -> dict[str, Routing]:
-    """Return sequence -> ids and weights, [T, L, S] each, chosen by an execution's routers for `rows`, in batches of `of`.
+    """Return sequence -> expert ids and weights, [T, L, S] each, chosen by an execution's routers for `rows`.
 
-    `wanted` selects routers by name; the ids of others are NOT_ROUTED.
+    The rows run in the batches of the step's rows `of`.
+
+    `wanted` selects routers by name; the ids for other routers are NOT_ROUTED.
     """
     found: dict[str, Routing] = {}
     names, own = {row.seq_id for row in rows}, _names(giver)
@@ -62,10 +64,10 @@ def choices(
 def score_with(
     taker: AnyExecution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow], of: list[RecordedRow]
 ) -> dict[str, np.ndarray]:
-    """Return sequence -> the taker's [T] float64 log-probabilities, with these choices where it would use other experts.
+    """Return sequence -> the taker's [T] float64 log-probabilities, with `chosen` wherever it would use other experts.
 
     A token with the same set of experts keeps the taker's own weights and order, so that no earlier difference is
-    included. Other rows of a forward choose for themselves.
+    included. Other rows in a forward pass keep the taker's own choices.
     """
     if isinstance(taker, VllmExecution):
         with _forced_in_engine(taker, chosen, rows):
@@ -91,7 +93,7 @@ def score_with(
 
 @contextmanager
 def _forced(taker: ExactExecution, table: Table, names: Sequence[str]) -> Iterator[None]:
-    """Make the exact engine's routers choose according to a table, in this context."""
+    """Make the exact engine's routers choose the experts in a table, in this context."""
     operators, precision = taker.exact.operators(), taker.exact.precision
 
     def given(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +113,7 @@ def _forced(taker: ExactExecution, table: Table, names: Sequence[str]) -> Iterat
 def _forced_in_engine(
     taker: VllmExecution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow]
 ) -> Iterator[None]:
-    """Make vLLM's routers use these choices wherever they would use other experts, in this context."""
+    """Make vLLM's routers use the choices in `chosen` wherever they would use other experts, in this context."""
     import torch
 
     now: list[Span] = []
@@ -148,7 +150,7 @@ def _is_transformers(execution: AnyExecution) -> bool:
 
 
 def _names(execution: AnyExecution) -> list[str]:
-    """Return the routers' names, by layer."""
+    """Return the names of an execution's routers, in layer order."""
     if isinstance(execution, VllmExecution):
         return [names_of(name, module)[0] for name, module in mixtures(execution.model).items()]
     names = {id(module): name for name, module in execution.model.named_modules()}
@@ -156,7 +158,7 @@ def _names(execution: AnyExecution) -> list[str]:
 
 
 def _stacked(taps: RowTaps, names: Sequence[str], slot: int) -> np.ndarray:
-    """Return [T, L, ...]: the routers' outputs, stacked."""
+    """Return [T, L, ...]: one output of each router, stacked by layer."""
     import torch
 
     stacked = torch.stack([cast(taps.calls[name].gives[slot], torch.float64) for name in names], dim=1)

@@ -1,6 +1,7 @@
-"""Runs a sequence through both executions, judges each operator, and computes its error's share of the mismatch.
+"""Run a sequence through both executions, judge each operator, and compute how much its error contributes to the
+mismatch.
 
-Shapes: T response tokens, S sums over tokens.
+Shapes: T response tokens in a sequence, S sums over tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ CARRIED = "operators' shares of the mismatch"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that user code may raise for unsupported dtypes, batches or environments."""
 Apart = tuple[float, float]
-"""Sums of squares of the difference between both executions, and of a's values; NaN if they cannot be compared."""
+"""Two sums of squares: of the difference between the values in both executions, and of the values in execution a. NaN
+if the values cannot be compared."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,30 +38,31 @@ class JudgedSequence:
 
     seq_id: str
     logprobs: dict[str, list[float]] = field(default_factory=dict)
-    """Side -> [T] log-probabilities of its response, nats."""
+    """Side -> [T] log-probabilities of the response in that side's execution, nats."""
     judged: list[tuple[str, Judged]] = field(default_factory=list)
-    """Side, and an operator that was asked about."""
+    """Pairs of a side and the result for one operator that the question asks about."""
     products: list[tuple[str, str, float]] = field(default_factory=list)
-    """Side, operator, and the contribution of one of its errors to the sum of d^2, nats^2."""
+    """Triples of side, operator, and contribution of one of the operator's errors to the sum of squared mismatch d^2,
+    in nats^2."""
     apart: dict[str, tuple[Apart, Apart]] = field(default_factory=dict)
-    """Operator -> the difference of its inputs, and of its outputs, between both executions."""
+    """Operator -> difference between both executions in the operator's inputs, and in its outputs."""
     unseen: set[str] = field(default_factory=set)
     """Kinds of operators that only one execution has."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Operator, or another part that failed -> reason."""
+    """Operator that could not be judged, or another part of the work that failed -> reason."""
     routers: list[Router] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
     """Kinds of all operators that could be judged."""
     is_whole: bool = True
-    """True if vLLM, where it is an execution, ran the sequence in one forward."""
+    """True if vLLM ran the sequence in a single forward pass; also True if neither execution is vLLM."""
 
     def values(self, side: str) -> np.ndarray:
-        """Return [T] float64 log-probabilities of one execution."""
+        """Return the [T] float64 log-probabilities of the response in one execution."""
         return np.array(self.logprobs[side], np.float64)
 
 
 class SequenceJudge:
-    """Judges one sequence, window by window of its layers."""
+    """Judge of the operators in one sequence, one window of layers after another."""
 
     def __init__(
         self,
@@ -71,7 +74,8 @@ class SequenceJudge:
         heard: dict[str, RowTaps],
         logprobs: Mapping[str, np.ndarray],
     ):
-        """`heard` and `logprobs` are both executions' in the last window; `listen` runs the row in any window."""
+        """Store the values of both executions in the last window (`heard`, `logprobs`); `listen` runs the row in any
+        window."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard = windows, listen, heard
         self._logprobs = logprobs
@@ -81,7 +85,7 @@ class SequenceJudge:
         self._result = JudgedSequence(seq_id=row.seq_id)
 
     def judged(self, is_asked: Callable[[str], bool]) -> JudgedSequence:
-        """Judge all operators; keep the errors of those that `is_asked` selects by name."""
+        """Return the sequence with all operators judged; only errors of operators selected by `is_asked` are kept."""
         row, result = self._row, self._result
         d_T = np.where(row.scored, self._logprobs[B] - self._logprobs[A], 0.0)
         for position in sorted(set(self._positions.values())):
@@ -93,7 +97,7 @@ class SequenceJudge:
                     products = self._reference.carried(
                         row, d_T, temperature, position, self._windows, partial(self._errors, sides)
                     )
-                except OF_CODE as error:  # e.g. code that autograd cannot follow
+                except OF_CODE as error:  # for example, code through which autograd cannot differentiate
                     result.unjudged[CARRIED] = f"{type(error).__name__}: {first_line(error)}"
             for window in reversed(self._windows):
                 if left := [side for side in sides if (side, window) not in self._judgements]:
@@ -113,7 +117,8 @@ class SequenceJudge:
     def _of_side(
         self, side: str, products: Mapping[Point, float], d_T: np.ndarray
     ) -> Iterator[tuple[Judged, float | None]]:
-        """Yield a side's operators in order, the head last, each with its error's contribution to sum(d * logprobs)."""
+        """Yield a side's operators in order, the head last, each with the contribution of its error to sum(d *
+        logprobs)."""
         for window in self._windows:
             for each in self._judgements[side, window].operators:
                 yield each, None if each.point is None else products.get(each.point)
@@ -121,7 +126,7 @@ class SequenceJudge:
             yield each, float((d_T * np.nan_to_num(own_T)).sum())
 
     def _errors(self, sides: Sequence[str], window: Window) -> list[dict[Point, Any]]:
-        """Judge some sides in a window; return the errors that each introduced."""
+        """Judge the operators of some sides in a window of layers; return the errors introduced on each side."""
         taps, result = self._heard, self._result
         is_last = window is self._windows[-1]
         if not is_last or any(side not in taps for side in sides):
@@ -140,7 +145,8 @@ class SequenceJudge:
 
 
 def _set_apart(result: JudgedSequence, a: RowTaps, b: RowTaps) -> None:
-    """Store how far both executions differ at each operator's input and output, and which routes flip."""
+    """Store by how much both executions differ at each operator's inputs and outputs, and where they choose different
+    experts."""
     result.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
     for name, ours in a.calls.items():
         if (theirs := b.calls.get(name)) is not None:
@@ -149,7 +155,7 @@ def _set_apart(result: JudgedSequence, a: RowTaps, b: RowTaps) -> None:
 
 
 def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
-    """Return the difference of the first comparable floating-point tensors."""
+    """Return the difference between the first two floating-point tensors that can be compared."""
     for ours, theirs in zip(a, b, strict=False):
         if ours is None or theirs is None or not ours.is_floating_point() or ours.numel() != theirs.numel():
             continue
@@ -174,7 +180,8 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
-    """Return the largest margin over flipped tokens: the lowest chosen score minus the highest score not chosen."""
+    """Return the largest margin among tokens whose experts differ: lowest chosen score minus highest score not
+    chosen."""
     import torch
 
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]

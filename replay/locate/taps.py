@@ -1,6 +1,7 @@
-"""Records the inputs and outputs of a forward's operators, for some of its rows.
+"""Recording of the inputs and outputs of operators in a forward pass, for some of its rows.
 
-Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response), N heads, G key-value heads, D head width.
+Shapes: B rows in a forward pass, W padded row length, T tokens in a row (prompt and response), N heads, G key-value
+heads, D head width.
 """
 
 from __future__ import annotations
@@ -22,37 +23,40 @@ from .own_attention import hearing
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
-"""Number of recently recorded tensors that are searched to avoid recording one twice."""
+"""Number of most recently recorded tensors that are compared with a new one, so that no tensor is recorded twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator, for one row: tensors [T, ...], and None for tensors without a token axis."""
+    """One call of an operator for one row: its input and output tensors [T, ...], with None for those without a token
+    axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if it first adds two inputs: `takes` has their rounded sum, and it may use the unrounded one."""
+    """True if the operator first adds two inputs. `takes` then has their rounded sum, while the operator may use the
+    unrounded sum."""
     is_other_code: bool = False
-    """True if code other than the recorded model's computes it, which may round at each step."""
+    """True if the operator is computed by code other than the recorded model's, which may round at each step."""
 
 
 @dataclass(slots=True)
 class RowTaps:
-    """Calls of one row's forward."""
+    """The operator calls recorded for one row in a forward pass."""
 
     calls: dict[str, Call] = field(default_factory=dict)
     """Operator -> its call, in execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
-    """Layer -> its input, [T, H], if the layer is a module that is called."""
+    """Layer index -> input of the layer, [T, H]; missing if the layer is not a module that is called."""
     mixed: dict[str, Any] = field(default_factory=dict)
-    """Mixture of experts -> its output, [T, H]."""
+    """Name of a mixture of experts -> output of the mixture, [T, H]."""
     multiplied: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Core of a custom attention -> the queries and keys it multiplies, [T, N, D] each; may be scaled and repeated."""
+    """Attention core in custom code -> the queries and keys that the code multiplies, [T, N, D] each. They may be
+    scaled, and keys may be repeated per query head."""
 
     @property
     def first_position(self) -> int:
-        """Position of the row's first token, which left padding can shift."""
+        """Position id of the row's first token; left padding can make it larger than 0."""
         for name, call in self.calls.items():
             if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
                 for value in call.takes:
@@ -62,7 +66,8 @@ class RowTaps:
 
 
 def places(batch: ForwardBatch, index: int) -> np.ndarray:
-    """Return [T] int64: indices of a row's prompt and response in the concatenated rows of a forward."""
+    """Return [T] int64: the indices of a row's prompt and response tokens in the concatenated rows of a forward
+    pass."""
     row = batch.rows[index]
     if isinstance(batch, PaddedBatch):
         start = index * batch.width + int(batch.first_B[index]) - len(row.prompt_ids)
@@ -77,16 +82,16 @@ def places(batch: ForwardBatch, index: int) -> np.ndarray:
 
 
 def shape_of(batch: ForwardBatch) -> tuple[int, int]:
-    """Return rows and width of a forward's tensors; concatenated rows count as one."""
+    """Return the number of rows and the row length of tensors in a forward pass; packed rows count as a single row."""
     return (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
 
 
 def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str] = ()) -> dict[str, Any]:
     """Return name -> module of a model's operators: modules that compute and contain no other module.
 
-    A mixture's experts are one operator, and so is a projection with its adapters, unless `adapters_apart`. Each name
-    in `also` is an operator whatever its module is: an operator of another model, which this one may compute in several
-    modules, or not at all.
+    The experts in a mixture count as one operator, and so does a projection with its adapters, unless `adapters_apart`.
+    Each module named in `also` is an operator, too, whatever it contains. These are operators of another model, which
+    this model may compute in several modules, or not at all.
     """
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
@@ -103,19 +108,21 @@ def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str]
 
 
 def are_experts(module: Any) -> bool:
-    """Return True if a module holds the weights of all experts of a layer, as in transformers' mixtures."""
+    """Return True if a module holds the weights of all experts in a layer, as in transformers' mixtures."""
     own = dict(module.named_parameters(recurse=False))
     return {"gate_up_proj", "down_proj"} <= set(own) and own["down_proj"].dim() == 3
 
 
 def _is_router(module: Any) -> bool:
-    """Return True if a module computes the experts' logits with its own weight, and chooses among them."""
+    """Return True if a module computes one logit per expert with its own weight, and selects experts by these
+    logits."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight is not None and weight.dim() == 2 and type(module).__name__.endswith("Router")
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return name -> module of each mixture of experts, which sums its experts, including a shared one."""
+    """Return name -> module for each mixture of experts: the module that sums all its experts, including a shared
+    one."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
@@ -132,7 +139,7 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's part [T, ...] of a forward's tensor; None without a token axis.
+    """Return a row's part [T, ...] of a tensor in a forward pass; None if the tensor has no token axis.
 
     The tensor is [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; with `heads_first` [B, N, W, D] for any N.
     """
@@ -151,13 +158,13 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
         return value.detach()[0][places_T % W]
     if (
         not heads_first and value.dim() == 4 and (value.shape[0], value.shape[2]) == (B, W)
-    ):  # a norm of each head's queries
+    ):  # the output of a norm that is applied to each head's queries
         return of_tokens(value, shape, places_T, heads_first=True)
     return None
 
 
 def is_heads_first(template: Any, value_T: Any) -> bool:
-    """Return True if the tensor of a single-row forward is [1, N, T, D] and the row's is [T, N, D]."""
+    """Return True if a tensor in a single-row forward pass is [1, N, T, D] while the row's tensor is [T, N, D]."""
     return (
         template.dim() == 4 and value_T.dim() == 3 and template.shape[0] == 1
         and tuple(template.shape[1:3]) == (value_T.shape[1], value_T.shape[0]) != tuple(value_T.shape[:2])
@@ -165,14 +172,15 @@ def is_heads_first(template: Any, value_T: Any) -> bool:
 
 
 def tokens_first(template: Any, value_T: Any) -> Any:
-    """Return the tensor of a single-row forward in the shape of the row's, [T, ...]."""
+    """Return a tensor from a single-row forward pass in the shape of the row's tensor, [T, ...]."""
     if is_heads_first(template, value_T):
         template = template.transpose(1, 2)
     return template.reshape(value_T.shape)
 
 
 def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's tensor [T, ...] in the shape and dtype of `template`, from a forward of that row alone."""
+    """Return a row's tensor [T, ...] in the shape and dtype of `template`, a tensor from a forward pass over that row
+    alone."""
     if heads_first or is_heads_first(template, value_T):
         value_T = value_T.transpose(0, 1)
     shaped = value_T.reshape(template.shape)
@@ -180,18 +188,20 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
-    """Return an execution's tensor to use in place of the float64 model's `value`; None if there is none of that size."""
+    """Return the execution's tensor that replaces `value` in the float64 model; None if no tensor of that size was
+    found."""
     own = found[slot] if slot < len(found) else None
     return None if own is None or own.numel() != value.numel() else own
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the tensors among a call's arguments, also nested, in order; keywords come last, sorted by name."""
+    """Return the tensors among a call's arguments, including nested ones. Keyword arguments come last, sorted by
+    name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
 def outputs_of(value: Any) -> list[Any]:
-    """Return the tensors of a result, alone or in tuples, lists, dicts and dataclasses, in order."""
+    """Return the tensors in a result, in order. They may be nested in tuples, lists, dicts and dataclasses."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -202,7 +212,7 @@ def outputs_of(value: Any) -> list[Any]:
 def with_tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], new: list[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with other tensors, in the order of `tensors_of`."""
+    """Return a call's arguments with their tensors replaced by `new`, in the order of `tensors_of`."""
     number = len(outputs_of(args))
     names = sorted(kwargs)
     named = dict(zip(names, with_outputs([kwargs[name] for name in names], new[number:]), strict=True))
@@ -210,7 +220,7 @@ def with_tensors(
 
 
 def with_outputs(value: Any, new: Sequence[Any]) -> Any:
-    """Return a result with other tensors, in the order of `outputs_of`."""
+    """Return a result with its tensors replaced by `new`, in the order of `outputs_of`."""
     return _replaced(value, iter(new))
 
 
@@ -222,7 +232,7 @@ def _replaced(value: Any, rest: Iterator[Any]) -> Any:
     if not (parts := _parts(value)):
         return value
     new = [_replaced(part, rest) for part in parts]
-    if isinstance(value, dict):  # including transformers' own, which also have their items as attributes
+    if isinstance(value, dict):  # including transformers' ModelOutput, whose items are also attributes
         changed = copy(value)
         for name, part in zip(list(value), new, strict=True):
             changed[name] = part
@@ -246,7 +256,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called as (module, original, args, kwargs) in place of an attention function."""
+"""Function called as (module, original, args, kwargs) in place of an attention function."""
 
 
 @contextmanager
@@ -279,10 +289,11 @@ def hooked(
     *,
     after_errors: bool = False,
 ) -> Iterator[None]:
-    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around these modules' calls.
+    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around these modules'
+    calls.
 
-    Their return values replace the arguments and the result, as with torch's hooks. With `after_errors`, `after` is
-    also called after a call that raised.
+    The value returned by `before` replaces the arguments and that returned by `after` the result, as with torch's
+    hooks. With `after_errors`, `after` also runs if the module raised an error.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
@@ -295,12 +306,12 @@ def hooked(
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the hidden states among the arguments of a layer or of experts."""
+    """Return the hidden states among the arguments to a layer or to experts."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
 class Taps:
-    """Records the inputs and outputs of a model's operators, for some rows of the observed forwards."""
+    """Recorder for the inputs and outputs of a model's operators, for some rows in the observed forward passes."""
 
     def __init__(
         self,
@@ -327,7 +338,7 @@ class Taps:
 
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
-        """Observe one forward; `chosen` maps its row indices to where their values are recorded."""
+        """Observe one forward pass. `chosen` is row index -> where the values of that row are recorded."""
         forward = _HeardForward(batch, chosen, self._device, self._other, self._cores)
         with (
             hooked(self._layers, forward.enters),
@@ -340,7 +351,7 @@ class Taps:
 
 
 class _HeardForward:
-    """One observed forward."""
+    """State of one observed forward pass."""
 
     def __init__(
         self,
@@ -357,12 +368,14 @@ class _HeardForward:
         self._places = {index: torch.from_numpy(places(batch, index)).to(device) for index in chosen}
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Running operator -> row -> its inputs, which it may change in place."""
+        """Running operator -> row -> inputs of the operator for that row, recorded before the operator can change them
+        in place."""
         self._within: list[Any] = []
-        """The running attention layers, observed in case they use custom code."""
+        """Observations of the attention layers that are running, in case they use custom code."""
 
     def _kept(self, value: Any, index: int) -> Any:
-        """Return a row's part of a tensor; a tensor that one operator returns and others take is copied once."""
+        """Return a row's part of a tensor. A tensor that one operator returns and others take as input is copied only
+        once."""
         if value.is_inference():
             return of_tokens(value, self._shape, self._places[index])
         for tensor, version, parts in self._recent:
@@ -424,7 +437,7 @@ class _HeardForward:
 
 
 def attention_layers(model: Any) -> list[str]:
-    """Return the names of attention layers: modules with a query projection, or a fused one."""
+    """Return the names of attention layers: modules with a query projection, or with a fused projection."""
     words = ("q_proj", "query_key_value", "c_attn", "qkv_proj")
     return [
         name
@@ -434,7 +447,7 @@ def attention_layers(model: Any) -> list[str]:
 
 
 def _unused(name: str, calls: Mapping[str, Call]) -> str:
-    """Return the name of an operator's next call; from the second on it has a number."""
+    """Return the name of an operator's next call; calls after the first have a number appended."""
     number, found = 2, name
     while found in calls:
         found, number = f"{name}#{number}", number + 1

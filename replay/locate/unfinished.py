@@ -47,7 +47,7 @@ class _Surroundings:
 
 
 class Unfinished:
-    """Finished parts of one question. If writing fails, the work continues without them."""
+    """Stored finished parts of one question. If storing a part fails, the work continues without it."""
 
     def __init__(self, store: Store, question: LocateQuestion):
         """The question's step is set by `begin`."""
@@ -136,7 +136,10 @@ class Unfinished:
 
 
 def question_id(question: LocateQuestion) -> str:
-    """Return the XXH3-64 of a question's canonical JSON, 16 hexadecimal digits; arms count by their changes."""
+    """Return the XXH3-64 hash of a question's canonical JSON, 16 hexadecimal digits.
+
+    An arm enters the hash with its changes, not with its name.
+    """
     asked: dict[str, Any] = asdict(question) | {"arm": _changes(question.arm), "against": _changes(question.against)}
     if question.operators is None:  # questions of earlier releases had none
         del asked["operators"]

@@ -1,9 +1,11 @@
 """vLLM as one of the two executions: its own model, observed under transformers' names.
 
-vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens arrive in one forward, in
-chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split into transformers' projections.
+vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens arrive in one forward,
+in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split into transformers'
+projections.
 
-Shapes: W tokens of a forward, T tokens of a sequence (prompt and response), N heads, G key-value heads, D head width.
+Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response), N heads, G key-value heads, D head
+width.
 """
 
 from __future__ import annotations
@@ -32,18 +34,21 @@ from .taps import Call, RowTaps, hidden_of, hooked
 
 VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")
-"""Modules that run only for the response's tokens, after the forward."""
+"""Modules that vLLM runs after the forward pass, and only for response tokens."""
 _FUSED = ("act_fn",)
-"""Modules that fuse a module of transformers with other code; their outputs are observed as inputs of the next operator."""
+"""Modules in which vLLM fuses a transformers module with other code. Their outputs are observed as the inputs of the
+next operator."""
 _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""A sequence, the slice of its tokens in a forward, and the index of the first one in the sequence."""
+"""Place of a sequence's tokens in a forward pass: the sequence, the slice of its tokens in the forward pass, and the
+index of the slice's first token in the sequence."""
 
 
 class VllmExecution:
-    """vLLM engine with the weights of a step, in eager mode: not compiled, no CUDA graphs, no prefix cache."""
+    """A vLLM engine with the weights of a step, in eager mode: not compiled, without CUDA graphs and without a prefix
+    cache."""
 
     is_other_code = False
     rounds_scores = True
@@ -73,7 +78,7 @@ class VllmExecution:
         self._scorer = _EagerScorer(run, arm, contract, device)
         self._engine: Any = None
         self.takes_whole_rows = True
-        """True if the engine has run every sequence so far in one forward."""
+        """True while the engine has run each sequence in a single forward pass."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load these weights. Raises CannotReplay."""
@@ -87,21 +92,22 @@ class VllmExecution:
 
     @property
     def model(self) -> Any:
-        """vLLM's own model."""
+        """The model object inside the vLLM engine."""
         return self._engine.llm.apply_model(lambda model: model)[0]
 
     def made_by(self) -> Contract:
-        """Return the contract of its results, without the folder of its weights, which changes every time."""
+        """Return the contract under which the engine scores, without the folder of its weights, which is different in
+        every run."""
         made = self._scorer.made_by()
         return made | {"config": _without(made.get("config") or {}, "model_config", "model")}
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter -> torch's dtype, by transformers' names, without a mixture's experts."""
+        """Parameter name in transformers -> torch dtype; the experts in a mixture are left out."""
         return {name: tensor.dtype for name, tensor in self._held(with_experts=False)}
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """Yield the engine's weights under transformers' names, with fused ones split and padding removed."""
+        """Yield the engine's weights under transformers' names. Fused weights are split, and padding is removed."""
         return self._held(with_experts=True)
 
     def _held(self, *, with_experts: bool) -> Iterator[tuple[str, Any]]:
@@ -125,8 +131,9 @@ class VllmExecution:
                 yield name, value
 
     def score(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, np.ndarray]:
-        """Return sequence -> [T] float64 log-probabilities of `rows`, in the engine's batches of the step's rows `of`."""
-        # Decoding samples the last token without running it; one more token makes it run.
+        """Return sequence -> [T] float64 log-probabilities for `rows`, scored in the batches that the engine forms from
+        rows `of`."""
+        # In a decode, the last token is sampled but never run through the model, so one more token is added.
         asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
         scored = self._scorer.score(self._scorer.together(asked, of))
         return {
@@ -145,7 +152,8 @@ class VllmExecution:
 
     @contextmanager
     def following(self, rows: Sequence[RecordedRow], begin: Callable[[list[Span], Any], None]) -> Iterator[None]:
-        """Call `begin` before each forward in this context, with its sequences' spans and its positions [W]."""
+        """Call `begin` before each forward pass in this context, with the spans of its sequences and the positions [W]
+        of its tokens."""
         runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         batch = _Batch(runner, rows, self._scorer.decodes)
         lengths = {row.seq_id: row.num_tokens for row in rows}
@@ -166,14 +174,14 @@ AnyExecution = Execution | VllmExecution
 
 
 class _EngineNumerics(NamedTuple):
-    """vLLM's arithmetic after the last hidden states: the head in the engine's dtype, and a log-softmax in float32."""
+    """Precision settings of vLLM's head: the projection runs in the engine's dtype, and the log-softmax in float32."""
 
     temperature: float
     projection_dtype: None = None
 
 
 class _EagerScorer(VllmScorer):
-    """An engine that runs every operator separately, on every token."""
+    """A scorer whose vLLM engine runs every operator separately, on every token."""
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
@@ -185,18 +193,18 @@ class _EagerScorer(VllmScorer):
 
 
 class _Batch:
-    """Finds the sequences' tokens in the next forward."""
+    """Search for the tokens of each sequence in vLLM's next forward pass."""
 
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        """Tokens -> sequences with these tokens whose request has not been seen yet."""
+        """Token ids -> sequences with exactly these tokens whose request vLLM has not started yet."""
         for row in rows:
             self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
         self._known: dict[str, str] = {}
 
     def spans(self, positions_W: Any) -> list[Span]:
-        """Return the spans of a forward's sequences."""
+        """Return the spans of the sequences in a forward pass."""
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
@@ -224,7 +232,7 @@ class _Batch:
 
 
 def _without(values: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
-    """Return settings without one entry of one part."""
+    """Return settings with the entry `name` removed from `part`."""
     return {**values, part: {key: value for key, value in (values.get(part) or {}).items() if key != name}}
 
 
@@ -234,7 +242,10 @@ def _longer(row: RecordedRow) -> RecordedRow:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Return vLLM module -> transformers' operators in its place. Raises CannotReplay for a module without any."""
+    """Return vLLM module -> the operators that transformers has in place of the module.
+
+    Raises CannotReplay for a module that corresponds to no operator.
+    """
     packed = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[str]] = {}
     of_experts = mixtures(model)
@@ -265,12 +276,12 @@ def names(model: Any) -> dict[str, list[str]]:
 
 
 def _computes(module: Any) -> bool:
-    """Return True if a module has weights of its own, in which case transformers has it, too."""
+    """Return True if a module has weights of its own; transformers then has a corresponding module."""
     return any(True for _ in module.parameters(recurse=False))
 
 
 def states_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return queries, keys and values among the arguments of an attention."""
+    """Return the queries, keys and values among the arguments to an attention layer."""
     return [*args, *(kwargs[word] for word in ("query", "key", "value") if word in kwargs)][:3]
 
 
@@ -280,7 +291,7 @@ def mixture_around(
 ) -> Iterator[None]:
     """Call a mixture's choice of experts through `choose`, then `computed(hidden, weights, experts, given)`.
 
-    Its return value replaces the mixture's output, unless it is None.
+    The value returned by `computed` replaces the mixture's output, unless it is None.
     """
     chosen: list[tuple[Any, Any]] = []
 
@@ -296,17 +307,18 @@ def mixture_around(
 
 
 class _EngineTaps:
-    """Records the inputs and outputs of vLLM's operators, by sequence, in token order."""
+    """Recorder for the inputs and outputs of vLLM's operators, by sequence and in token order."""
 
     def __init__(self, model: Any, wanted: Callable[[str], bool]):
         self._modules, self._wanted = dict(model.named_modules()), wanted
         self._names = names(model)
         self._spans: list[Span] = []
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
-        """Sequence -> operator -> its calls, each with the index of its first token."""
+        """Sequence -> operator -> calls of the operator, each with the index in the sequence of the first token it
+        covers."""
 
     def begin(self, spans: list[Span], _positions_W: Any) -> None:
-        """Set the spans of the next forward."""
+        """Set the spans of the sequences in the next forward pass."""
         self._spans = spans
 
     @contextmanager
@@ -368,7 +380,7 @@ class _EngineTaps:
         is_kept = not self._spans or any(
             first == place for seq_id, _, first in self._spans for place, _ in self._pieces[seq_id][rotary]
         )
-        if not is_kept:  # one for all layers
+        if not is_kept:  # vLLM has one rotary module for all layers
             self._keep(rotary, [None, args[0] if args else kwargs["positions"]], [None, None])
 
     def _operator(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
@@ -377,14 +389,14 @@ class _EngineTaps:
         outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
         adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
         if adds:
-            taken = outputs[1]  # a norm that first adds to the residual stream returns the sum as well
+            taken = outputs[1]  # A norm that first adds its input to the residual stream also returns the sum.
         parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
         for each, part in zip(theirs, parts, strict=True):
             self._keep(each, [taken], [part], adds=adds)
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
-    """Join the calls for parts of a sequence; tokens that were dropped and computed again count once."""
+    """Join the calls for successive parts of a sequence. Tokens that vLLM dropped and computed again count once."""
     import torch
 
     def whole(values: list[tuple[int, Any]]) -> Any:

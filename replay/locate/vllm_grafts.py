@@ -1,6 +1,6 @@
 """Computes operators of vLLM with transformers' code, and vice versa, on the replaced operator's own inputs.
 
-Shapes: W tokens of a forward, N heads, G key-value heads, D head width.
+Shapes: W tokens in a forward pass, N heads, G key-value heads, D head width.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .taps import attention_layers, hooked, operators
 from .vllm_execution import AnyExecution, Span, VllmExecution, mixture_around, names, states_of
 
 _ROTATES = "apply_rotary_pos_emb"
-"""transformers' function that rotates queries and keys, in the module of each model."""
+"""Name of the function that rotates queries and keys in the transformers module of each model."""
 _ACTIVATION = "act_fn"
 
 
 class VllmTaker:
-    """Replaces operators in vLLM's running model with those of transformers, or of the exact engine."""
+    """Replacement of operators in vLLM's running model by those of transformers, or of the exact engine."""
 
     def __init__(self, taker: VllmExecution, giver: Execution):
         self.taker = taker
@@ -44,7 +44,8 @@ class VllmTaker:
         self._masks: dict[str, dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the operators that can be replaced; attention only if vLLM runs whole sequences in one forward."""
+        """Return the operators that can be replaced; attention only if vLLM runs whole sequences in one forward
+        pass."""
         found = [each for parts in self._names.values() for each in parts if each in self._by.theirs]
         found += [name for name in self._by.theirs if name.endswith(f".{_ACTIVATION}")]
         if not self._is_exact and self._rotation(self._layers[0]) is not None:
@@ -97,7 +98,7 @@ class VllmTaker:
             yield
 
     def _called(self, name: str, *values: Any) -> Any:
-        """Return the result of the giver's operator for vLLM's inputs."""
+        """Return the result of the giver's operator on vLLM's inputs."""
         theirs = self._by.theirs[name]
         dtype = next(theirs.parameters(), self._by.first).dtype
         with self._by.as_giver():
@@ -157,7 +158,8 @@ class VllmTaker:
 
     @contextmanager
     def _rotated(self, layer: str) -> Iterator[None]:
-        """Make vLLM's rotary, one module for all layers, return transformers' result in this layer, in this context."""
+        """Make vLLM's rotary return transformers' result for one layer, in this context. All layers share vLLM's rotary
+        module."""
         attention = dict(self.taker.model.named_modules())[layer]
         rotate, tables = self._rotation(layer), self._modules["model.rotary_emb"]
         assert rotate is not None
@@ -207,14 +209,17 @@ class VllmTaker:
 
 
 class VllmGiver(Graft):
-    """Replaces projections, norms and embedding in transformers' model with vLLM's; others need vLLM's cache."""
+    """Replacement of projections, norms and the embedding in a transformers model by those of vLLM.
+
+    vLLM's other operators need its KV cache.
+    """
 
     def __init__(self, taker: Execution, giver: VllmExecution):
         self.taker = taker
         self._ours = operators(taker.model)
         modules = dict(giver.model.named_modules())
         self.theirs: dict[str, Callable[..., Any]] = {}
-        """transformers' name -> vLLM's computation on the same inputs."""
+        """Name in transformers -> function that runs vLLM's computation on the same inputs."""
         for name, parts in names(giver.model).items():
             if is_mixture(modules[name]):
                 gate, experts = parts
@@ -239,7 +244,7 @@ class VllmGiver(Graft):
 
 
 def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
-    """Return the computation of a vLLM module, or of one of the projections it fuses."""
+    """Return a function that runs a vLLM module, or one of the projections that the module fuses."""
 
     def computed(taken: Any) -> Any:
         flat = cast(taken, next(module.parameters()).dtype)
@@ -251,7 +256,8 @@ def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
 
 
 def _gate(gate: Any, module: Any) -> Callable[..., Any]:
-    """Return the router of a vLLM mixture, with transformers' outputs: logits, weights and experts."""
+    """Return a function that runs a vLLM mixture's router, with the outputs that transformers has: logits, weights and
+    experts."""
 
     def computed(taken: Any) -> Any:
         hidden = cast(taken, gate.weight.dtype).reshape(-1, taken.shape[-1])
@@ -263,7 +269,7 @@ def _gate(gate: Any, module: Any) -> Callable[..., Any]:
 
 
 def _experts(module: Any) -> Callable[..., Any]:
-    """Return the experts of a vLLM mixture."""
+    """Return a function that runs the experts in a vLLM mixture."""
     experts = module.routed_experts
 
     def computed(taken: Any, ids: Any, weights: Any) -> Any:
@@ -278,12 +284,12 @@ AnyGraft = Graft | VllmTaker
 
 
 def can_patch(taker: AnyExecution, giver: AnyExecution) -> bool:
-    """Return True if a giver's operators can be put into a taker: vLLM's only into transformers' model."""
+    """Return True if a giver's operators can be put into a taker. Those of vLLM fit only into a transformers model."""
     return not isinstance(giver, VllmExecution) or type(taker) is Execution
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> AnyGraft:
-    """Return the graft for a giver and a taker that `can_patch` allows."""
+    """Return the graft that puts a giver's operators into a taker; `can_patch` must allow the pair."""
     if isinstance(giver, VllmExecution):
         assert isinstance(taker, Execution)
         return VllmGiver(taker, giver)

@@ -22,22 +22,25 @@ _UNKNOWN_FREE = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Layers whose operators' values are in memory together."""
+    """A range of layers whose operator values are held in memory together."""
 
     first: int | None = None
-    """None for all layers."""
+    """Index of the first layer in the window; None if the window contains all layers."""
     last: int | None = None
     is_first: bool = True
-    """True if operators before all layers belong to the window."""
+    """True if operators that run before all layers belong to the window."""
     is_last: bool = True
-    """True if operators after all layers belong to the window."""
+    """True if operators that run after all layers belong to the window."""
 
     def has(self, layer: int) -> bool:
         """Return True if a layer belongs to the window."""
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
     def needs(self, name: str) -> bool:
-        """Return True if the window needs an operator's values; the next layer's norms take its last layer's output."""
+        """Return True if the window needs an operator's values.
+
+        The norms in the layer after the window are needed, too, since they take the output of the window's last layer.
+        """
         layer = layer_of(name)
         if layer is None:
             return self.is_last or bool(_BEFORE_LAYERS.search(name))
@@ -57,9 +60,11 @@ EVERY_LAYER = Window()
 def parts(
     rows: Iterable[RecordedRow], operators: Iterable[str], num_bytes: int, most_bytes: int
 ) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
-    """Yield sequences that fit into memory together, grouped by forward, and the windows of layers to process in turn.
+    """Yield groups of sequences that fit into memory together, each with the windows of layers to process in turn.
 
-    `num_bytes` is the memory per token. There is one window unless a single sequence's values do not fit.
+    Sequences that share a forward pass stay together where possible.
+
+    `num_bytes` is the memory needed per token. There is one window unless a single sequence's values do not fit.
     """
     layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
     part: list[RecordedRow] = []
@@ -92,7 +97,7 @@ def place_in(windows: Sequence[Window], layer: int) -> int:
 
 
 def bytes_per_token(model: Any) -> int:
-    """Return the approximate memory per token for the inputs and outputs of a model's operators, bytes."""
+    """Return the approximate memory, in bytes per token, for the inputs and outputs of a model's operators."""
     text = model.config.get_text_config()
     hidden = getattr(text, "hidden_size", 1024)
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -101,7 +106,7 @@ def bytes_per_token(model: Any) -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Return the free memory, bytes; _UNKNOWN_FREE if the system does not report it."""
+    """Return the free memory on a device, in bytes; _UNKNOWN_FREE if the system does not report it."""
     import torch
 
     if device == "cuda":

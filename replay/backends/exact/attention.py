@@ -1,10 +1,10 @@
 """Attention over a KV cache, with results that do not depend on keys which a query does not see.
 
-An unseen key has a weight of exactly 0. The scale of a query's weights depends only on the keys it sees, that of a key or
-a value only on its token, so prefill, chunks and decode cut the same numbers into the same slices.
+An unseen key has a weight of exactly 0. The scale of a query's weights depends only on the keys it sees, that of a key
+or a value only on its token, so prefill, chunks and decode cut the same numbers into the same slices.
 
-Shapes: B rows, W width of the cache, S keys so far, T queries, C queries of a block, A query heads, N key heads,
-G = A / N query heads per key head, D head width.
+Shapes: B rows, W width of the cache, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G
+= A / N query heads per key head, D head width.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from .precision import Precision
 from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, sum_of_units
 
 MOST_KEYS = 1 << 17
-"""Maximum context length: sums over more keys may not be exact."""
+"""Maximum context length in tokens. Sums over more keys might not be exact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Device -> scores in memory at a time, at least one query's: sized for the CPU cache, or to keep a GPU busy with few
-launches (256 MB, and six to eight times as much for intermediate results)."""
+"""Device -> maximum number of attention scores in memory at a time, but at least those of one query. The values are
+sized for the CPU cache, or to keep a GPU busy with few launches (256 MB, and six to eight times as much for
+intermediate results)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The keys that each query of a forward sees."""
+    """The keys that each query in a forward pass sees."""
 
     keys_BTS: Any
     """bool: true if the query sees the key."""
     first_T: list[int]
-    """First key that the query sees in any row; on the host, copied once per forward."""
+    """Index of the first key that the query sees in any row; kept on the host, copied once per forward pass."""
     last_T: list[int]
-    """Last key that the query sees in any row."""
+    """Index of the last key that the query sees in any row."""
 
 
 class KeyValueCache:
@@ -50,7 +51,8 @@ class KeyValueCache:
         self._key_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
         self._value_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
         self._broken = torch.zeros(*shape, dtype=torch.bool, device=device)
-        """True for tokens whose value is not finite: only queries that see them become NaN."""
+        """True for tokens whose value vector is not finite. The result is NaN only for queries that see such a
+        token."""
 
     def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
         """Store the keys and values of the tokens from `start` on."""

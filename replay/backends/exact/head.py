@@ -1,6 +1,6 @@
 """From exact hidden states to log-probabilities.
 
-Shapes: M tokens, C tokens of a chunk, H hidden width, V vocabulary.
+Shapes: M tokens, C tokens per chunk, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ExactHead:
     """The projection to the vocabulary, sliced once, and its log-softmax."""
 
     def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
-        """`projection_dtype` is the dtype that logits are first rounded to; None for that of the activations."""
+        """`projection_dtype` is the dtype that logits are first rounded to; None for the dtype of the activations."""
         projection = held.get_output_embeddings()
         self._linear = Linear(projection.weight, projection.bias, precision, projection_dtype)
         self._chunk = max(1, CHUNK_BYTES // (8 * projection.weight.shape[0]))

@@ -12,11 +12,11 @@ from .precision import Precision, rounded
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
 
 ROWS = 2048
-"""Tokens per matrix product, which bounds memory."""
+"""Maximum number of tokens per matrix product; it bounds the memory used."""
 
 
 class Linear:
-    """Linear layer with a weight that is sliced once."""
+    """Linear layer whose weight is sliced only once."""
 
     def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
         """`output_dtype` is the dtype that the result is rounded to; None for that of the activations."""
@@ -112,7 +112,7 @@ class Mlp:
 
 
 class Router:
-    """Chooses the J most probable experts of a token; ties go to the lower index."""
+    """Router that selects the J most probable experts for each token; ties go to the lower index."""
 
     def __init__(self, linear: Linear, chosen: int, normalised: bool, precision: Precision):
         """`chosen` is J; `normalised` makes a token's J weights sum to 1."""
@@ -134,7 +134,7 @@ class Router:
 
 
 class Experts:
-    """Gated layers, of which each token uses J."""
+    """The experts in a mixture, each a gated layer; each token uses J of them."""
 
     def __init__(self, experts: list[Mlp], precision: Precision):
         self._experts, self._precision = experts, precision

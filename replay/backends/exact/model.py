@@ -1,6 +1,7 @@
 """A decoder of exact layers over the weights of a transformers model.
 
-Shapes: B rows, T tokens of a forward, S tokens including cached ones, H hidden width, M = B T, A heads, D head width.
+Shapes: B rows, T tokens per row in a forward pass, S tokens per row including cached ones, H hidden width, M = B T, A
+heads, D head width.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .precision import Precision
 
 CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the sequence length, so that results do too."""
+"""Rotary embeddings whose frequencies, and therefore results, depend on the sequence length."""
 
 
 def check(identity: Mapping[str, Any]) -> None:
@@ -69,13 +70,13 @@ class Operator:
 
 
 class Core:
-    """Attention of rotated queries and keys, through a cache."""
+    """Attention core: attention between rotated queries and keys, through a KV cache."""
 
     def __init__(self, scaling: float, precision: Precision):
         self._scaling, self._precision = scaling, precision
 
     def __call__(self, query_BATD: Any, key_BNTD: Any, value_BNTD: Any, cache: KeyValueCache, seen: Seen) -> Any:
-        """Add these tokens' keys and values to the cache; return [B, A, T, D]."""
+        """Add the tokens' keys and values to the cache; return the attention output [B, A, T, D]."""
         cache.add(key_BNTD, value_BNTD, seen.keys_BTS.shape[2] - seen.keys_BTS.shape[1])
         return self._precision.round(cache.attend(query_BATD.contiguous(), seen, self._scaling))
 
@@ -87,7 +88,7 @@ class Embedding:
         self._weight_VH = weight_VH.detach()
 
     def __call__(self, ids_M: Any) -> Any:
-        """Return [M, H] float64."""
+        """Return the embeddings [M, H] float64 of token ids."""
         import torch
 
         return self._weight_VH[ids_M].to(torch.float64)
@@ -109,7 +110,7 @@ class _Layer:
 
 
 class ExactModel:
-    """The exact layers of one version's weights."""
+    """A decoder made of exact layers, with the weights of one policy version."""
 
     def __init__(self, held: Any):
         """`held` is the transformers model with the weights."""
@@ -129,11 +130,11 @@ class ExactModel:
         return self.held.get_input_embeddings().weight.device
 
     def forget(self) -> None:
-        """Discard the sliced weights, after new ones were loaded."""
+        """Discard the sliced weights. To be called after new weights are loaded."""
         self._layers, self._heads = [], {}
 
     def prepare(self) -> None:
-        """Slice the weights, unless already done."""
+        """Slice the weights, unless they are already sliced."""
         if not self._layers:
             precision, base = self.precision, self.held.base_model
             self._rotary = Rotary(base.rotary_emb, precision)
@@ -157,7 +158,7 @@ class ExactModel:
         return found
 
     def windows(self) -> dict[str, int | None]:
-        """Return attention core -> size of its sliding window in tokens; None without one."""
+        """Return attention core -> size of its sliding window in tokens; None if the core has no sliding window."""
         self.prepare()
         layers = {id(layer): layer.window for layer in self._layers}
         return {
@@ -167,7 +168,8 @@ class ExactModel:
         }
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
-        """Return the head; `dtype` is the dtype that logits are first rounded to, None for that of the activations."""
+        """Return the head; `dtype` is the dtype that logits are first rounded to, or None for the dtype of the
+        activations."""
         key = (temperature, dtype)
         if key not in self._heads:
             self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
@@ -187,7 +189,9 @@ class ExactModel:
         return int(2 * len(self.held.base_model.rotary_emb.inv_freq))
 
     def hidden(self, ids_BT: Any, positions_BS: Any, rows_BS: Any, caches: list[KeyValueCache]) -> Any:
-        """Return the last hidden states [B, T, H] float64 of the last T of S tokens; the caches have the keys of the others.
+        """Return the last hidden states [B, T, H] float64 for the last T of S tokens.
+
+        The caches must already have the keys and values of the other tokens.
 
         `rows_BS` numbers the rows, which do not attend to each other; 0 is padding.
         """
@@ -219,7 +223,10 @@ class ExactModel:
 
 
 def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:
-    """Return window of a layer -> keys that each of the last tokens sees; copies to the host once for all windows."""
+    """Return sliding window size -> the keys that each of the last tokens sees.
+
+    Data is copied to the host once for all window sizes.
+    """
     import torch
 
     keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
@@ -230,7 +237,8 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 
 
 def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
-    """Return [B, T, S]: true if a token sees a key: itself, or an earlier one of its row within its window."""
+    """Return [B, T, S]: True if a token sees a key, which is its own or that of an earlier token in its row and
+    window."""
     import torch
 
     place_S = torch.arange(rows_BS.shape[1], device=rows_BS.device)
@@ -282,7 +290,7 @@ def _mixture(module: Any, config: Any, precision: Precision) -> Mixture:
 
 
 def _operators_of(layer: _Layer) -> Iterator[tuple[str, Operator]]:
-    """Yield a layer's operators with transformers' names within a layer."""
+    """Yield the operators in a layer, each with the name that transformers gives it within the layer."""
     yield "input_layernorm", Operator(layer, "input_norm")
     for name, attribute in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("o_proj", "output")):
         yield f"self_attn.{name}", Operator(layer, attribute)

@@ -1,6 +1,6 @@
 """Scoring with exact layers: prefill, packed, or through the KV cache, with the same bits.
 
-Shapes: B rows of a forward (1 if packed), W its width, N scored tokens, H hidden width.
+Shapes: B rows in a forward pass (1 if packed), W row length including padding, N scored tokens, H hidden width.
 """
 
 from __future__ import annotations
