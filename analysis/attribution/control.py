@@ -292,7 +292,9 @@ def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) ->
     given = [*_rates(facts, control), *_settings(facts, control), *_changed(facts, control, suspects)]
     # If no input differs, look for the first update that does.
     first = [] if given else list(_first_update(facts, control))
-    parted = [int(each.values["step"]) for each in first if "control" in each.values]  # updates whose gradient norms differ
+    parted = [
+        int(each.values["step"]) for each in first if "control" in each.values
+    ]  # updates whose gradient norms differ
     yield from _mismatches(facts, control, suspects, min(parted, default=None))
     yield from given
     yield from first
