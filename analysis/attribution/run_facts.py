@@ -138,7 +138,7 @@ class Facts:
             is_slow = change.shape == "ramp" and change.kind != SETTING
             if is_sure and not is_slow and (change.series, change.step) not in near:
                 latest[change.series] = change
-            else:  # a later gradual change replaces an earlier abrupt one
+            else:  # an unsuitable later change discards the earlier one
                 latest.pop(change.series, None)
         return tuple(latest.values())
 

@@ -7,7 +7,7 @@ AHEAD = 3.0
 AT_ONCE = 0.35
 """Minimum ratio of the mismatch at the first step to the settled mismatch, for it to count as present from the start; one update causes less."""
 GROWTH = 1.6
-"""Minimum ratio of the mismatch in the last quarter of a run to that in its first half, for it to count as growing."""
+"""Minimum ratio of the mismatch in the last quarter of a run to the settled mismatch, for it to count as growing."""
 
 STALE_LEFT = 0.2
 """Maximum share of the mismatch that may remain when engine logprobs are compared with the trainer's from an earlier step, for the engine to

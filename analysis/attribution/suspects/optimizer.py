@@ -18,7 +18,7 @@ _BEFORE = 5
 _FEWEST = 5
 """Minimum number of earlier updates to compare with."""
 _LONG = 20
-"""Minimum number of steps after which a run counts as having learned with its updates."""
+"""Number of earlier updates compared with an update, and minimum number of steps for a run to count as having learned."""
 
 
 def optimizer(facts: Facts) -> Suspect:
