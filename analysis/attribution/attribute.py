@@ -1,4 +1,4 @@
-"""The cause of a collapse or a slow decline, from one run or from two."""
+"""Find the cause of a collapse or slow decline, from one run or from a run and its baseline run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def explain(
 
 
 def _supposed(facts: Facts) -> SilentChange | None:
-    """Return the most probable cause if the run got worse without a visible drop: its clearest change."""
+    """Return the most probable cause if the run got worse without a visible drop, judged by its clearest change."""
     found = []
     for step in sorted(set(broken_steps(facts)))[:_MOST_STEPS]:
         suspects = _suspects(supposed_at(facts, step))
@@ -91,7 +91,7 @@ def _supposed(facts: Facts) -> SilentChange | None:
 
 
 def _supposed_beside(facts: Facts, control: Facts, compared: ControlComparison) -> SilentChange | None:
-    """Return the same from the first difference to a baseline run."""
+    """Return the most probable cause if the run got worse without a visible drop, judged by its first difference from a baseline run."""
     if compared.parted is None:
         return None
     step = compared.parted.step
@@ -101,7 +101,7 @@ def _supposed_beside(facts: Facts, control: Facts, compared: ControlComparison) 
 
 
 def _suspects(facts: Facts) -> tuple[Suspect, ...]:
-    """Return all suspects with their evidence in one run; empty without a drop."""
+    """Return all suspects with the evidence found in a single run; empty if the run has no drop."""
     if facts.fall is None:
         return ()
     unknown = Suspect(
@@ -165,7 +165,7 @@ def _new_reward(facts: Facts) -> tuple[Statement, ...]:
 
 
 def _onsets(facts: Facts) -> tuple[SeriesOnset, ...]:
-    """Return the change of each series nearest to the drop, ordered by step."""
+    """Return, for each series, its change nearest to the drop, ordered by step."""
     if facts.fall is None:
         return ()
     onsets = []

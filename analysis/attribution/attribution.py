@@ -15,9 +15,9 @@ from .suspect import Suspect
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
 MIN_PROBABILITY_OF_CAUSE = 0.5
-"""Probability above which a suspect is reported as the cause: more probable than all others together."""
+"""Probability above which a suspect is reported as the cause; it is then more probable than all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
-"""Minimum probability of a suspect to be reported if the cause is unknown."""
+"""Minimum probability for the first suspect to be reported if the cause is unknown."""
 MAX_PROBABILITY_CLEARED = 0.05
 """Probability below which the mismatch is ruled out."""
 
@@ -33,7 +33,7 @@ class SeriesOnset:
     before: float
     after: float
     order: str
-    """`first` (before the drop, disjoint intervals), `with` (order undecided), or `after` it."""
+    """`first` (before the drop, with disjoint intervals), `with` (order undecided) or `after` (after the drop)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Statement):
-    """A difference between a run and its baseline run; a code of text.DIFFERENCES."""
+    """A difference between a run and its baseline run; its code is a key in text.DIFFERENCES."""
 
     suspect: str
     """Code of the suspect that the difference supports."""
@@ -74,7 +74,7 @@ class Attribution(Result):
     """Recorded changes within the onset interval or shortly before it, largest first, consequences last; empty without a
     drop."""
     suspects: tuple[Suspect, ...]
-    """Most probable first; empty without a drop."""
+    """All suspects, most probable first; empty if the run has no drop."""
     silent: SilentChange | None = None
     """A change after which the recorded reward no longer measures the policy; None if there is a drop or no such change."""
     supposed: SilentChange | None = None
@@ -84,7 +84,7 @@ class Attribution(Result):
     difference_codes: tuple[Difference, ...] = ()
     """Differences from the baseline run, earliest first."""
     note_codes: tuple[Statement, ...] = ()
-    """Analyses that this trace does not support, and why; codes of text.NOTES."""
+    """Notes on analyses that this trace does not support, and why; their codes are keys in text.NOTES."""
 
     @property
     def supposed_cause(self) -> SilentChange | None:
@@ -95,7 +95,7 @@ class Attribution(Result):
 
     @property
     def is_intervention(self) -> bool:
-        """True if a baseline run decides."""
+        """True if a baseline run was given that differs in known ways."""
         return self.kind == INTERVENTION
 
     @property
@@ -107,7 +107,7 @@ class Attribution(Result):
 
     @property
     def cause(self) -> str | None:
-        """Code of the suspect more probable than all others together; None without a drop or such a suspect."""
+        """Code of the suspect that is more probable than all others together; None if there is no such suspect or no drop."""
         first = self.suspects[0] if self.suspects else None
         if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
             return None

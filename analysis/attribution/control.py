@@ -1,4 +1,4 @@
-"""Compare a run with its baseline run: their differences, and the evidence from these."""
+"""Compare a run with its baseline run: find their differences and the evidence these give."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ class ControlComparison:
     differences: tuple[Difference, ...]
     notes: tuple[Statement, ...]
     parted: Divergence | None = None
-    """The first difference of two runs that are equal before it."""
+    """Where the two runs first diverge, having been identical until then; None if they were never identical."""
 
 
 def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> ControlComparison:
-    """Weigh the suspects of a run by its differences from a baseline run.
+    """Reweigh a run's suspects by its differences from a baseline run.
 
-    If only the run collapsed, a difference is the cause; if both collapsed, it is not. If both runs are bitwise equal up to a step,
-    only the first difference counts. Otherwise several differences share the probability by their evidence in the run alone.
+    If only the run collapsed, a difference is the cause; if both runs collapsed, it is not. If the runs are bitwise identical up
+    to a step, only the first difference counts. Otherwise the differences share the probability in proportion to the evidence
+    for each in the run alone.
     """
     shares = shares_prompts(facts, control)
     notes = () if shares else (Statement(code="other_prompts"),)
@@ -88,7 +89,7 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
 
 
 def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference if it can have caused the drop: not later, and not by rounding drift."""
+    """Return the first difference if it can have caused the drop: it must not come later or be due to rounding drift."""
     if parted is None or not parted.is_sudden:
         return None
     if facts.fall is not None and parted.step > facts.fall.latest:
@@ -96,7 +97,7 @@ def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Diverg
     is_far = float(parted.values.get("apart", 0.0)) >= t.MATERIAL_MISMATCH
     if parted.code in (ENGINE, SCORING) and not is_far and not _is_material(facts, control):
         return None
-    if parted.code == SAMPLING and parted.num_before == 0:  # different random numbers
+    if parted.code == SAMPLING and parted.num_before == 0:  # the runs used different random seeds
         return None
     others = int(parted.values.get("num_sequences", 0)) - int(parted.values.get("num_equal", 0))
     is_few = parted.code == SAMPLING and others < t.MANY_PART * int(parted.values["num_sequences"])
@@ -106,7 +107,7 @@ def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Diverg
 def _of_divergence(
     facts: Facts, control: Facts, suspects: tuple[Suspect, ...], parted: Divergence
 ) -> Iterator[Difference]:
-    """Yield the first difference, once per suspect that it may support."""
+    """Yield the first difference between the runs, once per suspect that it may support."""
     codes = SUSPECTS_OF.get(parted.code, ())
     held = cause_of_weights(facts) if parted.code == ENGINE else None
     if held is not None:
@@ -123,9 +124,9 @@ def _of_divergence(
     given = {each.suspect for each in (*_rates(facts, control), *_settings(facts, control), *changed)}
     if parted.code == UPDATE:
         unseen = () if np.isfinite(facts.rollouts.at([parted.step]).advantage).any() else ("advantages", "pairing")
-        # With a lagging engine, logprobs of other rows look like an update.
+        # With a lagging engine, logprobs from other rows look like a different update.
         codes = ("pairing",) if is_of_other_rows(facts) else ("unknown", "optimizer", "entropy", "reference", *unseen)
-    # A changed setting acts through the update or the sampling; otherwise it is a second difference.
+    # A changed setting acts through the update or the sampling; at any other stage it is a separate difference.
     own = () if given and parted.code in (UPDATE, SAMPLING) else codes
     codes = (*own, *sorted(given - set(own)))
     for code in codes:
@@ -133,7 +134,7 @@ def _of_divergence(
 
 
 def _lasts(facts: Facts, step: int) -> bool:
-    """Return True if the mismatch of a step persists some updates later."""
+    """Return True if the mismatch found at a step persists some updates later."""
     values = facts.values("mean_abs_d")
     at = int(np.searchsorted(facts.steps, step))
     later = values[at + _UPDATED : at + _UPDATED + _LATER]
@@ -142,7 +143,7 @@ def _lasts(facts: Facts, step: int) -> bool:
 
 
 def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[str, Evidence]]:
-    """Yield evidence for the part of training that made an update differ with the same inputs."""
+    """Yield evidence for the part of training that made an update differ although its inputs were the same."""
     step = parted.step
     yield from ((code, Evidence(code="update_differs", points=points)) for code, points in t.OF_UPDATES.items())
     yield from _by_distance(facts, control, step)
@@ -183,21 +184,21 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
 
 
 _UPDATED, _LATER = 2, 6
-"""Number of updates until an engine has the weights of a step, and number of steps then compared."""
+"""Number of updates until the engine has the weights trained at a step, and number of steps compared from then on."""
 _LOGGED = 1e-5
-"""Maximum relative difference of two equal logged numbers."""
+"""Relative difference up to which two logged numbers count as equal."""
 _OF_UPDATE = ("grad_norm", "update_to_weight", "adam_second_moment")
 _OF_LOSS = ("entropy", "reference")
 
 
 def _ratio(facts: Facts, control: Facts, name: str, step: int) -> float:
-    """Return the ratio of a series to the baseline run's at a step; NaN if either is missing."""
+    """Return the ratio of a series to the same series in the baseline run at a step; NaN if either value is missing."""
     of_run, of_control = (_at(run, name, step) for run in (facts, control))
     return of_run / of_control if of_control else math.nan
 
 
 def _of_loss(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evidence]]:
-    """Yield evidence from a loss far below or above the baseline run's: a bonus or a penalty term."""
+    """Yield evidence for a bonus or penalty term, from a loss far below or above the baseline run's."""
     usual = (
         float(np.nanmedian(np.abs(control.values("loss")))) if np.isfinite(control.values("loss")).any() else math.nan
     )
@@ -214,7 +215,7 @@ def _of_loss(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evi
 
 
 def _by_distance(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evidence]]:
-    """Yield evidence for a KL term: logprob changes that follow the distance to the reference, more than the logprob."""
+    """Yield evidence for a KL term if logprob changes follow the distance to the reference more than the logprob itself."""
     after = next((int(each) for each in facts.steps if each > step), None)
     if after is None or not np.isfinite(facts.rollouts.reference).any():
         return
@@ -231,7 +232,7 @@ def _by_distance(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str,
 
 
 def _away(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[str, Evidence]]:
-    """Yield evidence against KL and entropy terms: a policy that leaves its reference at once."""
+    """Yield evidence against KL and entropy terms if the policy moves away from its reference at once."""
     distances = [run.rollouts.reference_distance_by_step for run in (facts, control)]
     near = [distance[(steps > parted.step) & (steps <= parted.step + 3)] for steps, distance in distances]
     if min(map(len, near)) == 0:
@@ -256,11 +257,11 @@ _GIVEN = (
     "setting",
     "changed",
 )
-"""Differences of inputs, which cannot be consequences of other differences."""
+"""Codes of differences in inputs, which cannot be consequences of other differences."""
 
 
 def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) -> tuple[Suspect, ...]:
-    """Add a piece of evidence to some suspects, and rank all again."""
+    """Return all suspects ranked again, with a piece of evidence added to those named in `codes`."""
     return ranked(
         [
             replace(suspect, evidence=(*suspect.evidence, evidence)) if suspect.code in codes else suspect
@@ -271,7 +272,7 @@ def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) ->
 
 
 def _without(suspects: tuple[Suspect, ...], code: str, *evidence: str) -> tuple[Suspect, ...]:
-    """Remove some evidence of a suspect that the baseline run replaces, and rank all again."""
+    """Return all suspects ranked again, without the evidence for one suspect that the baseline run supersedes."""
     return ranked(
         [
             replace(suspect, evidence=tuple(each for each in suspect.evidence if each.code not in evidence))
@@ -284,14 +285,16 @@ def _without(suspects: tuple[Suspect, ...], code: str, *evidence: str) -> tuple[
 
 
 def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """Yield the differences of two runs visible in their traces."""
+    """Yield the differences between two runs that are visible in their traces."""
     yield from _prompts(facts, control, suspects)
     for find in (_rewards, _advantages, _lags):
         yield from find(facts, control)
     given = [*_rates(facts, control), *_settings(facts, control), *_changed(facts, control, suspects)]
-    # Without a different input, look for the first differing update.
+    # If no input differs, look for the first update that does.
     first = [] if given else list(_first_update(facts, control))
-    parted = [int(each.values["step"]) for each in first if "control" in each.values]  # by their gradients
+    parted = [
+        int(each.values["step"]) for each in first if "control" in each.values
+    ]  # updates whose gradient norms differ
     yield from _mismatches(facts, control, suspects, min(parted, default=None))
     yield from given
     yield from first
@@ -310,7 +313,7 @@ def _of_first_step(rollouts: Rollouts) -> Rollouts:
 
 
 def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
-    """Yield a difference if equal responses to equal prompts get different rewards."""
+    """Yield a difference if identical responses to identical prompts get different rewards in the two runs."""
     a, b = facts.rollouts, control.rollouts
     at_a, at_b = shared_responses(a, b)
     difference, differs = reward_differences(a.reward[at_a], b.reward[at_b], b.reward)
@@ -321,7 +324,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     share = float(differs[known].mean())
     if share <= t.UNEQUAL:
         return
-    # A reward that is noisy in the baseline run also differs between runs.
+    # A reward that is noisy within the baseline run also differs between the runs.
     by_itself = _noise(b)
     if share <= t.UNEQUAL + by_itself / t.WAS_THERE:
         return
@@ -337,13 +340,13 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _noise(rollouts: Rollouts) -> float:
-    """Return the share of repeated responses with two rewards; 0 if none repeat."""
+    """Return the share of repeated responses that got two different rewards; 0 if no response repeats."""
     unequal = repeated_responses(rollouts).unequal
     return 0.0 if math.isnan(unequal) else unequal
 
 
 def _permuted(a: Rollouts, b: Rollouts) -> bool:
-    """Return True if the first step with other rewards has the baseline run's rewards in another order."""
+    """Return True if the first step whose rewards differ has the baseline run's rewards in another order."""
     for step in np.unique(a.step):
         one, two = a.step == step, b.step == step
         if one.sum() != two.sum() or not (a.whole[one] == b.whole[two]).all():
@@ -368,9 +371,10 @@ def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:
 def _mismatches(
     facts: Facts, control: Facts, suspects: tuple[Suspect, ...], parted: int | None = None
 ) -> Iterator[Difference]:
-    """Yield a mismatch missing in the baseline run, by engine or stale weights, whichever is more probable in the run alone.
+    """Yield a mismatch that the baseline run does not have, blamed on the engine or on stale weights.
 
-    A mismatch that begins after the step of the first different gradient is a consequence.
+    The blame goes to whichever is more probable in the run alone. A mismatch that begins after the first step with a different
+    gradient is a consequence and is not yielded.
     """
     run, other = facts.mismatch, control.mismatch
     if run is None or other is None or not _is_material(facts, control):
@@ -384,7 +388,7 @@ def _mismatches(
     if explained == "staleness" and (declared_lag(facts).at_fall >= 1 or run.begins == FROM_START) and not is_earlier:
         explained = "mismatch"  # the baseline run lags as much, or weights cannot be stale yet
     if parted is None and declared_lag(facts).at_fall >= 1:
-        parted = _first_parted(facts, control)  # from there on the same lag is between different policies
+        parted = _first_parted(facts, control)  # once the policies differ, an equal lag can cause a different mismatch
     if parted is None and facts.drop is not None and facts.drop.is_of_policy:
         parted = facts.drop.step - int(ft.AHEAD) - 1  # a small mismatch cannot change the policy at once
     if parted is not None and not _is_apart_by(facts, control, parted):
@@ -403,7 +407,7 @@ def _is_material(facts: Facts, control: Facts) -> bool:
 
 
 def _is_apart_by(facts: Facts, control: Facts, step: int) -> bool:
-    """Return True if the mismatch exceeds the baseline run's soon after a step, or if that is unknown."""
+    """Return True if the mismatch exceeds the baseline run's soon after a step, or if this cannot be determined."""
     until = facts.steps <= step + ft.AHEAD
     size = facts.values("mean_abs_d")[until]
     beside = control.values("mean_abs_d")[: len(size)]
@@ -414,7 +418,7 @@ def _is_apart_by(facts: Facts, control: Facts, step: int) -> bool:
 
 
 def _first_parted(facts: Facts, control: Facts) -> int | None:
-    """Return the first step at which the sequences differ, or None."""
+    """Return the first step at which the sequences of the two runs differ, or None."""
     a, b = facts.rollouts, control.rollouts
     shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
     return next(
@@ -423,10 +427,10 @@ def _first_parted(facts: Facts, control: Facts) -> int | None:
 
 
 def _prompts(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """Yield a difference if prompts differ from some step on and are equal at the first.
+    """Yield a difference if the two runs' prompts are equal at the first step and differ from some later step.
 
-    If responses differed before, a curriculum or an environment may choose prompts by them; then the run's own prompts must
-    also shift.
+    If responses differed earlier, a curriculum or an environment may have chosen prompts by these responses; in that case
+    the run's own prompts must also shift.
     """
     if not shares_prompts(facts, control):
         return
@@ -442,7 +446,7 @@ def _prompts(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Ite
 
 
 def _changed(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """Yield changes near the drop that the baseline run does not have."""
+    """Yield the run's changes near the drop that are absent from the baseline run."""
     known = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
     for suspect in suspects:
         for each in suspect.evidence:
@@ -463,7 +467,7 @@ _CHANGES = (
     "responses_cut",
     "advantages_changed",
 )
-"""Codes of evidence that count as a difference if missing in the baseline run."""
+"""Evidence codes that count as a difference if the baseline run lacks the same evidence."""
 
 
 def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:
@@ -478,7 +482,7 @@ def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _settings(facts: Facts, control: Facts) -> Iterator[Difference]:
-    """Yield settings with different values, leaving out those of no suspect, such as run names."""
+    """Yield settings whose values differ, leaving out settings that belong to no suspect, such as run names."""
     for name in sorted(facts.settings.keys() & control.settings.keys()):
         suspect = suspect_of(name)
         if suspect != "unknown" and facts.settings[name] != control.settings[name]:
@@ -486,7 +490,7 @@ def _settings(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
-    """Yield the first update that gives different weights from equal sequences, rewards and advantages."""
+    """Yield the first update that gives different weights although sequences, rewards and advantages are equal."""
     before = None
     until = np.inf if facts.fall is None else facts.fall.latest
     for step in facts.steps[facts.steps <= until]:
@@ -524,7 +528,7 @@ def _inputs(a: Rollouts, b: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _same_logprobs(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return True if two runs' engine logprobs of a step are equal where both are known."""
+    """Return True if two runs' engine logprobs at a step are equal wherever both are known."""
     apart = np.abs(a - b)[np.isfinite(a) & np.isfinite(b)]
     return not len(apart) or float(apart.mean()) <= t.WEIGHTS_DIFFER
 
@@ -543,7 +547,7 @@ def _of_first_update(facts: Facts, control: Facts, step: int) -> Iterator[Differ
         for suspect in ("unknown", "entropy", "reference", *unseen):
             yield _difference(suspect, code, of_run, of_control, step=step)
     else:
-        for suspect in ("unknown", "optimizer"):  # or the weights were broken or reloaded
+        for suspect in ("unknown", "optimizer"):  # `unknown` covers weights that were broken or reloaded
             yield Difference(suspect=suspect, code="update", values={"step": step})
 
 

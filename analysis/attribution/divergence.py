@@ -1,9 +1,9 @@
 """The first difference between a run and its baseline run: its step and its kind.
 
-Both runs are equal before it, so nothing later can have caused it. Within a step the checks follow the data: prompts, sampled
-responses, rewards, reference, advantages; then the weights from the previous update.
+Both runs are equal before the first difference, so nothing later can have caused it. Within a step the checks follow the flow
+of data: prompts, sampled responses, rewards, reference, advantages; then the weights from the previous update.
 
-Shapes: N sequences of a step, T tokens of a response.
+Shapes: N sequences in a step, T tokens in a response.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ SUSPECTS_OF = {
     UNSEEN_REWARDS: ("advantages", "reward", "length"), BY_LENGTH: ("length",), REFERENCE_MODEL: ("reference",),
     ADVANTAGES: ("advantages",), ADVANTAGES_PERMUTED: ("pairing",),
 }  # fmt: skip
-"""First difference -> the suspects that it supports."""
+"""Code of the first difference -> suspects that it supports."""
 _OF_BATCH = (ADVANTAGES, KL_TERM, ENTROPY_TERM)
-"""Differences that other prompts of a batch also cause, through its mean and spread."""
+"""Codes of differences that other prompts in the same batch can also cause, through the batch mean and spread."""
 _ROUNDING = 1e-9
-"""Maximum difference, in nats, of the mean logprobs of two bitwise equal runs, from summation order."""
+"""Maximum difference, in nats, between the mean logprobs in two bitwise identical runs; it comes from summation order."""
 _FEWEST = 8
-"""Minimum number of sequences to correlate advantages with."""
+"""Minimum number of sequences for advantages to be correlated with another quantity."""
 _FLOAT32 = 1e-10
-"""Share of squared advantages above float32 rounding."""
+"""Relative size, in squared advantages, up to which a difference may be float32 rounding."""
 _ASIDE = 5.0
 """Offset at which chance matches of logprobs are counted, in units of the matching tolerance."""
 _EXACT = 5
-"""Number of bitwise equal steps after which any difference counts."""
+"""Number of bitwise identical steps after which any difference counts, however small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first difference of a run from its baseline run."""
+    """The first difference between a run and its baseline run."""
 
     code: str
     step: int
     """First step that differs; for an update, the step of the update."""
     num_before: int
-    """Number of shared steps before it, at which all recorded data is equal."""
+    """Number of shared steps before the difference, at which all recorded data is equal."""
     is_sudden: bool = True
-    """True if the weights were bitwise equal before it; rounding drives two runs apart gradually."""
+    """True if the weights were bitwise identical before the difference; rounding, in contrast, drives two runs apart gradually."""
     values: dict[str, Measured] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The sequences of one step of both runs, paired by prompt."""
+    """Both runs' sequences at one step, paired by prompt."""
 
     a: Rollouts
     b: Rollouts
@@ -79,11 +79,11 @@ class _Step:
 
     @property
     def equal_N(self) -> np.ndarray:
-        """[N] bool: True if the response is equal."""
+        """[N] bool: True if both runs sampled the same response."""
         return np.asarray(self.a.whole == self.b.whole)
 
     def apart(self, column: str) -> float:
-        """Return the mean absolute difference of a column over equal sequences; 0 if not recorded."""
+        """Return the mean absolute difference between the runs in a column, over identical sequences; 0 if not recorded."""
         apart = np.abs(getattr(self.a, column) - getattr(self.b, column))[self.equal_N]
         known = apart[np.isfinite(apart)]
         return float(known.mean()) if len(known) else 0.0
@@ -99,7 +99,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
-        # Other prompts also change the environment and the batch; but different weights come before different prompts.
+        # Different prompts also change the environment and the batch. Different weights, however, precede different prompts.
         if beside.share < 1 and (
             code in ("", SAMPLING, TOOL, *_OF_BATCH) or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
@@ -112,7 +112,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
 
 
 def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
-    """Return the sequences of a step with prompts common to both runs."""
+    """Return both runs' sequences at a step, only those whose prompts the runs have in common."""
     one, two = (run.at_step(step) for run in (a, b))
     if np.array_equal(one.prompt, two.prompt):
         return _Step(one, two)
@@ -121,9 +121,9 @@ def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
 
 
 def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float) -> tuple[str, dict[str, Measured]]:
-    """Return code and numbers of the first difference at a step; an empty code if there is none.
+    """Return the code and the numbers of the first difference at a step; the code is empty if there is none.
 
-    `least`: minimum difference of the mean logprobs of equal tokens, in nats.
+    `least`: minimum difference between two mean logprobs for the same tokens, in nats, for them to differ.
     """
     equal = beside.equal_N
     sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
@@ -167,7 +167,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
 
 
 def _of_other_rows(beside: _Step, least: float) -> float:
-    """Return the share of differently scored sequences whose logprob is the baseline run's of another row of the step."""
+    """Return the share of differently scored sequences whose logprob equals the baseline run's for another row in the step."""
     own, least = beside.a.likelihood, max(least, t.WEIGHTS_DIFFER)
     other = np.isfinite(own) & (np.abs(own - beside.b.likelihood) > least)
     if other.sum() < t.FEWEST_SHARED:
@@ -181,7 +181,7 @@ def _of_other_rows(beside: _Step, least: float) -> float:
 
 
 def _apart_at(facts: Facts, step: int) -> float:
-    """Return mean |d| of a step, at least MATERIAL_MISMATCH."""
+    """Return mean |d| at a step, in nats, or MATERIAL_MISMATCH if that is larger."""
     place = int(np.searchsorted(facts.steps, step))
     values = facts.values("mean_abs_d")
     return max(float(values[place]) if place < len(values) else math.nan, t.MATERIAL_MISMATCH)
@@ -213,7 +213,7 @@ def _of_rewards(
 
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
-    """Return True if about as many rows have another reward as after shuffling within groups, not just a few."""
+    """Return True if about as many rows have a different reward as after shuffling rewards within groups."""
     by_chance = [
         1
         - float(((np.unique(b.reward[b.group == group], return_counts=True)[1] / (b.group == group).sum()) ** 2).sum())
@@ -256,7 +256,7 @@ def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> floa
         known = np.isfinite(distance) & np.isfinite(advantage) & np.isfinite(b.advantage)
         if known.sum() < _FEWEST:
             continue
-        # The baseline of a group cancels.
+        # Centring within groups cancels each group's baseline.
         own, control, of = (centred(values[known], group[known]) for values in (advantage, b.advantage, distance))
         spread = float(control @ control)
         rest = [values - control * float(values @ control) / spread if spread else values for values in (own, of)]

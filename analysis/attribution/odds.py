@@ -20,12 +20,12 @@ def ranked(suspects: Sequence[Suspect], worth: float = WORTH) -> tuple[Suspect, 
 
 
 def kind_of(suspect: str, code: str) -> str:
-    """Return the key of FACTORS for evidence of a suspect; a changed setting has one factor for all suspects."""
+    """Return the key in FACTORS for a suspect's evidence code; a changed setting shares one factor across all suspects."""
     return code if code == SET else f"{suspect}.{code}"
 
 
 def weighed(suspect: Suspect) -> Suspect:
-    """Return a suspect with the points of its evidence multiplied by FACTORS."""
+    """Return a suspect with the points for each piece of evidence multiplied by its factor in FACTORS."""
     factors = [FACTORS.get(kind_of(suspect.code, evidence.code), 1.0) for evidence in suspect.evidence]
     evidence = [
         replace(each, points=factor * each.points) for each, factor in zip(suspect.evidence, factors, strict=True)
@@ -34,7 +34,7 @@ def weighed(suspect: Suspect) -> Suspect:
 
 
 SET = "setting_changed"
-"""Evidence with one factor for all suspects, because each has too few collapses with it."""
+"""Evidence code that shares one factor across all suspects, because each suspect alone has too few collapses with it."""
 
 FACTORS: dict[str, float] = {
     "advantages.advantages_changed": 1.9,
@@ -108,6 +108,6 @@ FACTORS: dict[str, float] = {
     "truncation.responses_not_cut": 2.3,
     "unknown.policy_moves_at_once": 2.1,
 }
-"""SUSPECT.CODE of evidence -> factor of its points, 1 if missing. Fitted by `benchmarks/laboratories/left_out.py --factors` for least
+"""Key SUSPECT.CODE -> factor by which the evidence's points are multiplied; 1 if missing. Fitted by `benchmarks/laboratories/left_out.py --factors` for least
 log loss on the collapses of eleven benchmark suites, together with the priors (thresholds._PRIORS), for evidence found in at least 8
 collapses of 3 suites."""

@@ -66,17 +66,17 @@ from . import thresholds as t
 from .settings import is_setting, read_settings, suspect_of
 
 _BREAK_STEPS = 10
-"""Number of steps before and after a step whose advantages are compared."""
+"""Number of steps compared on each side of a step, to see whether advantages stop following rewards there."""
 _FEWEST_STEPS = 3
-"""Minimum number of these steps with different rewards."""
+"""Minimum number of steps, on each side of a step, at which rewards and advantages vary within groups."""
 _ONE_TOKEN = 0.5
-"""Minimum difference of two token counts."""
+"""Difference above which two token counts are unequal; counts are integers stored as floats."""
 _LONG_BEFORE, _LONG_SINCE = 20, 15
-"""Number of steps before and after a drop whose rewards are related to length."""
+"""Number of steps before and after a drop in which rewards are related to response length."""
 _FEWEST_TELLING = 5
-"""Minimum number of usable steps among these."""
+"""Minimum number of usable steps, before and after a drop, to relate rewards to response length."""
 _ENOUGH = 20
-"""Minimum number of steps before a drop to use only their first half as the earlier state."""
+"""Minimum number of steps before a drop for only the first half of them to represent the healthy run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +87,15 @@ class Facts:
     series: Mapping[str, Series]
     outcomes: RunOutcomes
     fall: Fall | None
-    """The drop of the judged outcome, or one visible only with a baseline run."""
+    """The drop in the judged outcome, or a drop visible only by comparison with a baseline run."""
     mismatch: RunMismatch | None
     checked: CheckResult | None
-    """The result of `check` for train:rollout; None where no token is comparable."""
+    """The result of `check` for train:rollout; None if the two passes share no token."""
     database: Database
-    """Source of sequences and changes, read on demand."""
+    """The open trace, from which sequences and changes are read on demand."""
     pair: Pair
     settings: Mapping[str, Any]
-    """Hyperparameters by name: numbers or texts."""
+    """Hyperparameter name -> value, a number or a text."""
     notes: tuple[Statement, ...]
 
     @property
@@ -105,7 +105,7 @@ class Facts:
 
     @property
     def changes(self) -> Mapping[str, tuple[ChangePoint, ...]]:
-        """The changes of each series."""
+        """Series name -> its change points."""
         return read_changes(self.database, self.pair)
 
     @cached_property
@@ -122,7 +122,7 @@ class Facts:
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """Abrupt, permanent and certain changes of inputs long before the drop, the latest of each series.
+        """Abrupt, permanent and certain changes in inputs long before the drop, only the latest change per series.
 
         A changed reward or changed prompts may take many updates to show.
         """
@@ -138,18 +138,18 @@ class Facts:
             is_slow = change.shape == "ramp" and change.kind != SETTING
             if is_sure and not is_slow and (change.series, change.step) not in near:
                 latest[change.series] = change
-            else:  # it replaces an earlier change
+            else:  # an unsuitable later change discards the earlier one
                 latest.pop(change.series, None)
         return tuple(latest.values())
 
     def clear(self, *kinds: str) -> list[RecordedChange]:
-        """Return the certain changes of some kinds near the drop; if there are none, permanent ones long before."""
+        """Return certain changes of the given kinds near the drop; if there are none, permanent changes long before it."""
         found = [change for change in self.near if change.kind in kinds]
         found = [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
         return found or [change for change in self.earlier if change.kind in kinds]
 
     def settings_of(self, suspect: str) -> list[RecordedChange]:
-        """Return the settings of a suspect changed near the drop; if there are none, those changed long before."""
+        """Return changes near the drop in settings that belong to a suspect; if there are none, changes long before it."""
         for changes in (self.near, self.earlier):
             found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
             # A constant logged number may be a measurement, such as a share of 0 or the best reward.
@@ -164,7 +164,7 @@ class Facts:
 
     @property
     def is_held_out(self) -> bool:
-        """True if the evaluation stays up while the recorded reward drops."""
+        """True if the evaluation does not drop although the recorded reward does."""
         return (
             self.fall is not None
             and self.outcome is not None
@@ -174,7 +174,7 @@ class Facts:
 
     @property
     def rollouts(self) -> Rollouts:
-        """The sequences with their logprobs."""
+        """The sequences of the run, with their rewards, advantages and mean logprobs."""
         return read_rollouts(self.database, self.pair)
 
     @property
@@ -184,20 +184,20 @@ class Facts:
         return np.empty(0, np.int64) if series is None else series.steps
 
     def values(self, name: str) -> np.ndarray:
-        """Return [n] the values of a series; NaN where missing."""
+        """Return the values of a series, [n]; NaN where missing."""
         series = self.series.get(name)
         return np.full(len(self.steps), np.nan) if series is None else series.values
 
     @cached_property
     def since_fall(self) -> Rollouts:
-        """The sequences from the earliest onset on; all without a drop."""
+        """The sequences from the earliest possible onset of the drop; all sequences if there is no drop."""
         return self.rollouts if self.fall is None else self.rollouts.since(self.breaks)
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """The rewards of responses repeated after the onset.
+        """Comparison of the rewards given to identical responses after the onset of the drop.
 
-        If rewards are misplaced only after the end of the onset interval, the rewards from there on.
+        If rewards are in the wrong rows only after the onset interval, only those later rewards are compared.
         """
         found = repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
@@ -207,24 +207,24 @@ class Facts:
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
-        """The same well before the drop, whose cause may have begun earlier."""
+        """Comparison of the rewards given to identical responses well before the drop, as its cause may have begun earlier."""
         return repeated_responses(self.rollouts if self.fall is None else self.well_before)
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """The sequences of the first half of the steps before the drop, or of all these steps if they are few."""
+        """The sequences from the first half of the steps before the drop, or from all of these steps if there are few."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
     @cached_property
     def reordered(self) -> ReorderedRewards:
-        """Comparison of rewards after the onset with earlier rewards of the same responses."""
+        """Comparison of rewards after the onset of the drop with the earlier rewards for the same responses."""
         step = int(self.steps[-1]) + 1 if self.fall is None else min(self.breaks, self.fall.interval[0] - int(ft.AHEAD))
         return reordered_rewards(self.rollouts, step)
 
     @property
     def rewards_lie_off(self) -> bool:
-        """True if rewards are in the wrong rows of their steps."""
+        """True if rewards are assigned to the wrong rows within a step."""
         is_reordered = self.repeated.unequal > t.UNEQUAL and self.reordered.is_permuted
         return (
             self.repeated.lies_off
@@ -245,7 +245,7 @@ class Facts:
 
     @cached_property
     def sorted_in_groups(self) -> tuple[float, float] | None:
-        """Share of groups with sorted rewards after and before the drop; None unless sorting began with the drop."""
+        """Share of groups whose rewards are in sorted order, after and before the drop; None unless sorting began with it."""
         since, by_chance = sorted_share(self.since_fall)
         if self.fall is not None and not since >= t.SORTED:  # the onset may be imprecise
             since, by_chance = sorted_share(self.rollouts.since(self.fall.fallen))
@@ -256,7 +256,7 @@ class Facts:
 
     @cached_property
     def graded_elsewhere(self) -> OtherPromptsRewards | None:
-        """Rewards that match the same responses under other prompts, if most rewards changed; else None."""
+        """Rewards that match those earned by the same responses under other prompts, if most rewards changed; else None."""
         found = self.changed_rewards
         if found is None or found.share <= ft.MOST:
             return None
@@ -265,7 +265,10 @@ class Facts:
 
     @cached_property
     def changed_rewards(self) -> ChangedResponses | None:
-        """Equal responses with another reward from a step on: near the drop, or permanently before it; without a drop anywhere."""
+        """Identical responses whose reward changes at a step.
+
+        The step is near the drop, or earlier if the change is permanent; without a drop it is any step. None if there is none.
+        """
         if not len(self.steps):
             return None
         near = self._given_otherwise("reward", least_reward(self.rollouts))
@@ -280,12 +283,12 @@ class Facts:
 
     @cached_property
     def unequal_in_step(self) -> tuple[float, float]:
-        """Share of pairs of equal responses within a step with two rewards: after the onset, and well before."""
+        """Share of pairs of identical responses in one step that get different rewards: after the onset, and well before it."""
         return unequal_in_step(self.since_fall)[1], unequal_in_step(self.well_before)[1]
 
     @cached_property
     def pays_length_since(self) -> float:
-        """Correlation of length with the reward changes of equal responses, if length explains them; else 0."""
+        """Correlation between length and the reward changes of identical responses, if length explains them; else 0."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -301,7 +304,10 @@ class Facts:
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of the reward variance within a step explained by length, before and after the onset; None unless it grew from little to most."""
+        """Share of the reward variance within a step that length explains, before and after the onset.
+
+        None unless the share grew from little to most.
+        """
         if self.fall is None:
             return None
         steps, share = explained_by_length_by_step(self.rollouts)
@@ -317,7 +323,7 @@ class Facts:
 
     @cached_property
     def reward_moved(self) -> float:
-        """Standard deviation of the reward changes of equal responses over that of earlier rewards; 0 if unknown."""
+        """Standard deviation of reward changes for identical responses, divided by that of earlier rewards; 0 if unknown."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -329,7 +335,10 @@ class Facts:
 
     @cached_property
     def changed_reference(self) -> ChangedResponses | None:
-        """Equal responses that the reference model scores differently from a step on, near the drop or permanently before it."""
+        """Identical responses that the reference model scores differently from some step on.
+
+        The step is near the drop, or earlier if the change is permanent.
+        """
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
         found = self._given_otherwise("reference", ft.REFERENCE_MOVES)
@@ -338,14 +347,14 @@ class Facts:
 
     @cached_property
     def changed_masks(self) -> ChangedResponses | None:
-        """Equal responses with a different loss mask from a step near the drop on."""
+        """Identical responses whose loss mask changes at a step near the drop."""
         if self.fall is None or not self.rollouts.num_masked.any():
             return None
         found = self._given_otherwise("num_masked", _ONE_TOKEN)
         return found if found is not None and found.share > ft.MOST and not found.share_before > t.CHANGED else None
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
-        """Find equal responses whose value changes by more than `least` near the drop; without a drop anywhere."""
+        """Find identical responses whose value changes by more than `least` near the drop, or anywhere if there is no drop."""
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
@@ -353,7 +362,7 @@ class Facts:
         return changed_responses(self.rollouts, column, first=first, last=last, least=least)
 
     def _given_otherwise_for_good(self, column: str, least: float) -> ChangedResponses | None:
-        """Find equal responses whose value changes once, long before the drop."""
+        """Find identical responses whose value changes once, long before the drop."""
         if self.fall is None:
             return None
         first, last = int(self.steps[0]) + 1, self.fall.interval[0] - 6
@@ -368,13 +377,13 @@ class Facts:
 
     @property
     def is_given_otherwise(self) -> bool:
-        """True if an input other than the reward changed at the drop, which the reward may only follow."""
+        """True if an input other than the reward changed at the drop, so that the reward change may be a consequence."""
         given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
         return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
 
     @cached_property
     def new_reward(self) -> ChangedResponses | None:
-        """Without a drop: responses with another reward from a step on, the same each time; else None."""
+        """In a run without a drop, responses that consistently get a different reward from some step on; else None."""
         found = self.changed_rewards if self.fall is None else None
         if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
@@ -382,9 +391,10 @@ class Facts:
 
     @cached_property
     def pays_length(self) -> float:
-        """Correlation of length and reward within groups at the onset; if undefined, after it.
+        """Correlation between length and reward within groups at the onset; if undefined there, after the onset.
 
-        If lengths do not vary within groups: the correlation over all responses, if length explains the reward. Else NaN.
+        If lengths do not vary within groups, the correlation over all responses is used, provided that length explains the
+        reward; otherwise NaN.
         """
         for part in (self.around_fall(), self.since_fall):
             within = relation(part, "length", "reward").correlation
@@ -396,7 +406,7 @@ class Facts:
 
     @cached_property
     def reward_beside(self) -> tuple[float, float] | None:
-        """The recorded reward before the drop of an evaluation and at the end; None if no evaluation is judged."""
+        """The recorded reward before an evaluation drops and at the end of the run; None if no evaluation is judged."""
         values = self.values("reward")
         known = np.flatnonzero(np.isfinite(values))
         if self.outcome is None or not self.outcome.is_evaluation or self.fall is None or len(known) < 9:
@@ -415,7 +425,7 @@ class Facts:
 
     @cached_property
     def drop(self) -> Drop | None:
-        """The steepest descent of the reward near the onset; None with a large mismatch, which alone may cause one."""
+        """The steepest fall of the reward near the onset; None if the mismatch is large, which alone may cause a steep fall."""
         is_far = self.mismatch is not None and self.mismatch.size > t.LARGE_MISMATCH
         return None if is_far else read_drop(self.series, self.rollouts, self.fall)
 
@@ -427,9 +437,10 @@ class Facts:
 
     @cached_property
     def advantages_break(self) -> tuple[int, float, float] | None:
-        """The step up to the drop from which advantages no longer follow rewards within groups, with the correlations before and after.
+        """The step at which advantages stop following rewards within groups, with the correlations before and after it.
 
-        Found step by step, because a policy trained on such advantages may soon have no different rewards left. None if missing.
+        The step is at or before the drop; None if there is none. Steps are compared one by one, because a policy trained on
+        wrong advantages may soon get equal rewards everywhere.
         """
         if self.fall is None:
             return None
@@ -446,12 +457,12 @@ class Facts:
 
     @cached_property
     def moves(self) -> Moves:
-        """The order of changes around the onset; empty without a drop."""
+        """The changes around the onset of the drop, in order; empty without a drop."""
         return NOTHING if self.fall is None else read_moves(self.series, self.rollouts, self.fall)
 
     @cached_property
     def breaks(self) -> int:
-        """The first step of the drop, or of rewards or advantages that broke before it."""
+        """The first step of the drop, or an earlier step at which rewards or advantages broke."""
         if self.fall is None:
             return int(self.steps[0]) if len(self.steps) else 0
         broken = [self.moves.breaks("relation"), None if self.advantages_break is None else self.advantages_break[0]]
@@ -459,7 +470,7 @@ class Facts:
 
     @cached_property
     def scored_rows(self) -> ScoredRows | None:
-        """The match of trainer logprobs with other rows, if it explains the mismatch; else None."""
+        """How well trainer logprobs match engine logprobs from other rows, if this explains the mismatch; else None."""
         begins = _mismatch_begins(self)
         if begins is None:
             return None
@@ -482,15 +493,18 @@ class Facts:
 
     @cached_property
     def still_engine(self) -> StillEngine | None:
-        """Comparison of repeated openings from the onset of the mismatch on, to see whether the engine kept its weights."""
+        """Comparison of repeated prefixes after the onset of the mismatch, to see whether the engine's weights stayed the same."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_still_engine(self.rollouts, int(self.steps[begins]))
 
     @cached_property
     def disagreeing(self) -> tuple[float, float]:
-        """Shares of equal openings within a step with two logprobs of engine and of trainer after the onset of the mismatch; 0 if also before."""
+        """Shares of identical prefixes in one step that get two different logprobs, from the engine and from the trainer.
+
+        Measured after the onset of the mismatch; 0 if the logprobs already differed before it.
+        """
         begins = _mismatch_begins(self)
-        # With a small mismatch, rounding that depends on the batch shape gives two logprobs.
+        # If the mismatch is small, batch-dependent rounding alone can give two different logprobs.
         if begins is None or self.mismatch is None or t.of_size(self.mismatch.size) < 0:
             return 0.0, 0.0
         step = int(self.steps[begins])
@@ -503,7 +517,7 @@ class Facts:
 
     @cached_property
     def earlier_weights(self) -> EarlierWeights | None:
-        """Match of the engine with earlier weights of the trainer, from the onset of the mismatch on."""
+        """How well the engine matches earlier trainer weights, after the onset of the mismatch."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_earlier_weights(self.rollouts, int(self.steps[begins]))
 
@@ -521,7 +535,7 @@ class Facts:
         return self if fall is None else replace(self, fall=fall, mismatch=read_run_mismatch(self.series, fall))
 
     def _parted(self, fall: Fall, control: Facts) -> Fall:
-        """Return the drop with the onset of the difference from the baseline run, where shared noise cancels."""
+        """Return the drop, its onset located on the difference from the baseline run, in which shared noise cancels."""
         found = [
             next((one for one in outcomes.all if one.name == fall.onset_of), None)
             for outcomes in (self.outcomes, control.outcomes)
@@ -541,7 +555,7 @@ class Facts:
         )  # fmt: skip
 
     def around_fall(self) -> Rollouts:
-        """Return the sequences of a tenth of the run from the onset on, before the policy has unlearned."""
+        """Return the sequences from the onset to a tenth of the run later, before the policy has unlearned much."""
         if self.fall is None:
             return self.rollouts
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
@@ -577,7 +591,7 @@ def read_facts(
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """Return the index of the first step whose mismatch is a good part of that at the drop, or of its maximum."""
+    """Return the index of the first step at which the mismatch reaches a good part of its size at the drop, or its maximum."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None

@@ -1,4 +1,4 @@
-"""The settings of a run, with one name per optimizer setting."""
+"""Read the settings of a run, giving each optimizer setting one common name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OPTIMIZER = {
     "entropy_coefficient": ("entropy_coefficient", "entropy_coef", "entropy_coeff", "ent_coef", "entropy_loss_coef"),
     "max_grad_norm": ("max_grad_norm", "grad_clip", "clip_grad"),
 }
-"""Name -> last words of the names used by training loops. `epsilon` is missing: in TRL it is the PPO clip."""
+"""Common name -> last words in the names that training loops use. `epsilon` is left out because in TRL it is the PPO clip range."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SUSPECTS = (
@@ -39,7 +39,7 @@ _SUSPECTS = (
                    "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "schedule", "scheduler", "updates",
                    "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
-"""Suspect -> words in the names of its settings; the first match counts. A clipped norm is the gradient's."""
+"""Suspect -> words in the names of settings that belong to it; the first match counts. A clipped norm is that of the gradient."""
 
 _PATTERNS = (
     ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
@@ -57,13 +57,13 @@ _MEASURED = (
     "count", "num", "time", "norm", "kl", "entropy", "rewards", "reward", "return", "value", "values", "length", "len",
     "lengths",
 )  # fmt: skip
-"""Words in the names of measurements."""
+"""Words that mark the name of a logged number as a measurement rather than a setting."""
 
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 
 
 def suspect_of(setting: str) -> str:
-    """Return the suspect of a setting by its name, trying the last word first; `unknown` without a match."""
+    """Return the suspect that a setting belongs to, matching words in its name from the last; `unknown` if none matches."""
     words = re.split(r"[/.]", setting.lower())
     for suspect, pattern in _PATTERNS:
         if pattern.match(words[-1]):
@@ -83,7 +83,7 @@ def is_setting(name: str) -> bool:
 
 
 def is_of_sampling(setting: str) -> bool:
-    """Return True for sampling settings, which the trainer may apply as well so that both sides still agree."""
+    """Return True for sampling settings; the trainer may apply them too, so that trainer and engine still agree."""
     return any(name in re.split(r"[/.]", setting.lower())[-1] for name in _SAMPLING)
 
 
@@ -93,7 +93,7 @@ def is_learning_rate(setting: str) -> bool:
 
 
 def read_settings(database: Database) -> dict[str, Any]:
-    """Return hyperparameters by name, numbers or texts; optimizer settings also under the names of _OPTIMIZER."""
+    """Return hyperparameter name -> number or text; optimizer settings also appear under the common names in _OPTIMIZER."""
     settings = read_hyperparameters(database)
     last_words = {re.split(r"[/.]", name)[-1]: value for name, value in settings.items()}
     for name, aliases in _OPTIMIZER.items():

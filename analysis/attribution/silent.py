@@ -1,4 +1,4 @@
-"""Changes of a run after which the recorded outcome cannot show a drop."""
+"""Detect changes in a run after which the recorded outcome cannot show a drop."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class SilentChange:
     """A change after which the recorded reward no longer measures the trained policy, so that a drop would not show."""
 
     suspects: tuple[Suspect, ...]
-    """Possible suspects, most probable first; `unknown` stands for none of them."""
+    """Possible suspects, most probable first; `unknown` means that none of the others is the cause."""
     step: int
     """First step after the change."""
     low: int
-    """First step of the 95 % confidence interval of the change; for a mismatch the first step of that size."""
+    """First step of the 95 % confidence interval of the change; for a mismatch, the first step at which it is large."""
     high: int
-    """Last such step."""
+    """Last step of the 95 % confidence interval of the change."""
 
 
 def read_silent(facts: Facts, control: Facts | None = None) -> SilentChange | None:
-    """Return the most probable change of reward or sampling in a run without a drop and without an evaluation.
+    """Return the most probable change in reward or sampling, in a run with neither a drop nor an evaluation.
 
     None if the outcome dropped, an evaluation was logged, or no suspect is more probable than `unknown`.
     """
@@ -62,7 +62,7 @@ def _suspect(code: str, evidence: Evidence) -> Suspect:
 
 
 def _reward(facts: Facts) -> SilentChange | None:
-    """Detect equal responses that get a different reward from a step on, the same each time."""
+    """Detect identical responses that consistently get a different reward from some step on."""
     found = facts.new_reward
     if (
         found is None
@@ -80,7 +80,7 @@ def _reward(facts: Facts) -> SilentChange | None:
 
 
 def _noise(facts: Facts) -> SilentChange | None:
-    """Detect reward noise larger than the earlier difference between best and worst response."""
+    """Detect reward noise larger than the earlier difference between the best and the worst response."""
     low, high, difference = _pairs(facts.rollouts)
     differs = np.abs(difference) > least_reward(facts.rollouts)
     if not differs.any() or facts.rewards_lie_off:
@@ -104,7 +104,7 @@ def _noise(facts: Facts) -> SilentChange | None:
 
 
 def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [M] both steps of each pair of consecutive equal responses, and the difference of their rewards."""
+    """Return the two steps at which each pair of consecutive identical responses was sampled, and their reward difference."""
     one, two = successive(rollouts.whole, rollouts.step)
     difference = rollouts.reward[two] - rollouts.reward[one]
     known = np.isfinite(difference)
@@ -131,7 +131,7 @@ def _policy(facts: Facts) -> SilentChange | None:
 
 
 def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
-    """Detect responses that get a different reward than in the baseline run from a step on, the same each time."""
+    """Detect responses that, from some step on, consistently get a different reward than in the baseline run."""
     a, b = facts.rollouts, control.rollouts
     least = least_reward(b)
     if not unequal_share(b, "reward", least) <= t.UNEQUAL or facts.rewards_lie_off:
@@ -178,7 +178,7 @@ def supposed_at(facts: Facts, step: int) -> Facts:
 
 
 def broken_steps(facts: Facts) -> Iterator[int]:
-    """Yield the steps at which an input of the run or its engine changed."""
+    """Yield the steps at which the run's inputs or its engine changed."""
     for change in read_recorded(facts.database, facts.pair):
         is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
         if change.kind in _GIVEN and is_clear and change.shape != "ramp":

@@ -1,4 +1,4 @@
-"""The possible causes of a collapse, and one of them with its evidence."""
+"""The possible causes of a collapse, called suspects, and the evidence for or against each."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..statement import Statement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence(Statement):
-    """A piece of evidence for or against a suspect, with the measured numbers; a code of text.EVIDENCE."""
+    """A piece of evidence for or against a suspect, with the measured numbers; its code is a key in text.EVIDENCE."""
 
     points: float
-    """Natural logarithm of odds; negative if against the suspect."""
+    """Natural logarithm of the odds that the evidence contributes; negative if it is against the suspect."""
 
 
 SUSPECTS = {
@@ -31,7 +31,7 @@ SUSPECTS = {
     "length": "response length",
     "unknown": "something else",
 }
-"""Code of a suspect -> its name."""
+"""Code of a suspect -> its name in results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,27 +39,27 @@ class Suspect:
     """One possible cause of a collapse."""
 
     code: str
-    """A code of SUSPECTS."""
+    """Code of the suspect, a key in SUSPECTS."""
     detail: str = ""
-    """The kind of mismatch: a code of check's titles."""
+    """The kind of mismatch, as one of check's finding codes; empty for other suspects."""
     evidence: tuple[Evidence, ...] = ()
     probability: float = 0.0
-    """Probability that it is the cause, 0 to 1; all suspects sum to 1."""
+    """Probability that the suspect is the cause, 0 to 1; the probabilities of all suspects sum to 1."""
     next: Advice = field(default_factory=Advice)
-    """The cheapest replay or rerun that would decide; empty if there is none."""
+    """The cheapest replay or rerun that would decide whether the suspect is the cause; empty if there is none."""
 
     @property
     def title(self) -> str:
-        """Name of the suspect, with its kind."""
+        """Name of the suspect, followed by the kind of mismatch if known."""
         return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
 
     @property
     def for_it(self) -> tuple[Evidence, ...]:
-        """Evidence for it beyond the prior, strongest first."""
+        """Evidence in favour of the suspect, without the prior, strongest first."""
         found = [each for each in self.evidence if each.points > 0 and each.code != "prior"]
         return tuple(sorted(found, key=lambda each: -each.points))
 
     @property
     def points(self) -> float:
-        """Sum of the points of all evidence."""
+        """Sum of points over all evidence, for and against."""
         return sum(evidence.points for evidence in self.evidence)

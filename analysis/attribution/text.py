@@ -17,9 +17,9 @@ from .silent import SilentChange
 from .suspect import Suspect
 
 _MOST_CHANGES = 12
-"""Maximum number of changes listed."""
+"""Maximum number of recorded changes listed in the text."""
 _SHOWN = 0.02
-"""Suspects below this probability are listed without their evidence."""
+"""Probability below which a suspect is listed without its evidence."""
 
 EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "any": {
@@ -270,7 +270,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "evaluation drops",
     },
 }  # fmt: skip
-"""Suspect -> code of its evidence -> the sentence, with its numbers."""
+"""Suspect -> evidence code -> sentence template, with placeholders for the numbers."""
 
 EVIDENCE = {code: sentence for of_suspect in EVIDENCE_OF.values() for code, sentence in of_suspect.items()}
 
@@ -288,7 +288,7 @@ UNITS: Mapping[str, str] = {
     "step": "step", "still_share": "0 to 1", "surprisal": "nats", "trainer_share": "0 to 1", "unequal_share": "0 to 1", "unequal_shifted_share": "0 to 1", "update_to_weight": "ratio",
     "value": "the setting's",
 }  # fmt: skip
-"""Number in a sentence -> its unit."""
+"""Name of a number in a sentence -> its unit."""
 
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": "first difference at step {step}: the prompts",
@@ -340,7 +340,7 @@ DIFFERENCES: Mapping[str, str] = {
     "update": "the update of step {step} gives different weights than the baseline's, from the same sequences, rewards and gradient norm: the "
     "optimizer differs, or something else changed the weights",
 }
-"""Code of a difference from the baseline -> the sentence."""
+"""Code of a difference from the baseline run -> sentence template."""
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "no reward or evaluation was recorded at {min_values} or more steps, so a collapse cannot be detected",
@@ -354,27 +354,27 @@ NOTES: Mapping[str, str] = {
     "rerun with the same seeds and data",
     "no_difference": "the traces of run and baseline show no difference, yet only the run collapsed",
 }
-"""Code of a note -> the sentence."""
+"""Code of a note -> sentence template."""
 
 
 def evidence_sentence(evidence: Statement) -> str:
-    """Return the sentence of a piece of evidence."""
+    """Return the sentence that states a piece of evidence."""
     finding = str(evidence.values.get("finding", ""))
     return EVIDENCE[evidence.code].format(**evidence.values, finding_title=TITLES.get(finding, finding))
 
 
 def difference_sentences(result: Attribution) -> tuple[str, ...]:
-    """Say what differs from the baseline, each difference once."""
+    """Return one sentence per distinct difference from the baseline run."""
     return tuple(dict.fromkeys(sentences(result.difference_codes, DIFFERENCES)))
 
 
 def note_sentences(result: Attribution) -> tuple[str, ...]:
-    """Say what this trace cannot show, and why."""
+    """Return sentences that say what this trace cannot show, and why."""
     return sentences(result.note_codes, NOTES)
 
 
 def verdict_sentence(result: Attribution) -> str:
-    """Say whether the run collapsed, at which step that begins, and the cause."""
+    """Say whether the run collapsed, at which step the collapse begins, and what caused it."""
     broken = not_finite_clause(result.not_finite)
     if broken and result.fall is None:
         before = f" No drop of {result.outcome} before that." if result.outcome else ""
@@ -399,7 +399,7 @@ def verdict_sentence(result: Attribution) -> str:
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
-    """Say what is NaN or infinite from which step to the end of the run; empty if nothing is."""
+    """Say which series are NaN or infinite up to the end of the run, and from which step; empty if none is."""
     by_step: dict[int, list[str]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each.series)
@@ -412,7 +412,7 @@ def not_finite_clause(found: Sequence[NotFinite]) -> str:
 
 
 def silent_clause(silent: SilentChange) -> str:
-    """Say from which step on the recorded reward no longer measures the policy, and why."""
+    """Say from which step the recorded reward no longer measures the policy, and why."""
     first = silent.suspects[0]
     return (
         f"from step {silent.step} on (interval {silent.low}-{silent.high}) it no longer measures the trained policy; most likely "
@@ -421,7 +421,7 @@ def silent_clause(silent: SilentChange) -> str:
 
 
 def supposed_clause(supposed: SilentChange) -> str:
-    """Say what changed in a run without a drop, in case an evaluation shows one."""
+    """Say what changed in a run whose reward did not drop, in case an evaluation shows a drop."""
     first = supposed.suspects[0]
     return f"If an evaluation does show one, the most likely cause is {first.title} ({first.probability:.0%}), from step {supposed.step} on"
 
@@ -439,7 +439,7 @@ def _cause(result: Attribution) -> str:
 
 
 def unsure_clause(result: Attribution) -> str:
-    """Say that the cause is unknown, and which suspect comes first."""
+    """Say that the cause is unknown, and name the most probable suspect."""
     first, named = result.suspects[0], result.first_suspect
     if named is None:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
@@ -449,7 +449,7 @@ def unsure_clause(result: Attribution) -> str:
 
 
 def attribution_text(result: Attribution) -> str:
-    """Render the verdict, what changed first, the suspects with their evidence, and how to decide between them."""
+    """Return the verdict, the first changes, the suspects with their evidence, and how to decide between the suspects."""
     result = shown(result)
     sentence = verdict_sentence(result)
     parts = [sentence if result.steps == ALL_STEPS else f"{result.trace}{of_steps(result.steps)}: {sentence}"]
@@ -491,14 +491,14 @@ def _silent_json(found: SilentChange | None) -> dict[str, Any] | None:
 
 
 def _suspect_json(suspect: Suspect) -> dict[str, Any]:
-    """Return a suspect with the sentences of its evidence."""
+    """Return a suspect as JSON, with a sentence for each piece of evidence."""
     return asdict(suspect) | {
         "evidence": [asdict(each) | {"sentence": evidence_sentence(each)} for each in suspect.evidence]
     }
 
 
 def _changes(result: Attribution) -> str:
-    """List what changed around the drop, and in one line what only follows it."""
+    """List the changes around the drop, then the consequences of the drop in one line."""
     own = [change for change in result.changes if not change.follows]
     lines = ["Changes around the drop, largest first:"]
     lines += [f"  {change.order:<7} {change_sentence(change)}" for change in own[:_MOST_CHANGES]]

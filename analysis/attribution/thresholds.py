@@ -1,10 +1,11 @@
-"""The thresholds of an attribution and the points of its evidence, with their reasons.
+"""The thresholds used in attribution and the points given for evidence, with the reasons for each value.
 
-The thresholds of the facts are in facts/thresholds.py, those of a drop in facts/fall.py.
+Thresholds for facts are in facts/thresholds.py, those for a drop in facts/fall.py.
 
-Points are natural logarithms of odds: evidence e times as probable under a suspect as without it counts 1. They were set on
-the tuning split of benchmarks/collapse and tested on its held-out split; WORTH scales them for other runs. Counts of collapses
-given as reasons come from the benchmark suites that a threshold was set on; they are not error rates to expect.
+Points are natural logarithms of odds: evidence that is e times as probable if the suspect is the cause as if it is not gets 1
+point. They were set on the tuning split of benchmarks/collapse and tested on its held-out split; WORTH scales them for other
+runs. Where a reason counts collapses, they come from the benchmark suites on which the threshold was set, so the counts are
+not expected error rates.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import math
 from .suspect import Evidence
 
 WORTH, WORTH_BESIDE = 0.5, 0.3
-"""Weight of a point in the printed probability: for one run, and with a baseline run, whose differences overlap in what they show.
-Below 1 because evidence is not independent and user runs differ from the tuning suites. Chosen among five pairs on the left-out results of
-eleven benchmark suites: least log loss with a baseline run, with at most one confident wrong cause in ten."""
+"""Weight of a point in the printed probability: for a single run, and for a run with a baseline run.
+Both are below 1 because pieces of evidence are not independent and user runs differ from the tuning suites; the second is lower because
+differences from a baseline run partly show the same thing. Chosen among five pairs on the left-out results from eleven benchmark suites:
+the lowest log loss with a baseline run, and at most one confident wrong cause in ten."""
 WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
-"""Points of evidence that is 2, 4.5, 12, 55 and 1,100 times as probable under a suspect as without it. CERTAIN is for direct
-observations, row by row, without another explanation."""
+"""Points for evidence that is 2, 4.5, 12, 55 and 1,100 times as probable if the suspect is the cause as if it is not. CERTAIN is
+reserved for direct row-by-row observations that have no other explanation."""
 
 _PRIORS = {
     "mismatch": 0.5,
@@ -35,154 +37,173 @@ _PRIORS = {
     "advantages": 0.9,
     "unknown": 2.5,
 }
-"""Points of a suspect before any evidence, which also cover the absence of evidence; about the frequencies of causes in eleven benchmark
-suites, see FACTORS."""
+"""Suspect -> its points before any evidence, which also account for the absence of evidence. They roughly match how frequent each cause
+is in eleven benchmark suites; see FACTORS."""
 
 _SIZES = ((0.003, -4.0), (0.01, -3.0), (0.03, -1.5), (0.06, 0.0), (0.15, 1.5), (math.inf, 2.5))
 """Upper bound of mean |d|, in nats -> points. bf16 engines show 0.002 to 0.01 in healthy months-long runs; published collapses
 begin above 0.02 (papers on IcePop and VeXact, and benchmarks/collapse)."""
 USUAL_ENDING = 0.01
-"""Minimum share of earlier responses that end with a token for it to be a usual ending."""
+"""Minimum share of earlier responses ending with a token for that token to count as a usual ending."""
 SHORTER = 0.9
-"""Maximum ratio of the response length to the earlier one, for responses to count as ending sooner."""
+"""Maximum ratio of the later to the earlier response length for responses to count as ending sooner."""
 ONE_ENDING = 0.9
-"""Minimum share of the responses of a step that end with one token, for it to stop them; at most half of that share before."""
+"""Minimum share of a step's responses ending with the same token for that token to count as a new stop token; before that step, at most
+half of this share may end with it."""
 OTHER_ENDINGS = 0.2
-"""Minimum share of the responses of a step with an unusual ending below the maximum length, for them to count as cut off."""
+"""Minimum share of a step's responses that end with an unusual token before the maximum length, for responses to count as cut off."""
 CUT_SHARE = 0.1
-"""Minimum share of earlier responses longer than any later one, and of later ones that end exactly at the maximum length, for
-responses to count as cut off."""
+"""Minimum share of earlier responses that are longer than every later one, and of later responses that end exactly at the maximum length,
+for responses to count as cut off."""
 TOGETHER_SD = 3.5
-"""Minimum joint size, root sum of squares in standard deviations, of several prompt statistics that change at one step."""
+"""Minimum joint size of the changes in several prompt statistics at one step for the prompts to count as changed: the root of the summed
+squares, in standard deviations."""
 OF_NO_SCATTER = 10.0
-"""Minimum size, in standard deviations, for a change of an input to count as deliberate."""
+"""Minimum size of a change in an input, in standard deviations, for the change to count as deliberate."""
 NEW_PROMPTS = 0.2
-"""Minimum change of the share of prompts not in any earlier step."""
+"""Minimum change in the share of prompts that occur in no earlier step, for the prompts to count as changed."""
 OTHER_PATTERNS = 0.1
-"""Minimum change of the total variation distance of the repetition patterns of prompts."""
+"""Minimum change in the total variation distance between prompts' token repetition patterns, for the prompts to count as changed."""
 RESCALED = 3.0
-"""Minimum factor of the scale of advantages; normalisation alone causes less."""
+"""Minimum factor by which the scale of advantages changes to count as rescaled; normalisation alone causes less."""
 MOVED_BASELINE = 0.5
-"""Minimum change of the mean advantage, in standard deviations of the advantages, to count as another baseline."""
+"""Minimum change in the mean advantage, in standard deviations of the advantages, for the baseline to count as changed."""
 BOTH_SIGNS = 0.1
-"""Minimum share of negative advantages when training with a baseline; below a tenth of it, sign or baseline is lost."""
+"""Minimum share of negative advantages expected when training with a baseline. If the share falls below a tenth of this, the sign or the
+baseline has been lost."""
 INVERTED_ADVANTAGES = -0.3
-"""Correlation of advantages and rewards within groups below which the sign is wrong; misaligned rows give about 0."""
+"""Correlation between advantages and rewards within groups below which the sign of the advantages is wrong; misaligned rows give about 0."""
 EARLIER = 3.5
-"""Points of a permanent change of an input long before the drop: a policy may take many updates to unlearn."""
+"""Points for a permanent change in an input long before the drop: a policy may take many updates to unlearn."""
 BEARABLE = 3.0
-"""Factor of a learning rate that training may tolerate; a larger one alone is enough to explain a drop."""
+"""Factor by which the learning rate may grow without necessarily harming training; a larger factor alone can explain a drop."""
 SUDDEN = 3.0
-"""Maximum number of steps in the interval of a replaced reference; a policy leaves its reference more slowly."""
+"""Maximum width, in steps, of the change interval for the reference model to count as replaced; a policy moves away from its reference more
+slowly."""
 
 LARGE_MISMATCH = 0.06
-"""Minimum mean |d| for a mismatch to be a possible cause even if a later change followed."""
+"""Minimum mean |d|, in nats, for a mismatch before the drop to remain a possible cause even if another change came later."""
 
 FINDING_CARRIES = 0.1
-"""Minimum share of the run's mean |d| in the tokens of check's finding, for the finding to explain the mismatch."""
+"""Minimum share of the run's mean |d| that comes from the tokens named in check's finding, for the finding to explain the mismatch."""
 MISMATCH_JUMPS = 2.0
-"""Minimum factor by which a mismatch grows."""
+"""Minimum factor by which the mismatch must increase to count as having grown."""
 BEGUN = 0.1
-"""Share of the mismatch at the onset above which it has begun."""
+"""Share of its size at the onset of the drop that the mismatch must reach at a step to count as begun there."""
 LASTS = 0.5
-"""Minimum share of a mismatch that persists some updates later, for the trainer to compute differently rather than to hold other weights
-that the engine gets later. Of six first differences in the trainer's scores, three were such weights, three were dropout, none a mismatch."""
+"""Minimum share of a mismatch that must persist some updates later for the trainer to be computing differently; otherwise it may only hold
+other weights, which the engine receives later. Of six first differences in the trainer's scores, three came from other weights and three
+from dropout; none was a mismatch."""
 DISAGREES, AGREES = 0.3, 0.05
-"""A side is non-deterministic, or scores other rows, if at least DISAGREES of the openings repeated within a step get two logprobs after
-the onset of the mismatch, and at most AGREES before. Of 11 such collapses, eight were engine noise, one a lagging replica, two dropout in the trainer."""
+"""Share of prefixes repeated within a step that get two different logprobs. The trainer or the engine is non-deterministic, or scores other
+rows, if this share is at least DISAGREES after the onset of the mismatch and at most AGREES before it. Of 11 such collapses, eight were engine noise, one a lagging replica, two dropout in the trainer."""
 
 LAG_GROWS = 2.0
-"""Minimum factor of a declared lag over its usual value, for sampling to have fallen behind; waiting for the slowest sequences causes less."""
+"""Minimum ratio of the declared lag to its usual value for sampling to have fallen behind; waiting for the slowest sequences causes less."""
 LEARNED = 0.1
-"""Minimum share of the run, from its start, that shows what it learned with, such as its usual lag."""
+"""Minimum share of the run, counted from its start, needed to show under which conditions it learned, such as its usual lag."""
 ORDINARY_LAG = 4.0
-"""Updates by which asynchronous trainers lag by design (AReaL allows 4 to 8, one-step off-policy is 1); the run learned with such a lag
-if it is constant from the start."""
+"""Number of updates by which asynchronous trainers may lag by design (AReaL allows 4 to 8, one-step off-policy is 1). If a lag up to this
+is constant from the start, the run learned with it."""
 WAS_THERE = 0.5
-"""Maximum ratio of reward noise before a drop to that after it; a run that learned with the noise did not collapse from it."""
+"""Maximum ratio of reward noise before a drop to reward noise after it for the noise to be a possible cause; a run that learned despite the
+noise did not collapse from it."""
 UNEQUAL = 0.01
-"""Maximum share of repeated responses with two rewards for a deterministic reward; verifier timeouts cause some."""
+"""Maximum share of repeated responses with two different rewards for the reward to count as deterministic; verifier timeouts cause some."""
 DISAGREE, AGREE = 0.15, 0.01
-"""Minimum share of equal responses within a step with two rewards after a drop, and maximum share before it, for a reward to have begun to
-depend on more than the response. Of 10 such collapses, eight were reward noise, one misaligned rewards, one cut-off responses."""
+"""Share of identical responses within a step that get two different rewards. If it is at least DISAGREE after a drop and at most AGREE before
+it, the reward has begun to depend on more than the response. Of 10 such collapses, eight were reward noise, one misaligned rewards, one cut-off responses."""
 OTHER_RULE = 0.3
-"""Minimum share of equal responses with another reward since a step, while equal responses within a step agree, for the reward rule to have
-changed. Of 31 such collapses, 23 were the reward, five tools or tokens read by a scorer, two answers to other prompts, one a length penalty."""
+"""Minimum share of identical responses whose reward differs after a step, while identical responses within one step agree, for the reward
+rule to have changed. Of 31 such collapses, 23 were the reward, five tools or tokens read by a scorer, two answers to other prompts, one a length penalty."""
 MUCH_UNEQUAL = 0.3
-"""The share from which this is nearly certain; what a verifier reads besides the response, such as a tool result, causes less."""
+"""Share of identical responses with a different reward at which a changed reward rule is nearly certain; anything else that a verifier
+reads, such as a tool result, causes a smaller share."""
 SORTED = 0.9
-"""Minimum share of the groups with different rewards that are sorted, for rewards to have been sorted."""
+"""Minimum share of groups whose rewards are in sorted order, among groups whose rewards differ, for rewards to have been sorted."""
 SORTED_BY_CHANCE = 0.5
-"""Maximum such share by chance and before the drop; rows always recorded in that order show nothing."""
+"""Maximum share of groups with sorted rewards by chance and before the drop, for the order to be evidence; if rows were always recorded in
+sorted order, it shows nothing."""
 ADVANTAGE_FOLLOWS = 0.3
-"""Minimum correlation of advantages and rewards within a step if groups have one member each; a critic may remove most of the reward."""
+"""Minimum correlation between advantages and rewards within a step for advantages to follow rewards if every group has a single member; a
+critic may remove most of the reward."""
 ADVANTAGE_AGREES = 0.7
-"""Minimum correlation of rewards and advantages within groups; baselines and scales leave 1, clipping more than 0.8."""
+"""Minimum correlation between rewards and advantages within groups for the two to agree; baselines and scaling leave it at 1, clipping
+above 0.8."""
 CHANGED = 0.05
-"""Maximum share of responses whose reward may change without a change of the verifier."""
+"""Maximum share of responses whose reward may change although the verifier is unchanged."""
 FEW_CHANGED = 10
-"""Minimum number of responses with another reward for the verifier to have changed."""
+"""Minimum number of responses whose reward changed for the verifier to count as changed."""
 APART = 1.0
-"""Minimum difference of engine and trainer logprob, in nats per token, for the sampled policy to be another one than the trained policy."""
+"""Minimum difference between engine and trainer logprobs, in nats per token, for the sampled policy to be a different policy from the
+trained one."""
 RETURNS = 0.5
-"""Maximum share of its distance to the reference that a policy keeps when a KL term pulls it back; other causes leave more."""
+"""Maximum share of its distance from the reference that a policy keeps when a KL term pulls it back; other causes leave a larger share."""
 DISTANCE_JUMPS = 3.0
-"""Minimum factor, between two steps, of the distance of the policy to its reference."""
+"""Minimum factor by which the distance between policy and reference grows from one step to the next to count as a jump."""
 COEFFICIENT_GROWS = 10.0
-"""Minimum factor of the KL coefficient, with a policy that returns to its reference, to rule out other causes."""
+"""Minimum factor by which the KL coefficient grows, while the policy returns to its reference, to rule out other causes."""
 INVERTED = 0.22
-"""Minimum share of groups in which likelier answers clearly earn less: 0.01 to 0.06 in healthy runs, 0.1 with random rewards, at least 0.3 if
-half of the prompts reward the opposite."""
+"""Minimum share of groups in which likelier answers clearly earn less for rewards to count as inverted. The share is 0.01 to 0.06 in healthy
+runs, 0.1 with random rewards, and at least 0.3 if half of the prompts reward the opposite."""
 AGAINST = -0.2
-"""Mean correlation of likelihood and reward within groups below which likelier answers earn less."""
+"""Mean correlation between likelihood and reward within groups below which likelier answers earn less."""
 NO_DIRECTION = 0.15
-"""Mean correlation of likelihood and reward within groups below which they are unrelated: 0.58 to 0.82 in healthy runs, -0.1 to 0.11 with random rewards."""
+"""Mean correlation between likelihood and reward within groups below which the two are unrelated. It is 0.58 to 0.82 in healthy runs and -0.1 to
+0.11 with random rewards."""
 HIDDEN = 0.3
-"""Minimum share of an evaluation's relative drop that the recorded reward must show as well; below it the drop is hidden."""
+"""Minimum ratio of the recorded reward's relative drop to the evaluation's; below this ratio the recorded reward hides the drop."""
 
 PAID_MORE = 0.2
-"""Minimum relative growth of the recorded reward while the evaluation drops; a policy hardly gets worse this way without a wrong reward."""
+"""Minimum relative growth of the recorded reward while the evaluation drops, for the reward to be wrong; with a correct reward the two hardly
+ever move apart like this."""
 LENGTH_MOVES = 1.3
-"""Minimum factor of a change of length to count by itself."""
+"""Minimum factor by which response length changes to count as evidence by itself."""
 LENGTH_MOVES_PAID = 1.05
-"""The same if longer responses earn more."""
+"""Minimum factor by which response length changes to count as evidence if longer responses earn more."""
 
 ENTROPY_LOST = 0.25
-"""Share of the initial entropy below which it has collapsed; healthy runs keep at least 0.4 (literature: collapse below 0.2 to 0.4)."""
+"""Share of its initial value below which entropy has collapsed; healthy runs keep at least 0.4 (literature: collapse below 0.2 to 0.4)."""
 ENTROPY_SHRUNK = 0.6
-"""Share of the entropy before the drop below which the policy became more certain while it got worse; unlearning makes it less certain."""
+"""Ratio of entropy after the drop to entropy before it, below which the policy became more certain while it got worse; unlearning makes a
+policy less certain."""
 MOST_ENTROPY = 14.0
-"""Maximum entropy of a policy, in nats per token (ln of a million tokens); more means broken weights, or other weights than those that sampled."""
+"""Maximum plausible entropy of a policy, in nats per token (ln of a million tokens). A higher value means that the weights are broken, or are
+not those that sampled."""
 ENTROPY_GAINED = 2.0
-"""Factor above which entropy has exploded."""
+"""Ratio to its initial value above which entropy has exploded."""
 ENTROPY_CLIMBS = 2.5
-"""Minimum factor of the final entropy over that just before the drop, gained gradually and for good. An entropy bonus reached it in 14 of 14
-collapses of six benchmark suites, other causes in 11 of 187."""
+"""Minimum ratio of the final entropy to the entropy just before the drop, with a gradual and lasting rise, for an entropy bonus to be the
+cause. An entropy bonus reached it in 14 of 14 collapses in six benchmark suites, other causes in 11 of 187."""
 ENTROPY_STAYS = 0.9
-"""Minimum share of its peak that the entropy keeps to the end in that case; it decreases again if the policy broke."""
+"""Minimum share of its peak value that a rising entropy must keep up to the end of the run, for an entropy bonus to be the cause; if the
+policy broke instead, entropy decreases again."""
 CLIMBS_FOR = 2
-"""Minimum number of steps from the earliest onset of such a drop to the loss of a good part."""
+"""Minimum number of steps between the earliest onset of a drop and the loss of a good part of the reward, for rising entropy to be the cause:
+an entropy bonus does not act at once."""
 
 RATE_SPIKE = 3.0
-"""Factor over the earlier median learning rate above which it is a spike; a linear warm-up stays at two."""
+"""Ratio of the learning rate to its earlier median above which it counts as a spike; a linear warm-up stays at 2."""
 RATE_STAYS = 10.0
-"""Minimum factor that a raised learning rate still has at the onset; training does not tolerate it for long."""
+"""Minimum factor by which a raised learning rate must still be raised at the onset to be the cause; training does not tolerate such a rate
+for long."""
 ABRUPT = 10.0
-"""Minimum factor of a mismatch from one step to the next; training alone causes less."""
+"""Minimum factor by which the mismatch grows from one step to the next to count as abrupt; training alone causes less."""
 BENDS = 0.03
-"""Minimum mean |d| after such a jump to affect a run."""
+"""Minimum mean |d|, in nats, after an abrupt jump of the mismatch, for the jump to affect the run."""
 NORM_JUMPS = 3.0
-"""Minimum factor of the gradient norm."""
+"""Minimum factor by which the gradient norm grows to count as a jump."""
 LEAP = 6.0
-"""Factor over earlier updates above which an update is caused by the optimizer: all of 12 collapses with such an update; the largest of 128 others was 4.4."""
+"""Ratio of an update's size to earlier updates above which the optimizer caused it. It did in all 12 collapses with such an update; the
+largest ratio in 128 others was 4.4."""
 BURST = 8.0
-"""Factor over the median update above which single updates show that the averages of the optimizer are too short or too long."""
+"""Ratio of single updates to the median update above which the optimizer's moving averages are too short or too long."""
 LARGE_UPDATE = 0.003
-"""Relative size above which one update is large; the usual advice for supervised training is 0.001."""
+"""Ratio of update norm to weight norm above which an update is large; the usual advice for supervised training is 0.001."""
 AS_BEFORE = 1.5
-"""Factor of the largest update at the onset over the earlier median, below which updates are unchanged."""
+"""Ratio of the largest update at the onset to the earlier median, below which updates count as unchanged."""
 HUGE_UPDATE = 0.005
-"""Relative size of one update above which runs rarely keep learning."""
+"""Ratio of update norm to weight norm above which runs rarely keep learning."""
 
 CUSTOMARY: dict[str, tuple[float, float, float, float]] = {
     "adam_beta1": (0.5, 0.98, 0.8, 0.95),
@@ -190,14 +211,14 @@ CUSTOMARY: dict[str, tuple[float, float, float, float]] = {
     "adam_epsilon": (1e-16, 1e-4, 1e-15, 1e-6),
     "learning_rate": (0.0, 0.01, 1e-6, 1e-3),
 }
-"""Setting -> (low, high, usual low, usual high): outside of low to high it counts as evidence for the optimizer. The learning rate is Adam's, which
-changes each weight by about that much per update; 0.01 replaces a layer's weights within a few updates."""
+"""Setting -> (low, high, usual low, usual high). A value outside the range low to high is evidence for the optimizer. The learning rate is
+Adam's, which changes each weight by about that much per update; a rate of 0.01 replaces a layer's weights within a few updates."""
 ENTROPY_WEIGHS = 1.0
-"""Entropy coefficient above which a nat outweighs a standard deviation of normalised advantages; usual values are 0 to 0.01."""
+"""Entropy coefficient above which one nat of entropy outweighs one standard deviation of normalised advantages; usual values are 0 to 0.01."""
 
 
 def prior(code: str) -> Evidence:
-    """Return the points of a suspect before any evidence."""
+    """Return a suspect's points before any evidence, as evidence."""
     return Evidence(code="prior", points=_PRIORS[code])
 
 
@@ -207,98 +228,105 @@ def of_size(mean_abs_d: float) -> float:
 
 
 CONTROL = 7.0
-"""Points of an intervention: odds of a thousand to one. Noise of a healthy run causes such a drop in fewer than one of a thousand."""
+"""Points for an intervention: odds of about a thousand to one. Noise in a healthy run causes such a drop in fewer than one run in a thousand."""
 FELL_TOO = 0.6
-"""Minimum ratio of the baseline run's relative drop to the run's for the baseline run to have collapsed too."""
+"""Minimum ratio of the baseline run's relative drop to the judged run's, for the baseline run to count as collapsed too."""
 MISMATCH_DIFFERS = 3.0
-"""Minimum ratio of the mismatch of two runs for them to differ; two runs with one engine reach 1.5 by chance."""
+"""Minimum ratio between the mismatches in two runs for them to differ; two runs with the same engine reach 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
-"""Mean |d| below which a mismatch does not affect a run; bf16 engines show 0.002 to 0.01 in healthy months-long runs."""
+"""Mean |d|, in nats, below which a mismatch does not affect a run; bf16 engines show 0.002 to 0.01 in healthy months-long runs."""
 SAMPLED_BY_POLICY = (0.6, 1.6)
-"""Range of -mean logprob over recorded entropy within which both cover the same tokens in nats."""
+"""Range of the ratio of -mean logprob to recorded entropy within which both are measured on the same tokens and in nats."""
 UNSAMPLED = 2.0
-"""Minimum growth of that ratio if tokens are no longer sampled from the logprobs the engine returns."""
+"""Minimum factor by which the ratio of -mean logprob to entropy grows if tokens are no longer sampled from the logprobs that the engine returns."""
 UNSAMPLED_NATS = 0.5
-"""Minimum excess of -mean logprob over entropy in that case, in nats per token."""
+"""Minimum excess of -mean logprob over entropy, in nats per token, if tokens are no longer sampled from the logprobs that the engine returns."""
 MIXED = 0.5
-"""Minimum ratio of the share of rows with another reward to that of a random order within groups, for rewards to have been mixed."""
+"""Minimum ratio of the share of rows whose reward differs to the share expected after shuffling rewards within groups, for rewards to have
+been mixed up."""
 MANY_SHARED = 0.3
-"""Minimum share of a step's prompts common to both runs to compare anything but their weights."""
+"""Minimum share of a step's prompts that both runs must have in common to compare anything except their weights."""
 FEWEST_SHARED = 4
-"""Minimum number of sequences of a step with prompts common to both runs to compare their weights; trainers that drop groups of equal
-rewards choose prompts by rewards."""
+"""Minimum number of sequences at a step, with prompts that both runs have in common, to compare the runs' weights. The prompts can differ
+because trainers that drop groups with equal rewards choose prompts by rewards."""
 MOSTLY_CUT = 0.8
-"""Minimum share of the differing responses that differ only by ending early, for a length limit to cut them."""
+"""Minimum share of responses that differ only by ending early, among all that differ, for a length limit to have cut them off."""
 LENGTH_SHARE = 0.5
-"""Minimum share of a step's responses with another reward for the reward to depend on length, which every response has."""
+"""Minimum share of a step's responses whose reward differs for the reward to depend on length: such a rule affects almost every response."""
 TERM_IN_ADVANTAGE = 0.75
-"""Minimum partial correlation of advantage differences with the distance to the reference, or with the logprob, for a KL term or an entropy
-bonus in the reward to be the difference."""
+"""Minimum partial correlation between advantages and the distance from the reference, or the logprob, given the baseline run's advantages,
+for the difference to be a KL term or an entropy bonus in the reward."""
 PARTS_FIRST = 7.0
-"""Points of the first difference between a run and a baseline run that are bitwise equal before it."""
+"""Points for the first difference between a run and its baseline run if the two are bitwise identical before it."""
 MANY_PART = 0.2
-"""Minimum share of a step's responses that differ at once under equal logprobs, for the sampling to differ."""
+"""Minimum share of a step's responses that differ at once although logprobs are equal, for the sampling to differ."""
 GRADIENT_GROWS = 3.0
-"""Factor of the gradient norm at the first differing update above which it is not an entropy bonus: none of 12 bonuses had 1.6, 7 of 9 KL terms did."""
+"""Ratio of the run's gradient norm to the baseline run's, at the first update that differs, above which the difference is not an entropy bonus.
+None of 12 bonuses reached 1.6; 7 of 9 KL terms did."""
 SHOWS_IN_GRADIENT = 1e-4
-"""Minimum change of the policy by an update, in nats per token, for a loss term to show in the gradient norm."""
+"""Minimum change that an update makes to the policy, in nats per token, for a loss term to show in the gradient norm."""
 UPDATE_GROWS = 3.0
-"""Minimum factor of an update over what its gradient explains, for the optimizer to cause it: all of 5 changed optimizers had at least 17,
-none of 16 others had 2."""
+"""Minimum ratio of an update's size to the size its gradient explains, for the optimizer to be the cause: all 5 changed optimizers reached at
+least 17, none of 16 others reached 2."""
 MOMENT_DIFFERS = 0.3
-"""Minimum relative difference of Adam's second moment at the first differing update; one different gradient causes less."""
+"""Minimum relative difference in Adam's second moment at the first update that differs, for its settings to have changed; one different
+gradient causes less."""
 LOSS_MOVES = 3.0
-"""Minimum difference from the baseline run's loss, in multiples of its usual size: all of 11 such entropy bonuses lowered the loss; of 7 KL terms and
-9 other causes all but one raised it."""
+"""Minimum difference from the baseline run's loss, in multiples of its usual size, for a loss term to have been added. All 11 entropy bonuses that
+reached it lowered the loss; of 7 KL terms and 9 other causes, all but one raised it."""
 OF_UPDATES = {"optimizer": 2.0, "entropy": 1.5, "reference": 1.1, "advantages": 1.0}
-"""Points that reproduce the frequencies of causes among 119 differing updates of 7 benchmark suites: 33 optimizer, 25 entropy, 16 reference, 45 others."""
+"""Suspect -> points that reproduce how often it caused the first differing update: of 119 in 7 benchmark suites, 33 optimizer, 25 entropy, 16
+reference, 45 others."""
 WEIGHTS_JUMP = 0.4
-"""Minimum difference from the baseline run after the first differing update, in nats per token, for the weights to have been replaced: none of 8
-entropy and 9 KL terms had a tenth of it, 11 of 29 other updates did."""
+"""Minimum logprob difference from the baseline run after the first update that differs, in nats per token, for the weights to have been replaced.
+None of 8 entropy terms and 9 KL terms reached a tenth of it; 11 of 29 other updates did."""
 AWAY_FROM_REFERENCE = 0.2
-"""Minimum increase of the distance to the reference over the baseline run within three steps, in nats per token; a KL term or an entropy bonus
-does not lead away from the reference that soon."""
+"""Minimum excess of the distance from the reference over the baseline run's within three steps, in nats per token, to rule out a KL term or an
+entropy bonus; neither moves a policy away from the reference that fast."""
 LOSS_GROWS = 3.0
-"""Minimum factor of the scatter of the loss for it to have another term."""
+"""Minimum factor by which the scatter of the loss grows for the loss to have gained a term."""
 LOSS_PUNISHES, LOSS_RISES = 0.7, 5.0
-"""Minimum correlation of loss and entropy after a drop, and minimum rise of the loss in standard deviations, for entropy to be penalised: of 304
-collapses with a logged loss and no mismatch that could cause it, two reach both, and in both entropy was penalised."""
+"""Minimum correlation between loss and entropy after a drop, and minimum rise of the loss in standard deviations, for entropy to be penalised. Of
+304 collapses with a logged loss and no mismatch that could cause the rise, two reach both values; in both, entropy was penalised."""
 LOSS_GOES, LOSS_SINKS = 0.85, 2.0
-"""The same for an entropy bonus, with a negative correlation and a decreasing loss."""
+"""Minimum negative correlation between loss and entropy after a drop, and minimum decrease of the loss in standard deviations, for an entropy bonus."""
 LOSS_FOLLOWS = 0.95
-"""Minimum correlation with the entropy, or with the distance to the reference, for that term to dominate the loss: all of 10 such collapses
-with the entropy were entropy bonuses."""
+"""Minimum correlation between the loss and entropy, or the distance from the reference, for an entropy or KL term to dominate the loss. All 10
+collapses that reached it with entropy were due to entropy bonuses."""
 LENGTH_LITTLE, LENGTH_MOST, LENGTH_NEARLY_ALL = 0.35, 0.7, 0.9
-"""Share of the variance of rewards within a step that length explains: below LENGTH_LITTLE before a drop and at least LENGTH_MOST after it,
-rewards depend on length; from LENGTH_NEARLY_ALL on this is certain."""
+"""Share of the reward variance within a step that length explains. If it is below LENGTH_LITTLE before a drop and at least LENGTH_MOST after it,
+rewards have come to depend on length; from LENGTH_NEARLY_ALL upwards this is certain."""
 TERM_WEIGHS = 0.6
-"""Minimum correlation of advantages within groups with the distance to the reference, or with the logprob, for such a term to dominate the
-advantage."""
+"""Minimum correlation within groups between advantages and the distance from the reference, or the logprob, for a KL or entropy term to
+dominate the advantages."""
 FROM_NOTHING = 0.25
-"""Maximum ratio of the mismatch at its first step to that some steps later, for it to grow update by update."""
+"""Maximum ratio of the mismatch at its first step to the mismatch some steps later, for it to be growing update by update."""
 BEYOND_RANGE = 0.2
-"""Minimum excess of later rewards over the earlier maximum, as a share of the earlier range."""
+"""Minimum excess of a later reward over the earlier maximum, as a share of the earlier reward range, to count as beyond that range."""
 MANY_BEYOND = 0.05
-"""Minimum share of responses with such rewards."""
+"""Minimum share of responses whose reward is beyond the earlier range, for the reward to have changed."""
 ENTROPY_STEPS = 12
-"""Minimum number of steps after the first differing update over which to compare the entropies of two runs; at least until the drop."""
+"""Minimum number of steps after the first differing update over which two runs' entropies are compared; the comparison extends at least to
+the drop."""
 ENTROPY_FEWEST = 4
-"""Minimum number of these steps with an entropy in both runs."""
+"""Minimum number of compared steps at which both runs have an entropy."""
 ENTROPY_HIGHER = 0.9
-"""Minimum share of these steps with a higher entropy in the run, for an entropy bonus to be the difference."""
+"""Minimum share of compared steps at which entropy is higher than in the baseline run, for the difference to be an entropy bonus."""
 WEIGHTS_DIFFER = 1e-5
-"""Minimum difference of a response's mean logprob for two trainers to hold different weights; fp32 kernels cause 1e-7."""
+"""Minimum difference between two trainers' mean logprobs for a response, in nats, for them to hold different weights; fp32 kernels cause 1e-7."""
 NORM_DIFFERS = 1e-3
-"""Minimum relative difference of gradient norms; kernels cause less."""
+"""Minimum relative difference between two runs' gradient norms to count as different; kernels alone cause less."""
 SAME_LOGPROB = 1e-4
-"""Minimum tolerance, in nats, for mean logprobs of the same tokens under the same weights; three times the earlier mismatch if that is more."""
+"""Minimum tolerance, in nats, when comparing mean logprobs for the same tokens under the same weights. The tolerance is three times the earlier
+mismatch if that is larger."""
 FEWEST_MOVED = 50
-"""Minimum number of tokens common to two runs to characterise an update."""
+"""Minimum number of tokens shared by two runs to characterise an update."""
 MOVED_BY_DISTANCE = 0.3
-"""Minimum correlation of the logprob changes between two runs with the distance to the reference, for a KL term to cause them: 10 of 17 KL terms
-in eight benchmark suites had it, 3 of 60 others."""
+"""Minimum correlation between two runs' logprob differences and the distance from the reference, for a KL term to be the cause. In eight
+benchmark suites, 10 of 17 KL terms reached it, and 3 of 60 other causes."""
 RELOADED = 0.95
-"""Correlation from which the weights were instead reset to the reference as a whole."""
+"""Minimum correlation between two runs' logprob differences and the distance from the reference, for the weights to have been reset to the
+reference as a whole instead."""
 REWARD_MOVED = 0.1
 """Minimum standard deviation of reward differences of equal responses, relative to that of the rewards, for the reward to no longer measure the
 policy: the smallest of 7 runs harmed by a length penalty had 0.19, one that was not harmed 0.05."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .recorded import SET, WRITERS, RecordedChange
 
 _FACTOR = 1.5
-"""Smallest change reported as a factor."""
+"""Minimum ratio between two values for a change to be reported as a factor."""
 
 
 def change_sentence(change: RecordedChange) -> str:

@@ -22,7 +22,7 @@ MOST = 1000
 """Maximum number of values to search; longer series are averaged over neighbouring steps."""
 
 FEWEST = 12
-"""Minimum number of steps with a value to look for changes."""
+"""Minimum number of values in a series to look for changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class ChangePoint:
     high: int
     """95 % confidence interval of the step; if values are several steps apart it starts right after the previous value."""
     before: float
-    """The fitted value just before, in the unit of the series."""
+    """The fitted value just before the change, in the unit of the series."""
     after: float
-    """The fitted value before the next change, or at the end of the run."""
+    """The fitted value just before the next change or at the end of the run, in the unit of the series."""
     size_in_sd: float
     """after - before on the scale of the series, in standard deviations of its scatter."""
     p: float
-    """Upper bound of the probability that scatter alone gives such a change anywhere in the series."""
+    """Upper bound on the probability that scatter alone causes a change this large anywhere in the series."""
     kind: str = SHIFT
     """`shift`: the level jumps; `ramp`: the slope changes, as when a slow decline begins or a rise ends."""
 
@@ -104,7 +104,7 @@ def _change(
 
 
 def _within(fitted: float, values: np.ndarray) -> float:
-    """Clip a fitted value to the recorded range, so that a segment of zeros gives exactly 0."""
+    """Return a fitted value clipped to the recorded range, so that a segment of zeros gives exactly 0."""
     return float(np.clip(fitted, values.min(), values.max()))
 
 
@@ -128,7 +128,7 @@ LEAST_SD = 2.0
 """Minimum size of an onset, in standard deviations of the scatter of the series."""
 
 PLANNED = ("learning_rate",)
-"""Series that are set rather than observed; left out of the order of onsets."""
+"""Series set by the user rather than observed, which are left out when onsets are ordered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +140,9 @@ class FirstChange:
     """Kind of the series: `mismatch`, `reward` and so on."""
     change: ChangePoint
     undecided: tuple[str, ...]
-    """Series whose onset interval overlaps this one, so that the order of the two is undecided."""
+    """Other series whose onset intervals overlap this series' interval, so that their order is undecided."""
     may_be_first: bool
-    """True if no other onset is certain to be earlier."""
+    """True if no other series certainly changed earlier."""
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
@@ -175,17 +175,17 @@ _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND na
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
 
 MIN_VALUES = 3
-"""Minimum number of values to judge an outcome."""
+"""Minimum number of values for an outcome to be judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcomes:
-    """The outcomes of a run, and their drop."""
+    """The outcomes recorded in a run, and the drop in the judged one."""
 
     all: tuple[Outcome, ...]
     """The evaluations, then the reward."""
     fall: Fall | None
-    """Drop of the judged outcome; its onset may be the reward's."""
+    """The drop in the judged outcome, or None; its onset may have been located on the reward."""
 
     @property
     def judged(self) -> Outcome | None:
@@ -208,7 +208,7 @@ def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint,
 
 
 def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[ChangePoint, ...]:
-    """Give the descent nearest to the drop the drop's step and interval, so that both have one onset."""
+    """Return the changes with the descent nearest to the drop moved to the drop's onset, so that the two agree."""
     if fall is None:
         return changes
     first, last = fall.interval
@@ -254,7 +254,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # An evaluation may have another scale: a share of right answers, while rewards go down to -1.
+    # An evaluation may have a different scale, such as the share of correct answers, while rewards go down to -1.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,
@@ -265,7 +265,7 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
 def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
     """Return the evaluation's drop refined by the reward's onset, or the reward's drop if the evaluation has none.
 
-    In the second case the sampled responses got worse although the policy did not."""
+    If only the reward drops, the sampled responses got worse although the policy did not."""
     if fall is not None:
         return refined(fall, of_reward)
     return of_reward

@@ -1,4 +1,4 @@
-"""The inputs of a run by step: prompts, limits, advantages, the reference and settings. A policy cannot change these itself."""
+"""Read a run's inputs by step: prompts, limits, advantages, the reference and settings. A policy cannot change these itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_PROMPTS = 20_000
 _MOST_SWITCHES = 5
 """Maximum number of changes for a logged number to count as a setting rather than a measurement."""
 _HELD = 4
-"""Minimum number of equal values before a setting changes."""
+"""Minimum number of successive equal values for a logged number to count as a constant setting there."""
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
@@ -86,7 +86,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Rounded, so that constant values are exactly equal: otherwise summation order would be their only scatter."""
+"""Query for advantages by step. Values are rounded so that constant ones are exactly equal; otherwise they would scatter by summation order."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
@@ -128,7 +128,7 @@ def read_conditions(database: Database) -> dict[str, Series]:
 
 
 Column = tuple[np.ndarray, np.ndarray]
-"""Steps, and the values at them."""
+"""Steps, and the value at each step."""
 
 
 def _of_sequences(database: Database) -> dict[str, Column]:
@@ -146,7 +146,7 @@ def _of_sequences(database: Database) -> dict[str, Column]:
 
 
 def _shift(database: Database) -> dict[str, Column]:
-    """Measure how far the prompt tokens of each step are from those of the first tenth of the run."""
+    """Measure how far each step's prompt tokens are from those in the first tenth of the run."""
     ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     every = max(-(-num_sequences // _MOST_PROMPTS), 1)
     found: dict[str, Column] = {}
@@ -173,9 +173,9 @@ def _by_token(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> tuple[np.nd
 
 
 def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
-    """Return the total variation distance of each step's tokens from the first tenth of the run.
+    """Return the total variation distance between each step's tokens and those in the first tenth of the run.
 
-    NaN within that tenth, whose steps are part of the reference."""
+    NaN for steps within the first tenth, which are the basis of the comparison."""
     begins = max(len(steps) // 10, 3)
     first = counts[:begins].sum(axis=0)
     shares = counts / counts.sum(axis=1, keepdims=True)
@@ -184,7 +184,7 @@ def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
 
 
 def _never_before(steps: np.ndarray, counts: np.ndarray) -> Column:
-    """Return the share of each step's tokens that never occur in the first quarter of the run; NaN within it."""
+    """Return the share of each step's tokens that never occur in the first quarter of the run; NaN within that quarter."""
     begins = max(len(steps) // 4, 3)
     is_new = counts[:begins].sum(axis=0) == 0
     share = counts[:, is_new].sum(axis=1) / counts.sum(axis=1)
@@ -234,9 +234,9 @@ def is_held(values: np.ndarray) -> bool:
 
 
 def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return first and last index of each stretch of equal values.
+    """Return the first and last index of each stretch of equal values.
 
-    If the number changes often, only stretches of at least four values and a tenth of all."""
+    If the number changes often, only stretches with at least four values and at least a tenth of all values are returned."""
     firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
     lasts = np.r_[firsts[1:] - 1, len(values) - 1]
     least = 1 if is_held(values) else max(_HELD, len(values) // 10)
@@ -256,7 +256,7 @@ def _is_learning_rate(name: str) -> bool:
 
 
 def text_settings(database: Database) -> dict[str, list[tuple[int, str]]]:
-    """Return the text settings that changed: name -> (first step, text) of each value."""
+    """Return the text settings that changed: name -> a (first step, text) pair for each value it had."""
     rows = database.connection.execute(
         f"SELECT name, step, text FROM metrics WHERE text IS NOT NULL AND name LIKE {quoted(HYPERPARAMETER + '%')} ORDER BY name, step"
     ).fetchall()

@@ -12,24 +12,24 @@ from ..statistics.broken_line import break_between, break_interval
 from ..statistics.noise import ENOUGH, level_deviation
 
 FALL_SHARE = 0.09
-"""Minimum share of the earlier level that is lost in a drop; healthy runs lose and regain a twentieth."""
+"""Minimum share of the earlier level that must be lost to count as a drop; healthy runs lose and regain a twentieth."""
 FALL_STAYS = 0.6
-"""Minimum share of the windows after the first one below the midpoint that also lie below it: a drop lasts, a dip does not."""
+"""Minimum share of windows below the midpoint, counted from the first one below it, for a drop to be lasting rather than a temporary dip."""
 FALL_HOLDS = 0.9
-"""The same for a drop judged by the noise before it."""
+"""Minimum share of windows that must stay low for a drop judged by the noise before it to be lasting."""
 FALL_BEYOND = 6.0
-"""Minimum size of such a drop, in standard errors, beyond the bias of choosing the best window. This rule gives no false alarm in 207 healthy runs
+"""Minimum size of a drop judged by the noise before it, in standard errors, beyond the bias of choosing the best window. This rule gives no false alarm in 207 healthy runs
 of eight benchmark suites. On stationary series with autocorrelation up to 0.8 it raises the false-alarm rate from 0.06 to 0.08 (100 values)
 and from 0.00 to 0.03 (200 values); with autocorrelation 0.95, from 0.20 to 0.31 (200 values)."""
 FALL_SD = 3.0
 """Minimum size of a drop, in standard errors, beyond the bias of choosing the best window."""
 FALLEN = 0.35
-"""Share of the loss after which a change is too late to be the cause."""
+"""Share of the whole loss; a change after this share was lost is too late to be the cause."""
 
 COLLAPSE, SLOW_DECLINE = "collapse", "slow_decline"
 
 _UNSEEN_CORRELATION = 2.0
-"""Factor on the scatter if there are too few values to estimate autocorrelation; 2 corresponds to an autocorrelation of 0.6."""
+"""Factor by which scatter is multiplied if there are too few values to estimate autocorrelation; 2 corresponds to an autocorrelation of 0.6."""
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
 _OUTCOME = re.compile(
@@ -53,7 +53,7 @@ class Outcome:
     is_evaluation: bool
     """True if measured on held-out data, so that a wrong reward cannot change it."""
     floor: float = 0.0
-    """Value when nothing is right: 0, or less if rewards are negative."""
+    """Value of the outcome if no answer is right: 0, or less if rewards are negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,36 +62,36 @@ class Fall:
 
     outcome: str
     onset_of: str
-    """The outcome whose values give the onset: `outcome`, or the reward if it locates it more precisely."""
+    """Name of the outcome used to locate the onset: `outcome`, or the reward if that locates the onset more precisely."""
     kind: str
     """`collapse` if most of the loss is within a tenth of the run, else `slow_decline`."""
     step: int
     """Onset: the last step before the values leave their earlier level for good."""
     low: int
     high: int
-    """Steps that separate before from after: onsets that fit about as well as the best one with both levels fixed.
+    """End of the range from `low` of onsets that fit about as well as the best one, with the levels before and after held fixed.
     Too narrow to be a confidence interval."""
     interval: tuple[int, int]
-    """95 % confidence interval of the onset, with both levels free and autocorrelation included: docs/evidence/intervals.md."""
+    """95 % confidence interval of the onset, with the levels before and after fitted and autocorrelation included; see docs/evidence/intervals.md."""
     fallen: int
-    """First step at which FALLEN of the loss has happened; later changes cannot be the cause."""
+    """First step by which the share FALLEN of the whole loss has occurred; later changes cannot be the cause."""
     before: float
-    """Level before the drop."""
+    """Level of the outcome before the drop."""
     after: float
-    """Mean of the last tenth of the run."""
+    """Mean outcome over the last tenth of the run."""
     size_in_sd: float
     """before - after, in standard errors."""
     floor: float = 0.0
-    """Floor of the outcome."""
+    """Value of the outcome if no answer is right."""
 
     @property
     def verb(self) -> str:
-        """The verb of result sentences: `collapses` or `declines slowly`."""
+        """The verb used in result sentences: `collapses` or `declines slowly`."""
         return "collapses" if self.kind == COLLAPSE else "declines slowly"
 
     @property
     def latest(self) -> int:
-        """Last step at which the cause may lie: the end of the onset interval or `fallen`, whichever is later."""
+        """Last possible step of the cause: the end of the onset interval or `fallen`, whichever is later."""
         return max(self.interval[1], self.fallen)
 
     @property
@@ -125,7 +125,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     best = int(np.argmax(means[: len(means) - width + 1]))
     before, after = float(means[best]), float(means[-1])
     noise = level_deviation(values)
-    # The largest of m means of pure noise lies about sqrt(2 ln m) errors above their mean.
+    # The largest of m means over pure noise is about sqrt(2 ln m) standard errors above their average.
     chosen = np.sqrt(2 * np.log(max(len(values) / width, 2.0)))
     error = max(noise / np.sqrt(width), 1e-12)
     excess = (before - after) / error - chosen
@@ -161,7 +161,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
 
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
-    """Return True if the last fifth is below the best window by more than the earlier noise, and stays low since the drop.
+    """Return True if the last fifth of the run is below the best window by more than the earlier noise, and stays low.
 
     Judged by the noise before the drop, because swings and recoveries after it add autocorrelation.
     """
@@ -180,7 +180,7 @@ def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: i
 
 
 def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
-    """Return True if the last fifth is below the baseline's by `least` and by more than the noise of their difference."""
+    """Return True if the last fifth of the run is below the baseline run's by `least` and by more than the noise in the difference."""
     _, of_run, of_control = np.intersect1d(outcome.steps, beside.steps, return_indices=True)
     lacks = beside.values[of_control] - outcome.values[of_run]
     width = max(3, len(lacks) // 5)
@@ -191,12 +191,12 @@ def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
 
 
 def _means(values: np.ndarray, width: int) -> np.ndarray:
-    """Return the mean of each window of `width` values."""
+    """Return the mean over each window of `width` consecutive values."""
     return np.convolve(values, np.ones(width) / width, mode="valid")
 
 
 def refined(fall: Fall, finer: Fall | None) -> Fall:
-    """Return the drop with the onset of another outcome's drop, if that one is narrower and the two overlap."""
+    """Return the drop, with its onset taken from another outcome's drop if that onset is narrower and the two overlap."""
     if finer is None or finer.high < fall.low or finer.low > fall.high:
         return fall
     if finer.high - finer.low >= fall.high - fall.low:
@@ -208,7 +208,7 @@ def refined(fall: Fall, finer: Fall | None) -> Fall:
 
 
 def _slope_in_sd(values: np.ndarray, noise: float) -> float:
-    """Return the loss of a fitted straight line from end to end, in standard errors."""
+    """Return the decrease from end to end along a fitted straight line, in standard errors."""
     n = len(values)
     at = np.arange(n) - (n - 1) / 2
     loss = -(n - 1) * float(at @ values) / max(float(at @ at), 1e-12)

@@ -36,7 +36,7 @@ GROUP BY step ORDER BY step
 
 @dataclass(frozen=True, slots=True)
 class StepMismatch:
-    """The mismatch of two passes over the same tokens, by step."""
+    """The mismatch between two passes over the same tokens, by step."""
 
     columns: list[Column]
     estimate: Column | None
@@ -44,7 +44,7 @@ class StepMismatch:
 
 
 def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch:
-    """Read the mismatch by step; without columns if the passes share no token."""
+    """Read the mismatch by step; the result has no columns if the passes share no token."""
     has = sequence_columns(database, run)
     if database.sums.covers(pair) and not has.advantages and _used_once(database, pair):
         rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)), {"run": run})
@@ -80,14 +80,14 @@ class _StepBatch:
 
     step_N: np.ndarray
     sums: dict[str, Array]
-    """Name -> [N]: _SUMS, sum_a, and num_tokens and sum_k3 by sign of the advantage."""
+    """Name -> per-sequence value [N]: those in _SUMS, sum_a, and num_tokens and sum_k3 split by the sign of the advantage."""
     size_T: Array
     num_read: int
     """Number of tokens read, including those left out of the sums."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
-    """Compute the columns from tokens, some steps at a time: quantiles need every d of a step."""
+    """Compute the columns from tokens, several whole steps at a time, because quantiles need every d in a step."""
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
     num_tokens = tokens_by_step(database, run)
     parts = []
@@ -131,7 +131,7 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
 
 
 def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
-    """Return the columns of _KEPT for steps with a token, and the entropy estimate."""
+    """Return the columns named in _KEPT, and the entropy estimate, for steps with at least one token."""
     sums = {name: np.concatenate([batch.sums[name] for batch in batches]) for name in batches[0].sums}
     full_N = sums["num_tokens"] > 0
     steps, place_N = np.unique(np.concatenate([batch.step_N for batch in batches])[full_N], return_inverse=True)
@@ -167,11 +167,11 @@ def _quantile(parts: list[Array], p: float) -> float:
 
 
 def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
-    """Return step -> |d| of its tokens, in parts."""
+    """Return step -> |d| per token, as one array per batch."""
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # The last sequence of each run of equal steps.
+        # Index of the last sequence in each stretch of sequences from the same step.
         last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
         for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.size_T, ends_N[last][:-1]), strict=False):
             parts.setdefault(step, []).append(sizes)
@@ -179,19 +179,19 @@ def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
 
 
 def _used_once(database: Database, pair: Pair) -> bool:
-    """Return True if the stored sums cover first uses of sequences only."""
+    """Return True if the stored sums cover only the first use of each sequence."""
     query = f"SELECT coalesce(max(greatest(iteration_a, iteration_b)), 0) FROM pair_sums({quoted_pair(pair)})"
     return bool(database.connection.execute(query).fetchall() == [(0,)])
 
 
 _WIDTH = 3
-"""Number of steps per median, so that one outlier does not count."""
+"""Number of successive steps over which a median is taken, so that a single outlier has no effect."""
 FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "later"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
-    """The mismatch of a run as mean |d|, in nats, at several stages."""
+    """The mismatch in a run as mean |d|, in nats, at several stages of training."""
 
     size: float
     """Mean |d| at the onset of the drop: the larger of the median over the tenth of the run before it, and the largest
@@ -199,9 +199,9 @@ class RunMismatch:
     first: float
     """Mean |d| at the first step; before any update if the run was recorded from its start."""
     settled: float
-    """Median over the run from a tenth to half of its steps."""
+    """Median mean |d| between a tenth and half of the run."""
     late: float
-    """Median over the last quarter."""
+    """Median mean |d| over the last quarter of the run."""
 
     @property
     def begins(self) -> str:
@@ -218,7 +218,7 @@ class RunMismatch:
 
 
 def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMismatch | None:
-    """Summarise the mismatch up to the onset of a drop; None if no two passes were recorded."""
+    """Summarise the mismatch in a run, given its drop if any; None if the two passes were not both recorded."""
     mean_abs_d = series.get("mean_abs_d")
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None

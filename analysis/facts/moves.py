@@ -21,12 +21,12 @@ from .rollouts import Rollouts
 from .series import Series
 
 _BASE = 15
-"""Number of earlier steps that a step is compared with."""
+"""Number of preceding steps with which a step is compared."""
 _FEWEST = 4
 _NEXT = 3
-"""Number of following steps; two of them must stay changed."""
+"""Number of steps checked after a change; the new level must hold in at least two of them."""
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "update_to_weight": 0.05, "length": 0.01}
-"""Series compared as logarithms -> minimum scatter."""
+"""Series compared on a log scale -> minimum scatter assumed, in natural logarithm units."""
 POLICY = ("sampled", "trained", "entropy", "length")
 """Quantities that change with the policy."""
 
@@ -38,12 +38,12 @@ class Quantity:
     steps: np.ndarray
     values: np.ndarray
     least: float
-    """Minimum scatter."""
+    """Minimum scatter assumed for the quantity, on its comparison scale."""
 
     def off(self, place: int) -> np.ndarray:
-        """Return the deviations of a value and the next three from the steps before, in standard deviations.
+        """Return how far a value and the next three are from the preceding level, in standard deviations.
 
-        Empty if too few steps come before."""
+        Empty if too few steps precede the value."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)
@@ -68,9 +68,9 @@ class Moves:
     responses under engine and trainer; `distance`: `trained` minus the reference's. Correlations within groups: `relation` of likelihood
     and reward, `follows` of advantage and reward, `leaves` of advantage and distance, `surprises` of advantage and information."""
     first: int
-    """First step at which a change may have started the drop."""
+    """First step in the range at which a change may have started the drop."""
     last: int
-    """Last such step."""
+    """Last step in the range at which a change may have started the drop."""
 
     def size(self, name: str, step: int) -> float:
         """Return the size of a quantity's change at a step, in standard deviations; 0 if it does not change."""
@@ -89,11 +89,11 @@ class Moves:
         return next((int(step) for step in near if self.size(name, int(step))), None)
 
     def moves_at(self, step: int, *names: str) -> bool:
-        """Return True if any of the quantities changes at a step or within the few before it."""
+        """Return True if any of the named quantities changes at a step or a few steps before it."""
         return any(self.size(name, at) for name in names for at in range(step - int(t.AHEAD) - 1, step + 1))
 
     def breaks(self, name: str) -> int | None:
-        """Return the first step from which a correlation is lost for good, up to the drop, or None."""
+        """Return the first step, at or before the drop, from which a correlation is permanently lost, or None."""
         column = self.columns.get(name)
         if column is None:
             return None
@@ -147,11 +147,11 @@ class Drop:
     """The steepest descent of the reward around the onset of a run's drop."""
 
     step: int
-    """First step after the descent."""
+    """First step after the reward's steepest descent."""
     share: float
-    """Share of the whole loss that happens at this step."""
+    """Share of the whole reward loss that occurs at `step`."""
     is_early: bool
-    """True if too few steps came before to characterise the policy."""
+    """True if too few steps precede the descent to characterise the policy."""
     policy: float
     """Change of the policy: the largest change of entropy, length and likelihood of the responses, in standard deviations."""
 
@@ -162,12 +162,12 @@ class Drop:
 
     @property
     def is_of_reward(self) -> bool:
-        """True if the policy is unchanged, so that the same responses earn less."""
+        """True if the reward drops abruptly while the policy is unchanged, so that the same responses earn less."""
         return self.share > t.DROPS and self.policy < t.SAME_POLICY and not self.is_early
 
     @property
     def is_of_policy(self) -> bool:
-        """True if the policy changed within these few updates."""
+        """True if the policy changed within the few updates around the descent."""
         return self.share > t.DROPS and (self.policy > t.OTHER_POLICY or self.is_early)
 
 
@@ -197,13 +197,13 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
 
 
 def _of_policy(series: Mapping[str, Series], rollouts: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return steps and values of what characterises a policy: entropy, length, likelihood of its responses."""
+    """Return steps and values for the quantities that characterise a policy: entropy, response length and likelihood."""
     of_policy = [series[name] for name in ("entropy", "length") if name in series]
     return [*((one.steps[one.known], one.values[one.known]) for one in of_policy), rollouts.likelihood_by_step]
 
 
 def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:
-    """Return the difference of three values before a step and three from it on, in standard deviations.
+    """Return the difference between the means of three values before a step and three from it on, in standard deviations.
 
     The scatter is at least a hundredth of the level."""
     place = int(np.searchsorted(steps, step))
@@ -215,5 +215,5 @@ def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:
 
 
 def _scatter(values: np.ndarray) -> float:
-    """Return the standard deviation of a mean of _BESIDE values, estimated from neighbouring differences."""
+    """Return the standard deviation of a mean over _BESIDE values, estimated from differences between neighbours."""
     return float(robust_sd(np.diff(values)) / math.sqrt(_BESIDE))

@@ -1,4 +1,4 @@
-"""Rewards and logprobs that belong to other rows of their step, or to other prompts."""
+"""Detect rewards and logprobs that belong to other rows in the same step, or to other prompts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from . import thresholds as t
 from .rollouts import FARTHEST, FEWEST_COMPARED, Rollouts, hash_pair, least_reward
 
 _KEPT_STEPS = 8
-"""Number of steps compared on each side, few enough for the policy to stay about the same."""
+"""Maximum number of steps compared before and after a step, few enough for the policy to stay about the same."""
 _FEWEST_KEPT = 3
-"""Minimum number of steps compared on each side."""
+"""Minimum number of steps compared before and after a step."""
 _PROMPTS_AWAY = 8
-"""Maximum distance, in prompts of a step, at which to look for the prompt that graded a response."""
+"""Maximum distance, in prompts within a step, at which to look for the prompt against which a response was graded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,13 @@ class ScoredRows:
     step: int
     num_other: int
     share: float
-    """Share that match the engine's mean logprob of another row of the step, or of the row at one fixed distance."""
+    """Share of sequences matching the engine's mean logprob for any other row in the step, or for the row at one fixed distance."""
     by_chance: float
-    """Share that match by chance: rows of the previous step, or the median over other distances."""
+    """Share of sequences matching by chance, measured on rows from the previous step or as the median over other distances."""
 
     @property
     def explains(self) -> bool:
-        """True if logprobs match other rows of the step. With a low-entropy policy nearly all rows must match."""
+        """True if logprobs belong to other rows in the step. With a low-entropy policy, nearly all rows must match."""
         is_all = 1 - self.share <= t.NONE_LEFT * (1 - self.by_chance)
         return (self.share >= t.OTHER_ROWS and self.by_chance <= t.OTHER_ROWS * self.share) or is_all
 
@@ -43,9 +43,9 @@ class ScoredRows:
 
 
 def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | None:
-    """Compare the trainer's mean logprobs, from a step on, with the engine's of other rows; None if fewer than 30 differ.
+    """Compare the trainer's mean logprobs from `step` with the engine's for other rows; None if fewer than 30 differ.
 
-    `least`: minimum difference of two mean logprobs, in nats, to count as different.
+    `least`: minimum difference between two mean logprobs, in nats, for them to count as different.
     """
     shifts = [by for by in range(-FARTHEST, FARTHEST + 1) if by]
     counts, beside = np.zeros(3, int), np.zeros(len(shifts))
@@ -71,7 +71,7 @@ def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | Non
 
 
 def is_near(values: np.ndarray, known: np.ndarray, least: float) -> np.ndarray:
-    """Return [n] bool: True where some known value is within `least`."""
+    """Return [n] bool: True for each of `values` that is within `least` of some known value."""
     known = np.sort(known[np.isfinite(known)])
     if not len(known):
         return np.zeros(len(values), bool)
@@ -87,13 +87,13 @@ class ReorderedRewards:
     num_other: int
     """Number of repeated responses whose reward changed."""
     num_lacking: int
-    """Number of earlier rewards missing from the whole step; a lower bound."""
+    """Number of earlier rewards that no row in the same step has; a lower bound."""
     lacking_by_chance: float
-    """Number missing if the changed rewards were drawn at random from all later rewards."""
+    """Number of earlier rewards that would be missing if changed rewards were drawn at random from all later rewards."""
 
     @property
     def is_permuted(self) -> bool:
-        """True if each step has the earlier rewards of its responses, in other rows."""
+        """True if each step still contains its responses' earlier rewards, but in other rows."""
         return (
             self.lacking_by_chance >= t.LACKING and self.num_lacking <= t.LACKING_OF_PERMUTED * self.lacking_by_chance
         )
@@ -101,17 +101,17 @@ class ReorderedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRewards:
-    """The rewards of the steps before and after a step, regardless of their rows."""
+    """Comparison of the reward distributions before and after a step, regardless of rows."""
 
     step: int
     mean_before: float
     mean: float
     apart: float
-    """Kolmogorov-Smirnov distance of the two distributions, 0 to 1."""
+    """Kolmogorov-Smirnov distance between the rewards before and after the step, 0 to 1."""
     spread: float
-    """Standard deviation of all these rewards."""
+    """Standard deviation of all compared rewards."""
     in_sd: float
-    """Difference of the means over steps, in standard errors."""
+    """Difference between the mean rewards before and after the step, in standard errors."""
 
     @property
     def are_same(self) -> bool:
@@ -135,7 +135,7 @@ def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
         of_steps.append(np.bincount(place, part.reward[known]) / np.maximum(np.bincount(place), 1))
         if len(steps) < _FEWEST_KEPT:
             return None
-    from scipy.stats import ks_2samp  # which takes half a second to import
+    from scipy.stats import ks_2samp  # imported here because it takes half a second
 
     error = math.sqrt(sum(float(means.var(ddof=1)) / len(means) for means in of_steps))
     difference = float(of_steps[1].mean() - of_steps[0].mean())
@@ -171,13 +171,13 @@ class OtherPromptsRewards:
     num_responses: int
     """Number of responses that earned a reward under that prompt earlier."""
     equal: float
-    """Share of these that have this reward now."""
+    """Share of the `num_responses` responses whose reward now equals the one earned under the other prompt."""
     by_chance: float
-    """Share expected if rewards were drawn at random from all later rewards."""
+    """Share of equal rewards expected if rewards were drawn at random from all later rewards."""
 
     @property
     def explains(self) -> bool:
-        """True if the responses were graded against that prompt."""
+        """True if responses were graded against the prompt at distance `shift`."""
         return self.equal >= t.GRADED_ELSEWHERE and self.by_chance <= t.GRADED_BY_CHANCE
 
 
@@ -213,7 +213,7 @@ def rewards_of_other_prompts(rollouts: Rollouts, step: int) -> OtherPromptsRewar
 
 
 def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """Return [N] the prompt `shift` prompts after a row's own in its step, wrapping around."""
+    """Return for each row the prompt `shift` prompts after its own within the step, wrapping around: [N]."""
     starts_step = np.r_[True, rollouts.step[1:] != rollouts.step[:-1]]
     starts = starts_step | np.r_[True, rollouts.prompt[1:] != rollouts.prompt[:-1]]
     place = np.cumsum(starts) - 1
@@ -225,7 +225,7 @@ def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
-    """Return [N] the last reward of the same response before a step; NaN if it was not sampled before."""
+    """Return for each row the latest reward that the same response got before `step`, [N]; NaN if there is none."""
     _, number = np.unique(rollouts.whole, return_inverse=True)
     earned = np.full(int(number.max(initial=-1)) + 1, np.nan)
     before = (rollouts.step < step) & np.isfinite(rollouts.reward)
@@ -235,7 +235,7 @@ def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
 
 
 def _lacking(wanted: np.ndarray, given: np.ndarray, least: float) -> int:
-    """Count the wanted values without a matching given value, using each given value once."""
+    """Return the number of wanted values that no given value matches; each given value can match only once."""
     given = np.sort(given)
     place, lacking = 0, 0
     for value in np.sort(wanted):

@@ -84,7 +84,7 @@ class Given:
 
 
 def read_given(database: Database, run: str) -> Given:
-    """Find which optional columns of the scores have values, and in which passes."""
+    """Find which optional score columns have values, and in which passes."""
     return Given(passes_with(database, "entropy", run), passes_with(database, "policy_version", run))
 
 

@@ -72,7 +72,7 @@ def _columns(database: Database, pair: Pair, run: str) -> Iterable[Column]:
 
 
 def _on(steps: np.ndarray, column: Column) -> Series:
-    """Align a column with all steps of the run."""
+    """Return a column as a series over all steps of the run."""
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, column.steps)] = column.values
     return named(column.name, steps, values, column.source, column.not_finite, column.logged)
@@ -97,7 +97,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
-"""Series -> metric names used by frameworks and the recorder; the first one in the trace is used."""
+"""Series -> metric names used by frameworks and the recorder; the first name found in the trace is used."""
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
@@ -133,7 +133,7 @@ def read_logged(database: Database, run: str) -> list[Column]:
 
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
-    """Return series -> its metric name in this run; among several with the same last word, the alphabetically first."""
+    """Return series -> metric name in this run; if several names end with the same word, the alphabetically first."""
     logged = [
         name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)
     ]

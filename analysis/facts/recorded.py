@@ -31,7 +31,7 @@ from .read_series import read_series
 from .series import ENTROPY, LENGTH, LINEAR, LOG, MISMATCH, OPTIMIZER, POLICY, REWARD, WEIGHTS, Series
 
 SET = "set"
-"""Shape of a deliberate change, whose step is exact."""
+"""Value of `shape` for a deliberate change, whose step is known exactly."""
 CONTRACT = "contract"
 
 _CONTRACTS = """
@@ -39,12 +39,12 @@ SELECT "pass", step, min(contract) FROM scores GROUP BY ALL HAVING count(DISTINC
 """
 
 GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
-"""Kinds of inputs, which the policy cannot change."""
+"""Kinds of changes in inputs, which the policy cannot cause."""
 FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
-"""Kinds that change with the policy: consequences of an earlier change of the inputs."""
+"""Kinds of changes that accompany a policy change, and so may be consequences of an earlier change in an input."""
 
 CLEAR_SD = 4.0
-"""Minimum size, in standard deviations, for an input to have changed for certain and to have consequences."""
+"""Minimum size of a change in an input, in standard deviations, for it to be certain and to have consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
@@ -70,7 +70,7 @@ class RecordedChange:
     order: str = ""
     """`before` the drop (disjoint intervals), `with` it, or `after` it; empty without a drop."""
     follows: str = ""
-    """The series of the earlier change that this one is a consequence of; empty if none."""
+    """The series whose earlier change caused this change; empty if there is none."""
 
 
 @cached
@@ -138,11 +138,11 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
 
 
 def _set(series: Series) -> list[RecordedChange]:
-    """Return each change of a setting; a gradual one (a ramp or a controller) spans its first to last step."""
+    """Return each change in a setting; the interval of a gradual change (a ramp or a controller) spans its first to last step."""
     values, steps = series.values, series.steps
     parts = held_parts(values)
     if parts and parts[-1][1] < len(values) - 1:
-        parts.append((len(values) - 1, len(values) - 1))  # it is still changing at the end of the run
+        parts.append((len(values) - 1, len(values) - 1))  # the setting is still changing at the end of the run
     made = []
     for (_, last), (first, _) in pairwise(parts):
         change = _made(series.name, series.kind, int(steps[last + 1]), float(values[last]), float(values[first]))
@@ -174,7 +174,7 @@ def _contracts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
-    """Yield changes of the number of processes, and processes whose mismatch exceeds the others' from some step on."""
+    """Yield changes in the number of processes, and processes whose mismatch departs from the others' at some step."""
     count = read_num_writers(database, pair)
     if count is not None:
         yield from _set(count) if is_held(count.values) else (_of_series(count, one) for one in change_points(count))
@@ -183,7 +183,7 @@ def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
-    """Yield the changes with their order relative to the drop, and the change that each follows."""
+    """Yield the changes, each with its order relative to the drop and the earlier change that caused it."""
     given = [change for change in changes if change.kind in GIVEN and _abnormal(change) >= CLEAR_SD]
     mismatch = [change for change in changes if change.series == "mean_abs_d"]
     for change in changes:
@@ -206,11 +206,11 @@ def order_beside(change: RecordedChange, fall: Fall) -> str:
 WRITERS = "writers"
 
 _MOST = 256
-"""Maximum number of writers of a pass to compare one by one."""
+"""Maximum number of writers per pass that are compared individually."""
 _APART = 2.0
-"""Minimum ratio of a writer's mean |d| to that of the others to be reported."""
+"""Minimum factor between a writer's mean |d| and the other writers' for the writer to be reported."""
 
-# A restarted rank writes under a new name; group by rank.
+# Group by rank, because a restarted rank writes under a new name.
 _WHO = "coalesce('rank ' || nullif(regexp_extract(writer, '^r([0-9]+)-p', 1), ''), writer)"
 _NAMES = f'SELECT DISTINCT {_WHO} FROM scores WHERE "pass" = $name ORDER BY 1'
 _COUNTS = f"""

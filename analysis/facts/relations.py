@@ -21,31 +21,31 @@ from .rollouts import (
 )
 
 _BY_CHANCE = 1.32
-"""One-sided 10 % bound of a correlation of unrelated values, in standard errors of 1 / sqrt(n - 1)."""
+"""One-sided 10 % bound on the correlation between unrelated values, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
-"""Minimum number of responses per length, and of lengths, to relate rewards to length."""
+"""Minimum number of responses per length, and minimum number of such lengths, to relate rewards to length."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""Minimum number of responses per length within a step, and of such lengths, to relate its rewards to length."""
+"""Minimum number of responses per length within a step, and minimum number of such lengths, to relate the step's rewards to length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """Correlation of two quantities of sequences within groups."""
+    """Correlation within groups between two per-sequence quantities."""
 
     correlation: float
-    """Correlation of all values minus their group means; NaN if there is nothing to compare."""
+    """Pooled correlation, after subtracting group means from all values; NaN if there is nothing to compare."""
     by_group: float
-    """Mean of the correlations of single groups."""
+    """Mean over groups of the correlation within each group."""
     num_groups: int
     """Number of groups in which both quantities vary."""
     negative: float
-    """Share of these groups with a correlation below the 10 % chance bound: -0.5 for eight members."""
+    """Share of groups whose correlation is below the 10 % chance bound, which is -0.5 for eight members."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     """Correlate two columns within groups, pooled and group by group; NaN if both vary in fewer than 30 groups.
 
-    Subtracting a baseline and dividing by the group's spread leave the correlation of rewards and advantages at 1.
+    Subtracting a baseline and dividing by the group's spread leave the correlation between rewards and advantages at 1.
     """
     x, y, known = _in_groups(rollouts, first, second)
     group = rollouts.group[known]
@@ -65,7 +65,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two columns minus their group means where both are known, and [N] bool: where both are."""
+    """Return two columns minus their group means, only where both are known, and a mask of these sequences, [N] bool."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)
@@ -73,7 +73,7 @@ def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray,
 
 
 def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return [n] steps in which both columns vary within groups, and [n] their correlation within the groups of the step."""
+    """Return the n steps in which both columns vary within groups, and the columns' correlation within groups at each."""
     x, y, known = _in_groups(rollouts, first, second)
     steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
     xy, xx, yy = (np.bincount(of_step, product, len(steps)) for product in (x * y, x**2, y**2))
@@ -87,7 +87,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
-    """Correlate differences of rewards with response lengths: over all pairs, or within steps if that is stronger.
+    """Return the correlation between reward differences and response lengths: over all pairs, or within steps if stronger.
 
     A bonus per token that grows with the step is proportional to length only within a step.
     """
@@ -104,10 +104,11 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return the share of the variance of reward differences of equal responses that length explains, and its sign.
+    """Return how much of the variance in reward differences between identical responses length explains, and the sign.
 
-    The largest share over: length; length minus its group's mean; and, if material, length among responses with equal rewards.
-    The fit is monotone, or has one turning point. 0 if fewer than two lengths have five responses, or nothing differs.
+    The share is the largest of those explained by length, by length minus its group mean and, if material, by length among
+    responses with equal rewards. The fit is monotone or has one turning point. The share is 0 if fewer than two lengths have
+    five responses, or if no reward differs.
     """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
@@ -147,7 +148,7 @@ def _explained(values: np.ndarray, length: np.ndarray) -> tuple[float, float]:
 
 
 def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -> float:
-    """Return the weighted sum of squared residuals of means from the best monotone fit."""
+    """Return the weighted sum of squared residuals between means and their best monotone fit."""
     if len(means) < 2:
         return 0.0
     from scipy.optimize import isotonic_regression  # slow to import: half a second
@@ -157,10 +158,10 @@ def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
-    """Return the correlation of reward and length if `run` rewards length and `control` does not, else 0.
+    """Return the correlation between reward and length if `run` rewards length and `control` does not, else 0.
 
-    Measured on the reward differences of equal responses; or within groups, if almost all rewards differ and lengths change
-    in the rewarded direction.
+    It is measured on reward differences between identical responses, or within groups if almost all rewards differ and
+    lengths change in the rewarded direction.
     """
     at_a, at_b = shared_responses(run, control)
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
@@ -176,15 +177,15 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
 
 
 def _latest(rollouts: Rollouts) -> Rollouts:
-    """Return the last quarter of the sequences."""
+    """Return the sequences from the last quarter of the run."""
     return rollouts.ordered(slice(3 * len(rollouts.step) // 4, None))
 
 
 def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return [n] steps, and [n] the share of reward variance that length explains at each.
+    """Return n steps, and the share of the reward variance at each that length explains.
 
-    Only steps with at least three lengths of at least three rewards each. Adjusted for the number of lengths: 0 on average
-    if length is irrelevant.
+    Only steps with at least three lengths, each with at least three rewards, are returned. The share is adjusted for the
+    number of lengths, so it is 0 on average if length is irrelevant.
     """
     known = np.isfinite(rollouts.reward)
     length = rollouts.length[known].astype(np.int64)
@@ -204,37 +205,37 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 
 _INTERVAL = 1.92
-"""Drop of the log-likelihood at the ends of a 95 % confidence interval."""
+"""Amount by which the log-likelihood is below its maximum at the ends of a 95 % confidence interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
-    """Responses sampled both before and after a step, whose value changes: a reward, or the reference's logprob."""
+    """Responses sampled both before and after a step at which their value changes: a reward, a reference logprob or a mask."""
 
     step: int
     """First step with changed values."""
     num_responses: int
     share: float
-    """Share of these whose value changed."""
+    """Share of the responses repeated across the step whose value changed."""
     share_before: float
-    """Share of the responses repeated before `first` whose value changed then; NaN if there are none."""
+    """Share of the responses repeated before `first` whose value had already changed there; NaN if none repeat."""
     length_correlation: float
-    """Correlation of the differences with response lengths, over all or within steps; 0 if either is constant."""
+    """Correlation between value differences and response lengths, over all pairs or within steps; 0 if either is constant."""
     is_of_one_length: bool
     """True if all changed responses have the same length, so that a correlation with length is undefined."""
     agreement: float = 0.0
-    """Correlation of values before the step and after it; 0 if either is constant."""
+    """Correlation between values before the step and after it; 0 if either is constant."""
     low: int = 0
     """First step of the 95 % confidence interval of the change."""
     high: int = 0
-    """Last step of the interval."""
+    """Last step of the 95 % confidence interval of the change."""
 
     is_earlier: bool = False
     """True if the change came long before the drop."""
 
     @property
     def is_rescaled(self) -> bool:
-        """True if the order of the responses is unchanged, so that only scale or level changed."""
+        """True if responses rank in the same order before and after the change, so that only the scale or level changed."""
         return self.agreement > t.SAME_ORDER and abs(self.length_correlation) <= t.LENGTH_EXPLAINS
 
     @property
@@ -273,7 +274,7 @@ def changed_responses(
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
             steadily = correlation(
                 difference[chosen], lengths * (high - low)[chosen]
-            )  # a bonus per token that grows with the step
+            )  # a bonus per token may grow with the step
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
                 by_length = steadily
             best = ChangedResponses(
@@ -292,7 +293,8 @@ def changed_responses(
 def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[int, int, int]:
     """Return the most likely step of a change and its 95 % confidence interval, from M pairs of values.
 
-    Pairs that span the change differ more often than others. `differs` [M] bool; `low` and `high` [M]: steps of the pair.
+    Pairs that span the change differ more often than others. `differs` [M] bool: True if the values in a pair differ; `low`
+    and `high` [M]: the earlier and the later step of each pair.
     """
     steps = np.unique(high)
     first, last = np.searchsorted(steps, low, side="right"), np.searchsorted(steps, high)
@@ -313,7 +315,7 @@ def _spanning(first: np.ndarray, last: np.ndarray, weight: np.ndarray, num: int)
 
 
 def _likelihood(num_differing: np.ndarray, num: np.ndarray) -> np.ndarray:
-    """Return the maximum log-likelihood of `num_differing` of `num` pairs."""
+    """Return the maximum log-likelihood of observing `num_differing` differing pairs among `num`."""
     rate = (num_differing + 0.5) / (num + 1)
     likelihood: np.ndarray = num_differing * np.log(rate) + (num - num_differing) * np.log1p(-rate)
     return likelihood

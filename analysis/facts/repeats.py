@@ -13,9 +13,9 @@ from .rollouts import CERTAIN_LOGPROB, FARTHEST, FEWEST_COMPARED, Rollouts, comp
 _LEAST_SORTED = 3
 """Minimum group size to test whether rewards are sorted."""
 _EQUAL = 1e-4
-"""Maximum difference of two equal logprobs of one opening, in nats; rounding depends on the batch shape."""
+"""Difference, in nats, up to which two logprobs for the same prefix count as equal; rounding depends on the batch shape."""
 _FEWEST_IN_STEP = 20
-"""Minimum number of pairs of equal responses within a step."""
+"""Minimum number of pairs of identical responses within a step for their share of unequal values to be known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +24,15 @@ class RepeatedResponses:
 
     num_pairs: int
     unequal: float
-    """Share of pairs with different rewards; NaN without pairs."""
+    """Share of response pairs whose rewards differ; NaN if there are no pairs."""
     shift: int
-    """Shift of rewards, in rows, with the fewest different pairs; 0 if they are in the right rows."""
+    """Row shift of rewards that leaves the fewest pairs with different rewards; 0 if rewards are in the right rows."""
     unequal_shifted: float
-    """Share of different pairs after that shift, or in `order`."""
+    """Share of pairs whose rewards differ after undoing `shift` or `order`."""
     mean_difference: float
-    """Mean absolute difference of the rewards of different pairs."""
+    """Mean absolute reward difference over pairs whose rewards differ."""
     order: str = ""
-    """The row order, of ORDERS, with the fewest different pairs; empty if a shift, or no change, is better."""
+    """The row order from ORDERS that leaves the fewest pairs with different rewards; empty if a shift or no change is better."""
 
     @property
     def lies_off(self) -> bool:
@@ -72,7 +72,7 @@ in the step or in each group; the rewards of the previous step."""
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """Return [N] the row whose reward each row takes in another order; its own if groups differ in size."""
+    """Return for each row the row whose reward it takes in the named order, [N]; its own if groups differ in size."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]
     place = np.arange(len(rollouts.step))
@@ -143,7 +143,7 @@ def _differences(reward: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.nda
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """Return [N] rewards shifted by `shift` rows within each step, wrapping around."""
+    """Return the rewards moved by `shift` rows within each step, wrapping around: [N]."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     sizes = np.diff(np.r_[firsts, len(rollouts.step)])
     first, size = np.repeat(firsts, sizes), np.repeat(sizes, sizes)
@@ -157,7 +157,7 @@ def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
 
 
 def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
-    """Return the number of equal responses to equal prompts within a step, in pairs, and the share with two rewards.
+    """Return the number of pairs of identical responses to the same prompt within a step, and the share whose rewards differ.
 
     A reward that depends only on the response gives such a pair one value. The share is NaN below 20 pairs.
     """
@@ -169,7 +169,10 @@ def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
 
 
 def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
-    """Return the shares of equal openings within a step with two logprobs, of engine and trainer; NaN below 20 pairs."""
+    """Return the shares of identical prefixes within a step that get two different logprobs, from engine and from trainer.
+
+    NaN below 20 pairs.
+    """
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
     opening, step, sampled, trained = (
         values[known]

@@ -45,7 +45,7 @@ LEFT JOIN (
 ) AS referred USING (step, seq_id)
 ORDER BY s.step, s.place
 """
-"""Lists are reduced to numbers before joining and sorting, to save memory."""
+"""Query for one row per sequence. Lists are reduced to numbers before joining and sorting, to save memory."""
 _OF_ALL = {"mean": "list_avg(logprobs)", "masks": "", "masked": "0"}
 _OF_COUNTED = {
     "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
@@ -53,19 +53,19 @@ _OF_COUNTED = {
     "masked": "coalesce(num_response_tokens - list_sum(response_mask::TINYINT[]), 0)",
     "masks": " JOIN (SELECT step, seq_id, response_mask FROM sequences) USING (step, seq_id)",
 }
-"""Parts of _ROWS without and with a mask: tokens written by a tool are not chosen by the policy."""
+"""Parts inserted into the query _ROWS. Tokens outside the loss mask are left out, as the policy did not choose them."""
 FARTHEST = 16
 """Maximum shift, in rows, to test for misplaced rewards."""
 OPENING = 3
-"""Tokens of a response that count as its opening."""
+"""Number of tokens at the start of a response that form its opening, the prefix compared between responses."""
 _ALONE = 0.5
-"""Share of single-member groups above which whole steps serve as groups."""
+"""Share of sequences alone in their group above which whole steps serve as groups."""
 FEWEST_COMPARED = 30
-"""Minimum number of comparisons for a result."""
+"""Minimum number of compared sequences or groups for a comparison to give a result."""
 FEWEST_SPANNING = 10
 """Minimum number of responses sampled on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
-"""-logprob, in nats, below which an opening is certain: its logprob cannot show a change of weights."""
+"""-logprob, in nats, below which the policy is certain of a prefix, so that its logprob cannot show a change of weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +81,12 @@ class Rollouts:
     whole: np.ndarray
     """[N] hash of prompt and response ids."""
     group: np.ndarray
-    """[N] index of the group: sequences of one step with the same group_id, or the same prompt if it was not recorded; of
-    the step if most groups have one member."""
+    """[N] group index. A group is the sequences at one step with the same group_id, or the same prompt if group_id was not
+    recorded. If most groups have one member, each step is a group."""
     reward: np.ndarray
     """[N] float64; NaN where not recorded."""
     advantage: np.ndarray
-    """[N] advantage of the response, or the mean over its tokens; NaN where not recorded."""
+    """[N] advantage per response, or the mean over its tokens if recorded per token; NaN where not recorded."""
     first_advantage: np.ndarray
     """[N] advantage of the first token if advantages are per token, else of the response."""
     length: np.ndarray
@@ -94,11 +94,11 @@ class Rollouts:
     num_masked: np.ndarray
     """[N] response tokens outside the loss mask, such as tool output."""
     likelihood: np.ndarray
-    """[N] mean trainer logprob of the response tokens in the loss mask, nats; the engine's where the trainer has none."""
+    """[N] mean trainer logprob over response tokens in the loss mask, nats; the engine's where the trainer has none."""
     sampled: np.ndarray
-    """[N] mean engine logprob of the same tokens, nats; NaN where not recorded."""
+    """[N] mean engine logprob over response tokens in the loss mask, nats; NaN where not recorded."""
     reference: np.ndarray
-    """[N] mean logprob of the same tokens under the reference model, nats; NaN where not recorded."""
+    """[N] mean logprob under the reference model over response tokens in the loss mask, nats; NaN where not recorded."""
     ending: np.ndarray
     """[N] id of the last response token; -1 for empty responses."""
     opening: np.ndarray
@@ -110,7 +110,7 @@ class Rollouts:
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """[N] all response tokens, as counted by a length limit."""
+        """[N] number of all response tokens, masked or not, as a length limit counts them."""
         return np.asarray(self.length + self.num_masked)
 
     @property
@@ -125,7 +125,7 @@ class Rollouts:
 
     @property
     def reward_size(self) -> np.ndarray:
-        """[N] absolute difference of the reward from its group's mean."""
+        """[N] absolute difference between the reward and its group's mean."""
         return np.asarray(np.abs(centred(self.reward, self.group)))
 
     @property
@@ -145,17 +145,17 @@ class Rollouts:
 
     @property
     def likelihood_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """[n] steps and [n] the mean `likelihood` of their responses, where known."""
+        """The n steps at which `likelihood` is known, and its mean over each step's responses."""
         return self._by_step(self.likelihood)
 
     @property
     def sampled_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """[n] steps and [n] the mean engine logprob of their responses, where known."""
+        """The n steps at which engine logprobs are known, and their mean over each step's responses."""
         return self._by_step(self.sampled)
 
     @property
     def reference_distance_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """[n] steps and [n] the mean of policy minus reference logprob, nats per token, where known."""
+        """The n steps with a known reference, and the mean of policy minus reference logprob at each, nats per token."""
         return self._by_step(self.likelihood - self.reference)
 
     def _by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -196,11 +196,11 @@ class Rollouts:
         return self.ordered(slice(first, last))
 
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
-        """Return the sequences at some indices, in that order; or those selected by [N] bool."""
+        """Return the sequences at the given indices, in that order, or those selected by a mask, [N] bool."""
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
     def at(self, steps: Sequence[int]) -> Rollouts:
-        """Return the sequences of some steps."""
+        """Return the sequences at the given steps."""
         return self.ordered(np.isin(self.step, steps))
 
 
@@ -225,18 +225,21 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
-    """Return [N] hashes, equal for responses whose values of a column are comparable; mean logprobs also need equal masks."""
+    """Return [N] hashes that are equal where two responses' values in a column can be compared.
+
+    Mean logprobs can be compared only between responses with equal loss masks.
+    """
     return rollouts.counted if column == "reference" else rollouts.whole
 
 
 def least_reward(rollouts: Rollouts) -> float:
-    """Return the minimum difference for two rewards to count as different."""
+    """Return the minimum difference between two rewards for them to count as different."""
     known = rollouts.reward[np.isfinite(rollouts.reward)]
     return max(1e-9, t.MATERIAL_REWARD * float(known.std())) if len(known) else math.inf
 
 
 def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [M] indices of the earlier and of the later sequence of each pair of consecutive sequences with equal keys."""
+    """Return [M] indices of the earlier and of the later sequence in each pair of consecutive sequences with equal keys."""
     order = np.lexsort((step, key))
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     return order[:-1][again], order[1:][again]
@@ -248,7 +251,7 @@ def hash_pair(prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [N] reward differences of equal responses, NaN if one is unknown, and [N] bool: larger than rounding.
+    """Return reward differences between identical responses, [N], NaN if a reward is unknown, and whether each exceeds rounding.
 
     `scale_of`: rewards whose largest absolute value sets the scale of rounding.
     """
@@ -258,7 +261,7 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
 
 
 def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return [M] indices into both runs of equal responses to equal prompts, the first occurrence of each."""
+    """Return [M] indices into both runs: where each response to the same prompt that both runs sampled first occurs."""
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     return at_a, at_b
 

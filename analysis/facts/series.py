@@ -66,7 +66,7 @@ class Series:
     kind: str
     """`mismatch`, `optimizer`, `reward`, `length`, `entropy`, `policy` or `weights`."""
     source: str = ""
-    """Description of the values."""
+    """Description of where the values come from."""
     not_finite: Array = field(default_factory=_no_steps)
     """Steps with a recorded NaN or infinity."""
     logged: str = ""
@@ -99,7 +99,7 @@ class Series:
 
 
 def _off_zero(values: Array) -> Array:
-    """Clip values from below at a positive floor; return all 1 if none is positive."""
+    """Return values clipped from below at a positive floor, or all 1 if no value is positive."""
     above = values[values > 0]
     if not len(above):
         return np.where(np.isfinite(values), 1.0, np.nan)

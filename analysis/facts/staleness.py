@@ -1,6 +1,6 @@
-"""Stale weights: engine logprobs that match the trainer's from earlier steps.
+"""Detect stale weights: engine logprobs that match the trainer's from earlier steps.
 
-Shapes: N sequences, M openings of responses, at most one per step each.
+Shapes: N sequences, M response prefixes (openings), each at most once per step.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, Rollouts
 
 _FARTHEST = 64
-"""Maximum distance to earlier steps."""
+"""Maximum number of steps by which the trainer logprobs compared with the engine's may be earlier."""
 _AROUND = 1
-"""Number of neighbouring distances pooled with each distance, on either side."""
+"""Number of neighbouring step distances, on either side, whose prefixes are pooled with those at each distance."""
 _FEWEST = 30
-"""Minimum number of openings repeated at a distance."""
+"""Minimum number of prefixes repeated at a given distance in steps to judge that distance."""
 _SOON = 20
-"""Maximum number of steps between two occurrences of an opening, to test whether the engine kept its weights."""
+"""Maximum number of steps between two occurrences of a prefix, to test whether the engine kept its weights."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
-"""Maximum difference, in nats, of two means of the same float32 logprobs."""
+"""Maximum difference, in nats, between two means over the same float32 logprobs."""
 _SAME_LOGPROB = 1e-5
-"""Maximum difference, in nats, of an exact engine and its trainer under the same weights."""
+"""Maximum difference, in nats, between the logprobs of an exact engine and its trainer under the same weights."""
 _NEAR = 1e-4
-"""The same for a comparison with one step only, where chance matches are rare."""
+"""Maximum difference, in nats, between engine and trainer logprobs to match if only one step is compared; there chance matches are rare."""
 _ASIDE = 3.0
 """Offset at which chance matches are counted, in units of the matching tolerance."""
 _MOST_HELD = 5_000_000
-"""Maximum number of comparisons with earlier logprobs; beyond it openings are subsampled evenly."""
+"""Maximum number of comparisons with earlier logprobs; if there are more, prefixes are subsampled evenly."""
 _FEWEST_OF_VERSION = 20
-"""Minimum number of openings to compare with one step or one distance."""
+"""Minimum number of prefixes to compare the engine with the trainer at one step or one distance in steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleWeights:
-    """Engine logprobs of openings compared with the trainer's of the same openings at earlier steps."""
+    """Comparison of the engine's logprobs for prefixes with the trainer's logprobs for the same prefixes at earlier steps."""
 
     steps: int
-    """Distance, in steps, with the best agreement."""
+    """Distance, in steps, at which engine and earlier trainer agree best."""
     left: float
-    """Share of the mismatch of these openings that remains at that distance: 0 if the engine had those weights."""
+    """Share of the prefixes' mismatch that remains against the trainer `steps` earlier; 0 if the engine had those weights."""
     num_pairs: int
-    """Number of openings sampled at both steps."""
+    """Number of prefixes sampled at two steps that are `steps` apart."""
     farthest: int
-    """Largest distance with enough openings."""
+    """Largest distance, in steps, at which enough prefixes repeat."""
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -66,10 +66,10 @@ class StaleWeights:
 
 
 def read_stale_weights(rollouts: Rollouts, mean_abs_d: float) -> StaleWeights | None:
-    """Compare the engine's logprobs of openings with the trainer's of the same openings 1 to 64 steps earlier.
+    """Compare the engine's logprobs for prefixes with the trainer's for the same prefixes 1 to 64 steps earlier.
 
-    An opening has one logprob per set of weights. `mean_abs_d` is the run's, in nats. None if too few openings repeat, or
-    if the openings show little of the mismatch.
+    A prefix has one logprob per set of weights. `mean_abs_d` is the run's mean |d|, in nats. None if too few prefixes repeat,
+    or if the prefixes show little of the mismatch.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
     if len(step) < _FEWEST or not np.abs(sampled - trained).mean() > t.STALE_CARRIES * mean_abs_d:
@@ -86,13 +86,13 @@ def read_stale_weights(rollouts: Rollouts, mean_abs_d: float) -> StaleWeights | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StillEngine:
-    """Openings repeated within a few steps, with engine and trainer logprobs at both occurrences."""
+    """Comparison of logprobs between two occurrences of the same prefix a few steps apart, for engine and trainer."""
 
     num_pairs: int
     still: float
-    """Share to which the engine gives bitwise the same logprob both times."""
+    """Share of repeated prefixes to which the engine gives bitwise the same logprob both times."""
     of_trainer: float
-    """The same share for the trainer."""
+    """Share of repeated prefixes to which the trainer gives bitwise the same logprob both times."""
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -106,7 +106,7 @@ class StillEngine:
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare logprobs of repeated openings from a step on; None if fewer than four repeat."""
+    """Compare the logprobs of repeated prefixes from step `first`; None if too few repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -119,22 +119,22 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierWeights:
-    """Openings that engine and trainer score differently, with the engine's logprobs looked up among the trainer's earlier ones."""
+    """Prefixes that engine and trainer score differently, with the engine's logprobs looked up among earlier trainer logprobs."""
 
     num_pairs: int
-    """Number of such openings that were sampled before."""
+    """Number of differently scored prefixes that were also sampled at an earlier step."""
     num_equal: int
-    """Number whose engine logprob equals the trainer's at some earlier step."""
+    """Number of prefixes whose engine logprob equals the trainer's at some earlier step."""
     by_chance: int
     """Matches expected by chance, estimated by shifting the logprobs slightly."""
     version: int
-    """Step whose weights agree best, or distance in steps (see `is_distance`); 0 if no step has 20 openings."""
+    """Trainer step that agrees best with the engine, or its distance in steps (see `is_distance`); 0 if no step has 20 prefixes."""
     is_distance: bool
     """True if `version` is a distance in steps."""
     agreement: float
-    """Share of the openings sampled there whose engine logprob equals the trainer's."""
+    """Share of the prefixes sampled at `version` whose engine logprob equals the trainer's there."""
     num_agreeing: int
-    """Number of openings sampled there."""
+    """Number of prefixes sampled at `version`."""
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -146,20 +146,21 @@ class EarlierWeights:
 
     @property
     def is_one(self) -> bool:
-        """True if the engine had the weights of one step or of one distance."""
+        """True if the engine had the trainer's weights from one step, or from one fixed number of steps earlier."""
         return self.agreement >= t.EARLIER_AGREES
 
     @property
     def explains(self) -> bool:
-        """True if the engine had earlier weights of the trainer, of one step or of several."""
+        """True if the engine had earlier trainer weights, from one step or from several."""
         are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
         return self.is_one or are_several
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look up the engine's logprobs of openings, from a step on, among the trainer's earlier logprobs of the same openings.
+    """Look up the engine's logprobs for prefixes, from step `first`, among earlier trainer logprobs for the same prefixes.
 
-    Uses only openings on which both sides differ, because one of several replicas may lag. None if none was sampled before.
+    Only prefixes that trainer and engine score differently are used, because one of several replicas may lag. None if none of
+    them was sampled before.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
@@ -170,7 +171,7 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
     if not len(rows):
         return None
     rows = rows[:: -(-int((rows - since[rows]).sum()) // _MOST_HELD)]
-    # All pairs of a row and an earlier row with the same opening.
+    # All pairs of a row and an earlier row with the same prefix.
     counts = rows - since[rows]
     at = np.repeat(rows, counts)
     before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(since[rows], counts)
@@ -193,7 +194,7 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
 def _best(sums: np.ndarray) -> StaleWeights | None:
     """Return the distance with the least remaining mismatch, from [_FARTHEST, 3] sums: mismatch, remaining, openings."""
     together = np.stack([np.convolve(column, np.ones(2 * _AROUND + 1), mode="same") for column in sums.T], 1)
-    # Require openings at the distance itself, not only at its neighbours.
+    # Require prefixes repeated at the distance itself, not only at neighbouring distances.
     judged = np.flatnonzero((together[:, 2] >= _FEWEST) & (sums[:, 2] > 0) & (together[:, 0] > 0))
     if not len(judged):
         return None
@@ -208,7 +209,7 @@ def _best(sums: np.ndarray) -> StaleWeights | None:
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return [M] opening and step, sorted by both, with the engine's and the trainer's mean logprob."""
+    """Return each prefix once per step, sorted: [M] prefix, step, mean engine logprob and mean trainer logprob."""
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
     opening = np.unique(rollouts.opening[known], return_inverse=True)[1].astype(np.int64)
     step = rollouts.step[known].astype(np.int64)

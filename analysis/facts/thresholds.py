@@ -1,87 +1,94 @@
-"""The thresholds of the facts, with their reasons; those of a drop are in fall.py."""
+"""The thresholds used for facts, with the reasons for each value; thresholds for a drop are in fall.py."""
 
 from __future__ import annotations
 
 AHEAD = 3.0
-"""Number of steps before the onset interval of a drop in which its cause may lie."""
+"""Number of steps before a drop's onset interval within which its cause may be."""
 AT_ONCE = 0.35
-"""Minimum share of the settled mismatch at the first step for it to count as present from the start; one update causes less."""
+"""Minimum ratio of the mismatch at the first step to the settled mismatch, for it to count as present from the start; one update causes less."""
 GROWTH = 1.6
-"""Minimum growth from the first half of a run to its last quarter for the mismatch to count as growing."""
+"""Minimum ratio of the mismatch in the last quarter of a run to the settled mismatch, for it to count as growing."""
 
 STALE_LEFT = 0.2
-"""Maximum share of the mismatch that remains relative to the trainer's logprobs of an earlier step, for the engine to have had those
-weights; rounding and nearly correct distances leave less."""
+"""Maximum share of the mismatch that may remain when engine logprobs are compared with the trainer's from an earlier step, for the engine to
+have had that step's weights. Rounding, or a distance wrong by a step, leaves less than this."""
 STALE_REACHES = 20
-"""Minimum distance, in steps, that must be compared to rule out stale weights; larger lags are usually declared."""
+"""Minimum distance, in steps, up to which earlier trainer weights must be compared to rule out stale weights; larger lags are usually
+declared."""
 EARLIER_AGREES = 0.5
-"""Minimum share of the engine's logprobs of openings that equal the trainer's at one earlier step, or one distance, for the engine to
-have had those weights; at most 0.14 in 57 collapses caused by the mismatch."""
+"""Minimum share of prefixes whose engine logprob equals the trainer's at one earlier step, or at one fixed distance in steps, for the engine
+to have had those weights. The share was at most 0.14 in 57 collapses caused by the mismatch."""
 EARLIER_FEWEST = 8
-"""Minimum number of openings that match an earlier trainer step before it is reported."""
+"""Minimum number of prefixes whose engine logprobs match an earlier trainer step for that step to be reported."""
 EARLIER_OVER_CHANCE = 5.0
-"""Minimum ratio of EARLIER_FEWEST's count to the number expected by chance; at most 2.3 in collapses caused by the mismatch."""
+"""Minimum ratio of prefixes that match an earlier trainer step to the number expected by chance, for the engine to have had earlier weights;
+at most 2.3 in collapses caused by the mismatch."""
 NONE_LEFT = 0.1
-"""Maximum share of unexplained rows, among those not matched by chance, if many rows match by chance."""
+"""Maximum share of rows left unexplained, among rows that do not match by chance, for an explanation to hold where many rows match by chance."""
 STILL = 0.5
-"""Minimum share of openings repeated within three steps that get bitwise the same logprob for the engine to have kept its weights; an
-engine that gets new weights every other step reaches half."""
+"""Minimum share of prefixes, repeated within a few steps, to which the engine gives bitwise the same logprob, for the engine to have kept its
+weights; an engine that gets new weights every other step reaches half."""
 STILL_BY_CHANCE = 0.1
-"""Maximum share of these with bitwise the same trainer logprob, for the trainer's weights to count as changing."""
+"""Maximum share of repeated prefixes to which the trainer gives bitwise the same logprob, for the trainer's weights to count as changing."""
 STALE_CARRIES = 0.2
-"""Minimum mean |d| of openings, as a share of the run's, for them to represent the mismatch."""
+"""Minimum ratio of mean |d| over prefixes to the run's mean |d|, for prefixes to represent the mismatch."""
 
 DROPS = 0.6
-"""Minimum share of the whole drop of the reward between two steps for it to count as abrupt."""
+"""Minimum share of the reward's whole drop that occurs between two steps, for the drop to count as abrupt."""
 SAME_POLICY = 3.0
-"""Maximum change of entropy, length and likelihood, in standard deviations, for the policy to count as unchanged."""
+"""Maximum change in entropy, length and likelihood, in standard deviations, for the policy to count as unchanged."""
 OTHER_POLICY = 5.0
-"""Minimum change, in standard deviations, for the policy to count as changed."""
+"""Minimum change in entropy, length or likelihood, in standard deviations, for the policy to count as changed."""
 
 MATERIAL_REWARD = 0.05
-"""Minimum difference of two rewards of one response, in standard deviations of all rewards; KL terms in the reward cause smaller ones."""
+"""Minimum difference between two rewards for the same response to count as different, in standard deviations of all rewards; KL terms in the
+reward cause smaller differences."""
 UNEQUAL_SHIFTED = 0.35
-"""Maximum ratio of the unequal share after moving rewards back to their rows to that before."""
+"""Maximum ratio of the share of repeated responses with different rewards after undoing a row shift to the share before, for rewards to have
+been in the wrong rows."""
 SAME_REWARDS = 0.15
-"""Maximum distance of two equal reward distributions: Kolmogorov-Smirnov (0 to 1), or of their means in standard deviations."""
+"""Maximum distance between two reward distributions that count as equal: the Kolmogorov-Smirnov distance (0 to 1), or the difference between
+their means in standard deviations."""
 SAME_REWARDS_SD = 2.5
-"""Maximum difference of the means over their steps, in standard errors."""
+"""Maximum difference between the mean rewards before and after a step, in standard errors, for the rewards to count as equally distributed."""
 MOST = 0.5
-"""Minimum share of responses that get another value for it to count as changed without a drop."""
+"""Minimum share of repeated responses that get a different value, for the value to count as changed in a run without a drop."""
 REFERENCE_MOVES = 0.05
-"""Minimum difference of a response's mean logprob, in nats, for the reference model to have changed; bf16 kernels cause 0.01."""
+"""Minimum difference in the reference model's mean logprob for a response, in nats, for the model to have changed; bf16 kernels cause 0.01."""
 SAME_ORDER = 0.95
-"""Minimum correlation of the rewards of equal responses before and after, for only their scale to have changed."""
+"""Minimum correlation between identical responses' rewards before and after a step, for only the scale of rewards to have changed."""
 GRADED_ELSEWHERE = 0.9
-"""Minimum share of responses with the reward they earned under another prompt for that prompt to have graded them."""
+"""Minimum share of responses whose reward equals the one they earned under another prompt, for responses to have been graded against that
+prompt."""
 GRADED_BY_CHANCE = 0.6
-"""Maximum share expected by chance."""
+"""Maximum share of responses expected by chance to have the reward they earned under another prompt, for the match to be evidence."""
 LACKING = 10.0
-"""Minimum number of earlier rewards expected to be missing by chance, to test whether rewards were reordered."""
+"""Minimum number of earlier rewards that would be missing from a step by chance, for the test of reordered rewards to be possible."""
 LACKING_OF_PERMUTED = 0.1
-"""Maximum share of that number missing in reordered steps, as from verifier timeouts."""
+"""Maximum ratio of missing earlier rewards to the number expected by chance, for rewards to have been reordered; verifier timeouts cause a few."""
 LENGTH_PAYS = 0.5
-"""Correlation of length and reward within groups above which the reward depends on length; at most 0.5 in correct tasks."""
+"""Correlation between length and reward within groups above which the reward depends on length; at most 0.5 in correct tasks."""
 LENGTH_EXPLAINS = 0.8
-"""Correlation with length above which length explains reward differences."""
+"""Correlation between reward differences and length above which length explains the differences."""
 LENGTH_IS_ALL = 0.98
-"""The same if only some rewards differ."""
+"""Correlation between reward differences and length above which length explains the differences if only some rewards differ."""
 LENGTH_EXPLAINS_WITHIN = 0.85
-"""The same within steps, or for a bonus that grows steadily."""
+"""Correlation between reward differences and length above which length explains the differences, if measured within steps or for a bonus that
+grows steadily."""
 ALMOST_ALL = 0.9
-"""Minimum share of changed rewards when a reward starts to depend on length."""
+"""Minimum share of responses whose reward changes when a reward starts to depend on length."""
 MOVES_SD = 6.0
-"""Minimum change at a step, in standard deviations of the steps before."""
+"""Minimum change in a quantity at a step, in standard deviations over the steps before it, to count as a change."""
 MOVES_ON = 0.6
-"""Minimum share of this change that two of the next three steps keep."""
+"""Minimum share of a change that must persist in two of the next three steps for it to count as lasting."""
 BREAKS_SD = 4.0
-"""Minimum abrupt drop of a correlation to count as lost, in standard deviations of the steps before."""
+"""Minimum abrupt drop in a correlation for it to count as lost, in standard deviations over the steps before."""
 BREAKABLE = 0.2
-"""Minimum correlation before it is lost."""
+"""Minimum earlier value of a correlation for its loss to be tested."""
 BREAK_LOSES = 0.5
-"""Minimum share of the correlation that is lost for good."""
+"""Minimum share by which a correlation must decrease, permanently, to count as lost."""
 MATERIAL_REST = 0.1
-"""Minimum share of the variance of reward differences within responses of equal reward, to test length there."""
+"""Minimum share of the variance of reward differences found among responses with equal rewards, to test whether length explains that part."""
 OTHER_ROWS = 0.4
-"""Minimum share of differing logprobs that belong to another row for rows to count as reordered; rows of another length are cut or
-padded."""
+"""Minimum share of differing logprobs that match another row, for rows to count as reordered. Not all can match, because a row of another
+length is cut or padded."""

@@ -30,9 +30,9 @@ class Pairs:
     """Paired sequences of both runs."""
 
     a: np.ndarray
-    """[K] index in run A."""
+    """[K] index of each paired sequence in run A."""
     b: np.ndarray
-    """[K] index in run B."""
+    """[K] index of each paired sequence in run B."""
     equal: np.ndarray
     """[K] bool: True if prompt and response are equal, False if only the prompt is."""
 
@@ -54,7 +54,7 @@ def paired(a: Any, b: Any) -> Pairs:
 def _matched(
     step_N: np.ndarray, key_N: np.ndarray, step_M: np.ndarray, key_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices of rows with equal step and key, the k-th of one run with the k-th of the other."""
+    """Return indices of rows with equal step and key, pairing the k-th such row in one run with the k-th in the other."""
     keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
     _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
     kind = number * len(keys) + key
@@ -68,7 +68,7 @@ def _matched(
 
 
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
-    """Return [N] the number of earlier rows of the same kind."""
+    """Return for each row the number of earlier rows of the same kind, [N]."""
     order = np.argsort(kind_N, kind="stable")
     ordered, places = kind_N[order], np.arange(len(kind_N))
     begins = (
@@ -124,7 +124,7 @@ class Prefixes:
 
 
 def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str], columns: str = "") -> Prefixes:
-    """Read the sequences of some steps of both runs, paired, with the logprobs of some passes."""
+    """Read and pair both runs' sequences at the given steps, with logprobs from the given passes."""
     one, two = (_read(database, steps, passes, columns) for database in (a, b))
     pairs = paired(one, two)
     one, two = one.at(pairs.a), two.at(pairs.b)
@@ -143,10 +143,10 @@ def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTokens:
-    """Comparison of the shared tokens of paired responses of one step."""
+    """Comparison of the tokens shared by paired responses at one step."""
 
     apart: dict[str, float]
-    """Pass -> mean absolute difference of the two runs' logprobs, nats; only passes that both runs have."""
+    """Pass -> mean absolute difference between the two runs' logprobs, nats; only passes that both runs have."""
     num_cut: int
     """Number of responses of run A that are proper prefixes of run B's."""
     num_in_tool: int
@@ -154,7 +154,7 @@ class SharedTokens:
 
 
 def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) -> SharedTokens:
-    """Compare the logprobs of both runs over the tokens shared by their sequences of a step."""
+    """Compare both runs' logprobs on the tokens shared by their paired sequences at a step."""
     found = read_prefixes(a, b, range(step, step + 1), passes, columns=", response_mask")
     length_a, length_b = found.lengths_K
     apart = {}
@@ -180,18 +180,18 @@ def _num_in_tool(found: Prefixes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MovedTokens:
-    """Shared tokens of paired responses of one step, with their change of logprob."""
+    """Logprob differences between two runs, on the tokens shared by paired responses at one step."""
 
     moved: np.ndarray
     """[T] logprob in run A minus that in run B, nats."""
     logprob: np.ndarray
     """[T] logprob in run B, nats."""
     distance: np.ndarray
-    """[T] logprob minus the reference's, in run B, nats; NaN where not recorded."""
+    """[T] logprob in run B minus the reference model's logprob, nats; NaN where not recorded."""
 
 
 def moved_tokens(a: Database, b: Database, step: int, name: str, reference: str) -> MovedTokens:
-    """Return the logprob changes of shared tokens of a step under a pass, from run B to run A."""
+    """Return the logprob differences, run A minus run B, under a pass on the tokens shared at a step."""
     found = read_prefixes(a, b, range(step, step + 1), (name, reference))
     num_K, *logprobs = found.logprobs(name)
     a_T, b_T = (values.astype(np.float64) for values in logprobs)

@@ -23,7 +23,7 @@ def changed(code: str, change: RecordedChange, points: float) -> Evidence:
 
 
 def settings(facts: Facts, suspect: str) -> list[Evidence]:
-    """Return the changed setting of a suspect nearest to the drop."""
+    """Return evidence from the changed setting nearest to the drop that belongs to a suspect."""
     found = facts.settings_of(suspect)
     if not found or facts.fall is None:
         return []
@@ -39,7 +39,7 @@ def worth(facts: Facts, change: RecordedChange) -> float:
         return t.DECISIVE
     if not facts.is_near(change):
         return t.EARLIER
-    if change.shape == "ramp":  # the step at which it becomes too much is unknown
+    if change.shape == "ramp":  # the step at which a gradual change becomes too much is unknown
         return t.DECISIVE
     first, last = facts.fall.interval
     if is_learning_rate(change.series) and _is_slight(change):
@@ -56,7 +56,7 @@ def _is_slight(change: RecordedChange) -> bool:
 
 
 def of_changed(found: ChangedResponses) -> float:
-    """Return the points of responses whose value changed; at most decisive if that was long before the drop."""
+    """Return the points for responses whose value changed; at most DECISIVE if the change was long before the drop."""
     if found.is_earlier:
         return t.DECISIVE
     return t.CERTAIN * min(1.0, found.share / t.MUCH_UNEQUAL)
@@ -73,7 +73,7 @@ def policy_moves(facts: Facts, step: int) -> bool:
 
 
 def masks(facts: Facts) -> list[Evidence]:
-    """Return evidence of a changed loss mask of equal responses; counts for `unknown`."""
+    """Return evidence that identical responses got a different loss mask; it counts for `unknown`."""
     found = facts.changed_masks
     if found is None:
         return []

@@ -34,7 +34,7 @@ def data(facts: Facts) -> Suspect:
 
 
 def _is_new(change: RecordedChange) -> bool:
-    """Return True if prompts begin to have tokens at positions where none had them before."""
+    """Return True if prompts start to have tokens at positions where no earlier prompt had them."""
     return change.series == "share_new_places" and change.before == 0
 
 

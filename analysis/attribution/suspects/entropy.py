@@ -73,7 +73,7 @@ def _moves(facts: Facts) -> list[Evidence]:
 
 
 def _collapses(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, float] | None:
-    """Return code and points if entropy collapses from the onset on, before the policy had learned to be certain."""
+    """Return an evidence code and its points if entropy collapses after the onset and the policy was not certain before."""
     width = max(len(values) // 20, 3)
     first, before, last = float(np.median(values[:3])), _before(facts, steps, values), float(np.median(values[-width:]))
     is_lost = before >= t.ENTROPY_UNLEARNED * first and last < t.ENTROPY_GONE * before
@@ -81,7 +81,7 @@ def _collapses(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str
 
 
 def _before(facts: Facts, steps: np.ndarray, values: np.ndarray) -> float:
-    """Return the entropy just before the earliest onset, or the initial one if that is at the start."""
+    """Return the entropy just before the earliest onset, or the initial entropy if that onset is at the start of the run."""
     assert facts.fall is not None
     width = max(len(values) // 20, 3)
     begins = int(np.searchsorted(steps, facts.fall.interval[0]))
@@ -89,7 +89,7 @@ def _before(facts: Facts, steps: np.ndarray, values: np.ndarray) -> float:
 
 
 def _climbs(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, float] | None:
-    """Return code and points if entropy grows gradually from just before the drop to the end of the run."""
+    """Return an evidence code and its points if entropy grows gradually from just before the drop to the end of the run."""
     assert facts.fall is not None
     width = max(len(values) // 20, 3)
     begins = int(np.searchsorted(steps, facts.fall.interval[0]))
@@ -106,7 +106,7 @@ def _climbs(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, f
 
 
 def _judged(first: float, at_fall: float, last: float, *, rises_with_fall: bool) -> tuple[str, float]:
-    """Return code and points for the entropy at the start, at the onset and at the end."""
+    """Return an evidence code and its points, given the entropy at the start, at the onset and at the end of the run."""
     if at_fall > t.MOST_ENTROPY:
         return "entropy_impossible", 0.0
     if at_fall > t.ENTROPY_GAINED * first:
@@ -116,7 +116,7 @@ def _judged(first: float, at_fall: float, last: float, *, rises_with_fall: bool)
         return "entropy_lost", t.WEAK
     if last < t.ENTROPY_SHRUNK * min(first, at_fall):
         return "entropy_lost", 0.0
-    if last < t.ENTROPY_LOST * first:  # it was certain before, as trained policies are
+    if last < t.ENTROPY_LOST * first:  # the policy was already certain before, as trained policies are
         return "entropy_in_range", -t.MEDIUM
     if last > t.ENTROPY_GAINED**2 * first and rises_with_fall:
         return "entropy_explodes", t.STRONG

@@ -17,10 +17,10 @@ class DeclaredLag:
     """Number of updates between the weights that sampled a sequence and those that scored it; 0 if unknown."""
 
     at_fall: float
-    """Largest median over a tenth of the run around the onset; over the whole run without a drop."""
+    """Largest median lag over a tenth of the run around the onset; over the whole run if there is no drop."""
     usual: float
-    """Median before the onset, with which the run learned; up to the loss of a good part if less than a tenth of the run comes
-    before the onset; over all steps without a drop."""
+    """Median lag before the onset, with which the run learned. If less than a tenth of the run precedes the onset, the steps up to
+    the loss of a good part of the outcome are used; if there is no drop, all steps."""
 
     @property
     def grew(self) -> bool:

@@ -53,7 +53,7 @@ def pays(facts: Facts) -> bool:
 
 
 def _first_move(facts: Facts, least: float) -> ChangePoint | None:
-    """Return the first change after which lengths differ from the initial ones by a factor, over one or several changes."""
+    """Return the first change after which lengths differ from the initial lengths by the factor `least`, cumulatively."""
     changes = facts.changes.get("length", ())
     return next(
         (

@@ -21,7 +21,7 @@ from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 from .timing import AFTER, FIRST, largest_rise, order
 
 _FEWEST_STEPS = 2
-"""Minimum number of steps with an entropy, before and after a drop, to compare with -logprob."""
+"""Minimum number of steps with an entropy, both before and after a drop, for entropy to be compared with -logprob."""
 _OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset")
 
 _OF_SEMANTICS = (
@@ -52,12 +52,12 @@ def mismatch(facts: Facts) -> Suspect:
     not_sampled = unsampled(facts)
     if is_of_other_rows(facts):
         size_and_order = [replace(each, points=min(each.points, 0.0)) for each in size_and_order]
-    if not_sampled:  # both sides agree on wrong logprobs, so a small size is no counter-evidence
+    if not_sampled:  # trainer and engine agree on wrong logprobs, so a small mismatch is no counter-evidence
         size_and_order = [replace(each, points=max(each.points, 0.0)) for each in size_and_order]
     semantics = _semantics(facts)
     if any(
         is_of_sampling(change.series) for change in facts.settings_of("mismatch")
-    ):  # both sides may apply it and agree
+    ):  # trainer and engine may both apply the setting and agree
         size_and_order, semantics = (
             [replace(each, points=max(each.points, 0.0)) for each in part] for part in (size_and_order, semantics)
         )
@@ -88,7 +88,7 @@ def trainer_disagrees(facts: Facts) -> list[Evidence]:
 
 
 def _trainer_moves(facts: Facts) -> bool:
-    """Return True if lagging engines sample as before while the trainer's scores already change."""
+    """Return True if lagging engines still sample as before although the trainer's scores have already changed."""
     step = facts.moves.step("mean_abs_d")
     if step is None or declared_lag(facts).at_fall < 1 or declared_lag(facts).grew or _engine_moves(facts):
         return False
@@ -109,7 +109,7 @@ def kind(facts: Facts) -> str:
         return "stale_weights"
     if code == "copies" and run.begins != FROM_UPDATES:
         return code
-    # Before any update both sides have the same weights, unless one side quantises them.
+    # Before any update, trainer and engine have the same weights unless one of them quantises its weights.
     if run.begins == FROM_START:
         return "quantised" if code != "change_inside_sequence" else code
     if run.begins == FROM_UPDATES:
@@ -147,8 +147,8 @@ def is_of_other_rows(facts: Facts) -> bool:
 def unsampled(facts: Facts) -> list[Evidence]:
     """Detect tokens far less likely than the entropy allows, from a step near the drop on.
 
-    For tokens sampled from the returned logprobs, -logprob equals the entropy on average. Both sides may agree on logprobs that
-    were not used for sampling, such as raw ones at another temperature.
+    For tokens sampled from the returned logprobs, -logprob equals the entropy on average. Trainer and engine may agree on logprobs
+    that were not used for sampling, such as raw ones at another temperature.
     """
     if facts.fall is None:
         return []
@@ -190,7 +190,7 @@ def _order(facts: Facts) -> list[Evidence]:
     }  # fmt: skip
     when = order(facts, largest)
     if when == AFTER:
-        # A mismatch that was large before may be the cause, whatever followed.
+        # A mismatch that was already large before the drop may be the cause, whatever changed later.
         points = -t.STRONG if facts.mismatch.size < t.LARGE_MISMATCH else 0.0
         return [Evidence(code="mismatch_grows_after_fall", values=values, points=points)]
     if largest.before == 0:

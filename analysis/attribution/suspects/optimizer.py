@@ -14,11 +14,11 @@ from .changed import holds, settings
 from .timing import AFTER, FIRST, at_once, order, rises, update_moves
 
 _BEFORE = 5
-"""Number of steps before the onset left out of the comparison."""
+"""Number of steps just before the onset that do not count as earlier updates."""
 _FEWEST = 5
-"""Minimum number of earlier updates."""
+"""Minimum number of earlier updates to compare with."""
 _LONG = 20
-"""Minimum number of steps for a run to have learned."""
+"""Number of earlier updates compared with an update, and minimum number of steps for a run to count as having learned."""
 
 
 def optimizer(facts: Facts) -> Suspect:
@@ -66,7 +66,7 @@ def _jump(values: np.ndarray) -> int | None:
 
 
 def _settings(facts: Facts) -> list[Evidence]:
-    """Return settings outside their usual range; together they count once, because they are set together."""
+    """Return evidence from settings outside their usual range; several count only once, because they are set together."""
     evidence: list[Evidence] = []
     # Without a second moment Adam is gradient descent, with other usual values.
     is_adam = any(name.startswith("adam_") for name in facts.settings) and facts.settings.get("adam_beta2") != 0
@@ -86,7 +86,7 @@ def _settings(facts: Facts) -> list[Evidence]:
 
 
 def _steps(facts: Facts) -> list[Evidence]:
-    """Return evidence from the relative size of updates."""
+    """Return evidence from the size of updates relative to the weights."""
     values = facts.values("update_to_weight")
     known = values[np.isfinite(values)]
     if not len(known) or facts.fall is None:
@@ -121,7 +121,7 @@ def _leap(facts: Facts) -> list[Evidence]:
 
 
 def _was_borne(facts: Facts, sizes: np.ndarray) -> bool:
-    """Return True if the run learned with equally large updates for long and then collapsed at once."""
+    """Return True if the run learned with equally large updates for a long time and then collapsed at once."""
     assert facts.fall is not None
     steps = facts.steps[np.isfinite(facts.values("update_to_weight"))]
     begin = int(np.searchsorted(steps, facts.fall.interval[0] - ft.AHEAD))
@@ -132,7 +132,7 @@ def _was_borne(facts: Facts, sizes: np.ndarray) -> bool:
 
 
 def _bursts(sizes: np.ndarray) -> list[Evidence]:
-    """Detect single updates far larger than the median one."""
+    """Detect single updates far larger than the median update."""
     if len(sizes) < 10:
         return []
     usual = float(np.median(sizes))

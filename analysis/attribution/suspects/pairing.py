@@ -28,7 +28,7 @@ _OF_ORDER = {
     "shortest_first_in_groups": "rewards_by_finish",
     "last_step": "rewards_of_last_step",
 }
-"""Row order, of repeats.ORDERS -> code of its evidence."""
+"""Row order from repeats.ORDERS -> evidence code."""
 
 
 def pairing(facts: Facts) -> Suspect:

@@ -18,7 +18,7 @@ from .mismatch import unsampled
 from .timing import at_once, goes_with_advantages, loss_follows, loss_moves
 
 _BESIDE = 3
-"""Number of steps compared on each side of a jump."""
+"""Number of steps compared before and after a jump in the distance from the reference."""
 
 
 def reference(facts: Facts) -> Suspect:
@@ -41,7 +41,7 @@ def reference(facts: Facts) -> Suspect:
 
 
 def _moves(facts: Facts) -> list[Evidence]:
-    """Return evidence from a changed reference model, a jump of the distance to it, or a return to it."""
+    """Return evidence from a changed reference model, a jump in the policy's distance from it, or the policy's return to it."""
     other = facts.changed_reference
     if other is not None:
         return [Evidence(code="reference_changed", values=other.values, points=of_changed(other))]

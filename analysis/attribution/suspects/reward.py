@@ -60,7 +60,7 @@ def _noise(facts: Facts) -> list[Evidence]:
 
 
 def _changed(facts: Facts) -> list[Evidence]:
-    """Detect equal responses that get another reward after the onset."""
+    """Detect identical responses that get a different reward after the onset."""
     found = facts.changed_rewards
     if found is None or facts.rewards_lie_off or facts.pays_length_since:
         return []
@@ -71,7 +71,7 @@ def _changed(facts: Facts) -> list[Evidence]:
 
 
 def _direction(facts: Facts) -> list[Evidence]:
-    """Return evidence from likelihood and reward; a policy trained on this reward makes better answers likelier."""
+    """Return evidence from how reward relates to likelihood; a policy trained on the reward makes better answers likelier."""
     likelihood = relation(facts.around_fall(), "likelihood", "reward")
     if math.isnan(likelihood.by_group):
         return []
@@ -112,7 +112,7 @@ def _moves(facts: Facts) -> list[Evidence]:
 
 
 def _beyond(facts: Facts) -> list[Evidence]:
-    """Detect rewards above all earlier ones."""
+    """Detect rewards above the earlier maximum."""
     if facts.fall is None:
         return []
     before, since = (part.reward for part in (facts.well_before, facts.since_fall))
@@ -127,7 +127,7 @@ def _beyond(facts: Facts) -> list[Evidence]:
 
 
 def _is_of_length(facts: Facts) -> bool:
-    """Return True if rewards depend on length, which is another suspect."""
+    """Return True if rewards depend on length, in which case `length` is the suspect."""
     return pays(facts) or bool(facts.pays_length_since) or facts.rewards_by_length is not None
 
 

@@ -29,7 +29,7 @@ def staleness(facts: Facts) -> Suspect:
 
 
 def _still(facts: Facts) -> list[Evidence]:
-    """Detect an engine with bitwise constant logprobs of openings while the trainer's change: it gets no new weights."""
+    """Detect an engine whose logprobs for prefixes stay bitwise constant while the trainer's change: it gets no new weights."""
     still = facts.still_engine
     if still is None or not still.explains or facts.mismatch is None:
         return []
@@ -38,7 +38,7 @@ def _still(facts: Facts) -> list[Evidence]:
 
 
 def _earlier(facts: Facts) -> list[Evidence]:
-    """Detect an engine whose logprobs match earlier ones of the trainer, at one step, one distance, or several steps."""
+    """Detect an engine whose logprobs match earlier trainer logprobs, at one step, one distance in steps, or several steps."""
     found = facts.earlier_weights
     if found is None or not found.explains or facts.mismatch is None or declared_lag(facts).at_fall >= 1:
         return []

@@ -19,9 +19,9 @@ from ..suspect import Evidence
 
 FIRST, WITH, AFTER = "first", "with", "after"
 _FEWEST_BESIDE = 3
-"""Minimum number of steps before and after a drop to correlate advantages."""
+"""Minimum number of steps, both before and after a drop, for advantages to be correlated with another quantity."""
 _FIRST = 10
-"""Number of values of the loss before and after the onset to compare."""
+"""Number of loss values compared on each side of the onset."""
 _FEWEST = 8
 """Minimum number of steps to correlate the loss with a quantity."""
 
@@ -29,7 +29,8 @@ _FEWEST = 8
 def order(facts: Facts, change: ChangePoint) -> str:
     """Return whether a change came before the drop, with it, or after it.
 
-    Before or after only with disjoint intervals, and after only once a good part was lost. `with` without a drop.
+    The answer is before or after only if the intervals are disjoint, and after only once a good part of the outcome was lost. In
+    a run without a drop it is `with`.
     """
     fall = facts.fall
     if fall is None:
@@ -40,7 +41,7 @@ def order(facts: Facts, change: ChangePoint) -> str:
 
 
 def rises(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
-    """Return the upward changes of a series of more than `least_sd` standard deviations."""
+    """Return the upward changes in a series that exceed `least_sd` standard deviations."""
     return [change for change in facts.changes.get(name, ()) if change.size_in_sd > least_sd]
 
 
@@ -62,7 +63,7 @@ def at_once(facts: Facts, points: float) -> list[Evidence]:
 
 
 def loss_moves(facts: Facts, suspect: str) -> list[Evidence]:
-    """Detect a loss that leaves its range before the policy changes: below it a bonus, above it a penalty."""
+    """Detect a loss that leaves its range before the policy changes: downwards with a bonus, upwards with a penalty."""
     found = facts.moves
     step = found.step("loss")
     if step is None or found.moves_at(step, "reward", "mean_abs_d", *POLICY):
@@ -112,7 +113,7 @@ def _rise(facts: Facts, loss: Quantity, first: float) -> float:
 def _together(
     loss: Quantity, other: Quantity, first: float, scale: Callable[[np.ndarray], np.ndarray] = np.asarray
 ) -> float:
-    """Return the correlation of the loss and another quantity from a step on."""
+    """Return the correlation between the loss and another quantity from step `first`."""
     steps, at, of = np.intersect1d(loss.steps, other.steps, return_indices=True)
     since = steps >= first
     return correlation(loss.values[at][since], scale(other.values[of][since])) if since.sum() >= _FEWEST else 0.0
@@ -133,7 +134,7 @@ def goes_with_advantages(facts: Facts, name: str, code: str) -> list[Evidence]:
         return []
     follows = facts.moves.columns["follows"]
     of_reward = follows.values[(follows.steps >= first) & (follows.steps <= last)]
-    if len(of_reward) and abs(float(np.median(of_reward))) >= abs(now):  # inverted rewards follow it too
+    if len(of_reward) and abs(float(np.median(of_reward))) >= abs(now):  # inverted rewards follow the quantity too
         return []
     values: dict[str, Measured] = {"correlation_before": usual, "correlation": now}
     return [Evidence(code=code, values=values, points=t.DECISIVE)]

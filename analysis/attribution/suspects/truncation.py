@@ -14,7 +14,7 @@ from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 
 _FEWEST_STEPS = 3
-"""Minimum number of steps before and after a step to compare how responses end."""
+"""Minimum number of steps on each side of a step to compare how responses end."""
 
 
 def truncation(facts: Facts) -> Suspect:
@@ -37,7 +37,7 @@ def truncation(facts: Facts) -> Suspect:
 
 
 def _limited(facts: Facts) -> list[Evidence]:
-    """Detect responses that begin to end at a limit shorter than the longest earlier responses."""
+    """Detect responses that start to end at a length limit shorter than the longest earlier responses."""
     if facts.fall is None:
         return []
     limited, first = facts.values("share_length_limited"), facts.fall.interval[0] - int(ft.AHEAD)
@@ -62,7 +62,7 @@ def _limited(facts: Facts) -> list[Evidence]:
 
 
 def _one_ending(facts: Facts) -> list[Evidence]:
-    """Detect responses that end earlier with one token from a step on: it became a stop token."""
+    """Detect responses that, from some step on, end earlier with the same token, which has become a stop token."""
     if facts.fall is None:
         return []
     first, last = facts.fall.interval[0] - int(ft.AHEAD), facts.fall.latest
@@ -89,7 +89,7 @@ def _one_ending(facts: Facts) -> list[Evidence]:
 
 
 def _endings(facts: Facts) -> list[Evidence]:
-    """Detect responses that end early with unusual tokens from a step on."""
+    """Detect responses that, from some step on, end early with unusual tokens."""
     if facts.fall is None:
         return []
     rollouts, first = facts.rollouts, facts.fall.interval[0] - int(ft.AHEAD)
@@ -128,7 +128,7 @@ def ending_step(rollouts: Rollouts) -> int | None:
 
 
 def _other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return [n] steps, and [n] the share of responses that end early with tokens that rarely ended one before."""
+    """Return n steps, and the share of responses at each that end early with a token that rarely ended a response before."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= t.USUAL_ENDING * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())
@@ -147,7 +147,7 @@ def _cut(facts: Facts) -> list[Evidence]:
 
 
 def _cut_at(facts: Facts, first: int, last: int) -> list[Evidence]:
-    """Return the same for before and after an interval of steps."""
+    """Detect responses cut off at a new maximum length, comparing those before and after an interval of steps."""
     width = max(len(facts.steps) // 10, 5)
     before = facts.rollouts.until(first).since(first - 2 * width).num_tokens
     since = facts.rollouts.since(last + 1).until(last + 2 * width).num_tokens
