@@ -48,7 +48,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares of lines fitted to any segment of a series, from running sums."""
+    """Residual sums of squares for lines fitted to any segment of a series, computed from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)
@@ -67,7 +67,7 @@ class StretchSquares:
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
-    """Return the start of every segment but the first, and the long-run variance used.
+    """Return the start index of every segment except the first, and the long-run variance that was used.
 
     The variance is estimated after the best single cut, then after the cuts found, until they are stable. Removing a
     cut from a series without one makes the estimate too small, which `_margin` compensates.
@@ -79,7 +79,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     extent = float(np.ptp(values))
     if extent <= 1e-12 * float(np.abs(values).max()):
         return [], 0.0
-    # Differences of neighbours are a lower bound for the noise, whatever the number of cuts.
+    # Differences between neighbouring values give a lower bound for the noise, whatever the number of cuts.
     floor = max((0.01 * extent) ** 2, half_square_difference(values, 1))
     whole, places, found = long_run_variance(values, 2), [_best_single(lines, least)], [-1]
     variance = whole

@@ -24,10 +24,10 @@ need 3.84 if its form and the variance were known."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """One change within a segment."""
+    """A change located within a segment, with its confidence interval."""
 
     place: int
-    """Index of the first changed value."""
+    """Index of the first value after the change."""
     low: int
     high: int
     kind: str
