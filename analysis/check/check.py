@@ -40,12 +40,12 @@ def check(
     """Say whether two passes may be compared, or which fault lies between them.
 
     Each fault of FAULTS found is reported with its evidence, effect in nats, share of affected tokens, and a command to
-    confirm it. The check uses sums over the whole run and the individual tokens of a sample of steps. `steps` (3:80, -10:,
-    2:200:2) restricts it to part of the run. `ray` is the address of a Ray cluster (`auto`, `host:port`, or `local` to start
-    one) whose actors compute the sums.
+    confirm it. The check uses sums over the whole run and the individual tokens of a sample of steps. `steps` (3:80,
+    -10:, 2:200:2) restricts it to part of the run. `ray` is the address of a Ray cluster (`auto`, `host:port`, or
+    `local` to start one) whose actors compute the sums.
 
-    Raises NothingToCompare if the passes share no token; InvalidOption, TraceNotFound, NewerTrace; and DamagedTrace if part of
-    the trace is missing or unreadable, unless `partial` is set.
+    Raises NothingToCompare if the passes share no token; InvalidOption, TraceNotFound, NewerTrace; and DamagedTrace if
+    part of the trace is missing or unreadable, unless `partial` is set.
     """
     database = open_database(trace, steps, ray=ray)
     database.check_whole(partial=partial)
@@ -59,13 +59,13 @@ def check(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """Input of `_judged` in the process that reads the sampled tokens."""
+    """Input that `_judged` receives in the process that reads the sampled tokens."""
 
     pair: Pair
     trace: str
-    """Path as given by the caller."""
+    """Path of the trace, as given by the caller."""
     sums: PairSums
-    """Totals of the whole run, in one row."""
+    """Sums over the whole run, in one row."""
     worst_steps: list[int]
     worst_lost_steps: list[int]
 
@@ -83,7 +83,7 @@ def _judged(database: Database, question: _Question) -> Iterator[CheckResult]:
 
 
 def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
-    """Read the input of the detectors.
+    """Read the data that the detectors need.
 
     Raises NothingToCompare if the passes share no token.
     """
@@ -124,7 +124,7 @@ def _sample(database: Database, pair: Pair) -> Sample:
 
 
 def judge(data: PairData, pair: str) -> CheckResult:
-    """Run every detector.
+    """Run every detector and return the findings.
 
     Raises NothingToCompare if no token has a finite logprob in both passes and no finding explains it.
     """

@@ -10,7 +10,8 @@ from .pair_data import PairData
 
 
 def sql(data: PairData, query: str) -> Advice:
-    """Return `tim-trace sql` with a query; `{pair}` and `{sequences}` in it become tables of both passes."""
+    """Return a `tim-trace sql` command. In the query, `{pair}` and `{sequences}` are replaced by tables that join both
+    passes."""
     a, b = data.sample.a.name, data.sample.b.name
     tables = {"pair": f"pair('{a}', '{b}')", "sequences": f"pair_sequences('{a}', '{b}')"}
     if data.condition:
@@ -22,7 +23,7 @@ def sql(data: PairData, query: str) -> Advice:
 
 
 def row(data: PairData, number: int) -> Advice:
-    """Return `tim-trace sql` for the tokens of one sequence of the sample."""
+    """Return a `tim-trace sql` command that lists the tokens in one sampled sequence."""
     name = data.sample.seq_ids[number].replace("'", "''").replace("{", "{{").replace("}", "}}")
     step = int(data.sample.steps[number])
     return sql(
@@ -33,17 +34,18 @@ def row(data: PairData, number: int) -> Advice:
 
 
 def query(data: PairData, name: str) -> Advice:
-    """Return `tim-trace query` over both passes."""
+    """Return a `tim-trace query` command for both passes."""
     return Advice(f"tim-trace query {name} {_trace(data)}{_pair(data)}")
 
 
 def stats(data: PairData, by: str) -> Advice:
-    """Return `tim-trace stats` over both passes."""
+    """Return a `tim-trace stats` command for both passes."""
     return Advice(f"tim-trace stats {_trace(data)}{_pair(data)}{_steps(data)} --by {by}")
 
 
 def replay(data: PairData, options: str, name: str, step: int | None = None) -> Advice:
-    """Return `tim-trace replay` of one step and `stats` against pass b; without weights, how to supply them first."""
+    """Return commands that replay one step and compare the replay with pass b; if the trace has no weights, also the
+    command that supplies them."""
     step = int(data.sample.steps[0]) if step is None else step
     trace = _trace(data) if data.has_weights or data.is_import else "RUN"
     asked = f"tim-trace replay {trace} --steps {step} {options} --name {name} && tim-trace stats {trace} "
@@ -52,16 +54,16 @@ def replay(data: PairData, options: str, name: str, step: int | None = None) -> 
 
 
 def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
-    """Return `tim-trace replay` of one step by vLLM, which scores without a grammar, and a check of `other` against it; without
-    weights, how to supply them first."""
+    """Return commands that replay one step with vLLM, which scores without a grammar, and check `other` against the
+    replay; if the trace has no weights, also the command that supplies them."""
     trace = _trace(data) if data.has_weights or data.is_import else "RUN"
     asked = f"tim-trace replay {trace} --steps {step} --engine vllm --name whole && tim-trace check {trace} "
     return _with_weights(data, asked + f"--pair {shlex.quote(f'{other}:replay/whole')}")
 
 
 def weights_replay(data: PairData) -> Advice:
-    """Return `tim-trace replay` with the previous and with quantised weights, and `diagnose`; without weights, how to supply them
-    first."""
+    """Return commands that replay with the previous and with quantised weights and then diagnose the run; if the trace
+    has no weights, also the command that supplies them."""
     sample = data.sample
     known = sample.versions.compressed()
     version = max(int(known.max()) - 1, 0) if len(known) else 1
@@ -73,43 +75,46 @@ def weights_replay(data: PairData) -> Advice:
 
 
 def weights(data: PairData) -> Advice:
-    """Return `tim-trace weights` by module; without weights, how to supply them."""
+    """Return a `tim-trace weights` command with one row per module; if the trace has no weights, also the command that
+    supplies them."""
     if not data.has_weights:
         return Advice(supply(data), "supplies the weights")
     return Advice(f"tim-trace weights {_trace(data)} --by module")
 
 
 def engine_weights(data: PairData) -> Advice:
-    """Return `tim-trace weights` with the engine's tensors next to the trainer's."""
+    """Return a `tim-trace weights` command that compares the engine's tensors with the trainer's."""
     return Advice(f"tim-trace weights {_trace(data)} --engine")
 
 
 def triangulate(data: PairData, dtype: str | None) -> Advice:
-    """Return `tim-trace triangulate` of one step, which attributes the mismatch to the two sides.
+    """Return a `tim-trace triangulate` command for one step, which splits the mismatch between trainer and engine.
 
-    `dtype` is the dtype that pass a was computed in; the arm uses a different one.
+    `dtype` is the dtype that pass a was computed in; the replay uses a different one.
     """
     step, other = int(data.sample.steps[-1]), "fp32" if dtype in ("bfloat16", "float16") else "bf16"
     return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype={other} --arm lm-head=fp32")
 
 
 def locate(data: PairData, against: str) -> Advice:
-    """Return `tim-trace locate` of one step, as recorded against an arm."""
+    """Return a `tim-trace locate` command that compares one step as recorded with a replay under the options
+    `against`."""
     step = int(data.sample.steps[-1])
     return Advice(f"tim-trace locate {_trace(data)} --steps {step} --against {shlex.quote(against)}")
 
 
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
-"""Record a run with the weights a replay needs."""
+"""Command that records a run together with the weights that a replay needs."""
 
 
 def supply(data: PairData) -> str:
-    """Return the command that supplies weights: attach them to an imported trace, record them in a run."""
+    """Return the command that supplies weights: attaching them to an imported trace, or recording a new run with
+    them."""
     return f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else RECORD
 
 
 def _with_weights(data: PairData, asked: str) -> Advice:
-    """Return a command that needs weights, or first the one that supplies them if the trace has none."""
+    """Return a command that needs weights, preceded by the command that supplies them if the trace has none."""
     return (
         Advice(asked) if data.has_weights else Advice(supply(data), f"this trace has no weights; afterwards: {asked}")
     )

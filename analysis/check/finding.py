@@ -1,4 +1,4 @@
-"""Findings of a check, as codes and numbers; text.py has the sentences."""
+"""Findings of a check, as codes and numbers. The sentences are in text.py."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ FAULTS = {
     "low_precision_head": "one side's head or log-softmax has low precision",
     "router_flips": "the two sides choose different experts",
 }
-"""Code of a fault -> its name. With any of these, the comparison is not valid for numerics."""
+"""Fault code -> name of the fault. With any of these faults, differences between the passes do not measure numerical
+error."""
 
 HEALTHY = {
     "rounding": "rounding at the expected level",
     "equal": "bitwise equal",
     "too_few": "too few tokens",
 }
-"""Code of a fault-free verdict -> its name."""
+"""Code of a fault-free verdict -> name of the verdict."""
 
 WEIGHT_CAUSES = {
     "stale_weights": "one side's weights are a step or more behind",
@@ -47,16 +48,17 @@ WEIGHT_CAUSES = {
     "never_synchronised": "the trainer's weights were never sent to the engine",
     "other_weights": "the engine's weights match no recorded version of the trainer",
 }
-"""Cause of differing weights -> its name. `weights_differ` has it in `numbers["cause"]` if the recording shows it."""
+"""Code of the reason why weights differ -> name. A `weights_differ` finding has the code in `numbers["cause"]` if the
+recording shows the reason."""
 
 TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 
 Number = float | int | str | None
 
 Broken = Literal["recording", "engine", "versions"]
-"""`recording`: the two passes do not hold the same quantity for the same tokens. `engine`: they do, but one side (engine or
-trainer) used the wrong weights, cache, experts or precision. `versions`: nothing is broken; the policy versions of the two sides
-differ, as in asynchronous training."""
+"""What must be fixed. `recording`: the two passes do not hold the same quantity for the same tokens. `engine`: they
+hold the same quantity, but engine or trainer used the wrong weights, cache, experts or precision. `versions`: nothing
+must be fixed; the policy versions of engine and trainer differ, as in asynchronous training."""
 
 _ENGINE = frozenset(
     {
@@ -77,25 +79,27 @@ class Finding:
     """One fault, or fault-free verdict, found by a check."""
 
     code: str
-    """Key of FAULTS or HEALTHY."""
+    """A key in FAULTS or HEALTHY."""
     signal: str
-    """How it was detected: key of text.EVIDENCE."""
+    """How the fault was detected: a key in text.EVIDENCE."""
     effect: float
-    """Root mean square of d over the affected tokens, nats; NaN if one side has no value."""
+    """Root mean square of d over the affected tokens, nats; NaN if one pass has no values there."""
     share: float
-    """Affected share of the compared tokens, 0 to 1."""
+    """Share of the compared tokens that is affected, 0 to 1."""
     weight: float = 1.0
-    """Share of the mismatch that the fault explains, 0 to 1; 1 if it was detected bitwise."""
+    """Share of the mismatch that the fault explains, 0 to 1. It is 1 if the fault was detected by comparing bits."""
     is_expected: bool = False
-    """True if the recorded engines and dtypes cause it without a fault: it is reported, and the comparison is valid."""
+    """True if the recorded engines and dtypes explain the finding without a fault. It is reported, but the comparison
+    stays valid."""
     next: Advice = NOTHING
-    """Command to confirm it; empty if nothing is left to confirm."""
+    """Command that confirms the finding; empty if nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
-    """Fitted or counted values, and the passes concerned."""
+    """Fitted or counted values, and the names of the passes concerned."""
 
     @property
     def title(self) -> str:
-        """The fault's name; the cause if the recording shows why weights differ; the first step of a change in time."""
+        """Name of the fault. If the recording shows why weights differ, the name of that cause; for a change in time,
+        with its first step."""
         if self.since is not None:
             before = int(self.numbers.get("last_before") or self.since - 1)
             exact = before == self.since - 1
@@ -106,18 +110,19 @@ class Finding:
 
     @property
     def since(self) -> int | None:
-        """First inspected step of a `subset` that covers the rest of the run: a change in time; None otherwise."""
+        """First inspected step of a `subset` finding that covers the rest of the run, i.e. of a change in time; None
+        otherwise."""
         since = self.numbers.get("since")
         return int(since) if self.code == "subset" and since is not None else None
 
     @property
     def fails(self) -> bool:
-        """True if it makes the comparison invalid."""
+        """True if the finding makes the comparison invalid."""
         return self.code in FAULTS and not self.is_expected
 
     @property
     def broken(self) -> Broken | None:
-        """What must be fixed; None if it is not a fault."""
+        """What must be fixed; None if the finding is not a fault."""
         if not self.fails:
             return None
         if self.signal == "policy_versions":

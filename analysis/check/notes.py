@@ -1,4 +1,4 @@
-"""Limits of a check, as codes; text.py has the sentences."""
+"""Limits of a check, as codes. The sentences are in text.py."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .thresholds import FEW_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A test this trace does not allow, or a remark on its data."""
+    """A test that the trace does not allow, or a remark on its data."""
 
     code: str
-    """Key of text.NOTES."""
+    """A key in text.NOTES."""
     num_tokens: int
-    """Tokens compared individually."""
+    """Number of tokens compared individually."""
     attempts: tuple[AttemptInfo, ...] = ()
-    """All training attempts; only for the code `attempts`."""
+    """All training attempts; empty unless the code is `attempts`."""
 
 
 def notes(data: PairData) -> list[Note]:
-    """Return the notes that apply to this trace."""
+    """Return the notes that apply to a trace."""
     sample = data.sample
     applies = {
         "few_tokens": data.num_kept < FEW_TOKENS,

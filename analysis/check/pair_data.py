@@ -1,6 +1,6 @@
-"""Input of the detectors: sampled tokens not yet explained, contracts, and sums of the run.
+"""Input of the detectors: sampled tokens not yet explained by a finding, contracts, and sums over the run.
 
-Shapes: N sampled tokens, K of them kept, of S sequences.
+Shapes: N sampled tokens in S sequences, K kept tokens, i.e. tokens not explained by an earlier finding.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ class PairData:
     steps: str = ALL_STEPS
     """The `steps` option as given."""
     condition: str = ""
-    """The same as an SQL condition; empty for all steps."""
+    """The `steps` option as an SQL condition; empty for all steps."""
     sample: Sample
     sums: PairSums
     contracts: dict[str, Contract]
-    """Hash -> contract."""
+    """Contract hash -> contract."""
     passes: list[str]
-    """All passes of the trace with logprobs."""
+    """Names of all passes in the trace that have logprobs."""
     has_weights: bool
     is_import: bool
     """True if the trace was imported from another tool's files."""
     model: dict[str, Any]
     """Recorded description of the trained model."""
     attempts: tuple[AttemptInfo, ...] = ()
-    """Training attempts, if there are several."""
+    """Training attempts; empty if there was only one."""
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     """Comparison of the engine's weights with the trainer's, by digest."""
     keep: np.ndarray
-    """[N] bool: compared tokens not explained by an earlier finding."""
+    """[N] bool: True for compared tokens that no earlier finding explains."""
 
     def without(self, explained: np.ndarray) -> PairData:
-        """Return the data without the tokens that a finding explains, [N] bool."""
+        """Return the data without the tokens marked in `explained`, [N] bool, which a finding explains."""
         changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return PairData(**changed | {"keep": self.keep & ~explained})
 
@@ -69,27 +69,29 @@ class PairData:
 
     @cached_property
     def d(self) -> np.ndarray:
-        """[K] nats."""
+        """[K] logprob difference a - b of the kept tokens, nats."""
         return np.asarray(self.sample.d[self.keep])
 
     @cached_property
     def seq(self) -> np.ndarray:
-        """[K] index of the sequence."""
+        """[K] index of each token's sequence."""
         return np.asarray(self.sample.seq[self.keep])
 
     @cached_property
     def position(self) -> np.ndarray:
-        """[K] position in the response, from 0."""
+        """[K] position of each token in its response, starting at 0."""
         return np.asarray(self.sample.position[self.keep])
 
     @cached_property
     def updates_behind(self) -> np.ndarray:
-        """[S] updates by which pass b's weights lag behind pass a's, from the recorded policy versions; 0 if unknown."""
+        """[S] number of updates by which the weights of pass b lag behind those of pass a, from the recorded policy
+        versions; 0 if unknown."""
         return np.asarray((self.sample.a.versions - self.sample.b.versions).filled(0))
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
-        """[K] entropy of each token's distribution, nats, from pass a or else b; None if not recorded."""
+        """[K] entropy of the distribution that each token was sampled from, nats, taken from pass a if recorded there,
+        else from pass b; None if neither recorded it."""
         for side in (self.sample.a, self.sample.b):
             if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
                 return np.asarray(side.entropy[self.keep])
@@ -97,24 +99,28 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p for the larger p of both: the factor by which a change of a logit changes its logprob (arXiv 2512.23087)."""
+        """[K] 1 - p, with p the larger of the two passes' probabilities: the factor by which changing a token's logit
+        changes its logprob (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
     def noise(self) -> np.ndarray:
-        """[K] |d| / (1 - p), nats: the logit change that would explain d; NaN where 1 - p is too small."""
+        """[K] |d| / (1 - p), nats: the change in the token's logit that would explain d; NaN where 1 - p is too
+        small."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.rest > MIN_REST, np.abs(self.d) / self.rest, np.nan)
 
     @cached_property
     def level(self) -> np.ndarray:
-        """[K] logarithm of `noise`, floored at 2 % of the median so that exact tokens do not dominate."""
+        """[K] logarithm of `noise`, which is first raised to at least 2 % of its median, so that tokens with d near 0
+        do not dominate."""
         floor = 0.02 * np.nanmedian(self.noise) if np.isfinite(self.noise).any() else 0.0
         return np.log(self.noise + max(float(floor), 1e-9))
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` minus the shrunken mean of the token's id: the effect of a position or a part of the data."""
+        """[K] `level` minus the (shrunken) mean level for the same token id. What remains depends on the position or on
+        the part of the data, not on the token."""
         there = np.isfinite(self.level)
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
         centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
@@ -124,7 +130,8 @@ class PairData:
         return out
 
     def explained_by(self, affected: np.ndarray) -> float:
-        """Return the share of the variance of the level explained by splitting the tokens in two, [K] bool."""
+        """Return the share of the variance of `level` that is explained by splitting the kept tokens into affected, [K]
+        bool, and unaffected ones."""
         there = np.isfinite(self.level_beyond_tokens)
         part = affected[there]
         if not part.any() or part.all():
@@ -136,7 +143,7 @@ class PairData:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """Results cached by `once`."""
+        """Function results cached by `once`."""
         return {}
 
     @property
@@ -144,7 +151,7 @@ class PairData:
         return int(self.keep.sum())
 
     def rms(self, where: np.ndarray | None = None) -> float:
-        """Return the root mean square of d over kept tokens, nats."""
+        """Return the root mean square of d over the kept tokens, or over those in `where`, nats."""
         d = self.d if where is None else self.d[where]
         return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
 
@@ -159,7 +166,8 @@ class PairData:
         next: Advice = NOTHING,
         numbers: Mapping[str, Number],
     ) -> Finding:
-        """Return a finding about some of the kept tokens, [K] bool, or about all of them."""
+        """Return a finding about the kept tokens marked in `affected`, [K] bool, or about all kept tokens if it is
+        None."""
         share = 1.0 if affected is None else float(affected.mean())
         return Finding(
             code=code,
@@ -174,17 +182,17 @@ class PairData:
 
     @property
     def names(self) -> dict[str, str]:
-        """Names of the passes, keyed `a` and `b`."""
+        """Pass names, under the keys `a` and `b`."""
         return {"a": self.sample.a.name, "b": self.sample.b.name}
 
     def contract(self, side: str) -> Contract:
-        """Return the most frequent contract of pass `a` or `b`; empty if none is recorded."""
+        """Return the most frequent contract recorded for pass `a` or `b`; empty if none is recorded."""
         hashes = [name for name in getattr(self.sample, side).contracts if name]
         return self.contracts.get(max(set(hashes), key=hashes.count), {}) if hashes else {}
 
 
 def once(work: Callable[[PairData], Result]) -> Callable[[PairData], Result]:
-    """Cache the result of a function per PairData."""
+    """Decorate a function of PairData so that its result is cached for each PairData."""
 
     @wraps(work)
     def known(data: PairData) -> Result:
@@ -197,7 +205,7 @@ def once(work: Callable[[PairData], Result]) -> Callable[[PairData], Result]:
 
 
 def declared(contract: Contract, *path: str) -> Any:
-    """Return a nested value of a contract; None if missing."""
+    """Return the value at a nested path in a contract; None if missing."""
     value: Any = contract
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""The outcome of a check."""
+"""Result of a check."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .notes import Note
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult(Result):
-    """Findings of a check of two passes."""
+    """Result of checking whether two passes may be compared."""
 
     _text = "tim_trace.analysis.check.text:checked_text"
 
     trace: str
     pair: str
-    """a:b; d = logprob(a) - logprob(b)."""
+    """Names of the compared passes, as a:b. d is logprob(a) - logprob(b)."""
     steps: str = ALL_STEPS
     """The `steps` option as given."""
     num_tokens: int
-    """Tokens that count in the loss and have a finite logprob in both passes."""
+    """Number of tokens that count in the loss and have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """Number of these inspected individually; the others are included in sums only."""
+    """Number of compared tokens inspected individually; all other tokens are included only in sums."""
     rms_d: float
-    """Root mean square of d, nats."""
+    """Root mean square of d over the compared tokens, nats."""
     findings: tuple[Finding, ...]
-    """Most probable first; never empty."""
+    """Findings, most probable first; never empty."""
     notes: tuple[Note, ...] = ()
-    """Tests this trace does not allow, and the training attempts used if there are several."""
+    """Tests that the trace does not allow, and, if there are several training attempts, which ones are used."""
 
     @property
     def is_valid(self) -> bool:
@@ -39,5 +39,5 @@ class CheckResult(Result):
 
     @property
     def broken(self) -> Broken | None:
-        """What is broken according to the most probable fault; None if the comparison is valid."""
+        """What must be fixed according to the most probable fault; None if the comparison is valid."""
         return next((finding.broken for finding in self.findings if finding.fails), None)

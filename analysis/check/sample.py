@@ -1,6 +1,6 @@
-"""Tokens of a trace that a check inspects individually.
+"""Tokens in a trace that a check inspects individually.
 
-Shapes: N tokens of S sequences, concatenated.
+Shapes: N tokens in S sequences, concatenated.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from .thresholds import MAX_READ_TOKENS, MAX_SAMPLED_STEPS, MAX_SAMPLED_TOKENS, 
 
 @dataclass(kw_only=True)
 class PassSample:
-    """One pass, over the sampled tokens."""
+    """Values from one pass at the sampled tokens."""
 
     name: str
     logprobs: np.ndarray
     """[N] float64, nats; NaN where missing."""
     is_null: np.ndarray
-    """[N] bool: True where not recorded."""
+    """[N] bool: True where no logprob was recorded."""
     entropy: np.ndarray | None
-    """[N] float64, nats, NaN where missing; None if no row has it."""
+    """[N] float64, nats, NaN where missing; None if no sequence has entropies."""
     versions: np.ma.MaskedArray
-    """[S] int64, policy version of the scoring weights; masked where unknown."""
+    """[S] int64, policy version of the weights that scored each sequence; masked where unknown."""
     contracts: list[str | None]
-    """[S] contract hashes."""
+    """[S] contract hash of each sequence; None where unknown."""
     writers: list[str]
-    """[S] recording process."""
+    """[S] name of the process that recorded each sequence."""
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """Two passes over some steps of a trace."""
+    """Sampled tokens from some of a trace's steps, with values from two passes."""
 
     a: PassSample
     b: PassSample
@@ -51,17 +51,17 @@ class Sample:
     mask: np.ndarray
     """[N] bool: True where the token counts in the loss."""
     starts: np.ndarray
-    """[S + 1] offsets of the sequences' tokens."""
+    """[S + 1] offset of each sequence's first token, and finally N."""
     steps: np.ndarray
-    """[S]"""
+    """[S] step of each sequence."""
     seq_ids: list[str]
     group_ids: list[str | None]
     prompts: list[list[int] | None]
-    """[S] token ids of each prompt."""
+    """[S] token ids of each sequence's prompt; None where unknown."""
     versions: np.ma.MaskedArray
-    """[S] int64, policy version of the sampling weights; masked where unknown."""
+    """[S] int64, policy version of the weights that sampled each sequence; masked where unknown."""
     settings: dict[str, np.ndarray]
-    """Sampling setting -> [S] values, NaN where unknown."""
+    """Name of a sampling setting -> [S] value for each sequence, NaN where unknown."""
 
     @cached_property
     def num_sequences(self) -> int:
@@ -69,22 +69,22 @@ class Sample:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[S] response tokens."""
+        """[S] number of response tokens in each sequence."""
         return np.diff(self.starts)
 
     @cached_property
     def seq(self) -> np.ndarray:
-        """[N] index of the sequence."""
+        """[N] index of each token's sequence."""
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
     @cached_property
     def position(self) -> np.ndarray:
-        """[N] position in the response, from 0."""
+        """[N] position of each token in its response, starting at 0."""
         return np.asarray(np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths))
 
     @cached_property
     def prompt_lengths(self) -> np.ndarray:
-        """[S] prompt tokens; 0 where unknown."""
+        """[S] number of prompt tokens in each sequence; 0 where unknown."""
         return np.array([0 if prompt is None else len(prompt) for prompt in self.prompts])
 
     @cached_property
@@ -101,12 +101,12 @@ class Sample:
 
     @property
     def prefix_keys(self) -> np.ndarray:
-        """[N] hash of the prompt and the response before each token."""
+        """[N] hash of the prompt and of the response tokens before each token."""
         return self._keys[0]
 
     @property
     def token_keys(self) -> np.ndarray:
-        """[N] hash of the prompt and the response up to and including each token."""
+        """[N] hash of the prompt and of the response tokens up to and including each token."""
         return self._keys[1]
 
     @cached_property
@@ -127,7 +127,8 @@ class Sample:
 
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int], lost_steps: Sequence[int] = ()) -> Sample:
-    """Read a sample of steps spread over a run, including the worst ones and those with the most missing values."""
+    """Read tokens from steps spread over a run, including the steps with the largest mismatch and those with the most
+    missing values."""
     query = token_query(
         {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=_chosen_steps(database, worst_steps, lost_steps),
         of_sequences=True, lists=["mask"], order="s.step, s.group_id, length(s.seq_id), s.seq_id",
@@ -155,7 +156,8 @@ _ROWS = [
 
 
 def _chosen_steps(database: Database, worst: Sequence[int], lost: Sequence[int] = ()) -> list[int]:
-    """Return pairs of consecutive steps spread over the run, and the worst steps."""
+    """Return pairs of consecutive steps spread over the run, plus the steps with the largest mismatch or the most
+    missing values."""
     tokens = tokens_by_step(database)
     known = list(tokens)
     most = int(
@@ -167,7 +169,7 @@ def _chosen_steps(database: Database, worst: Sequence[int], lost: Sequence[int] 
 
 
 def _within(table: pa.Table) -> pa.Table:
-    """Return the first rows of every step, up to MAX_SAMPLED_TOKENS in total."""
+    """Return the first rows in every step, with at most MAX_SAMPLED_TOKENS tokens in total."""
     tokens = table["num_response_tokens"].to_numpy()
     if tokens.sum() <= MAX_SAMPLED_TOKENS:
         return table
@@ -212,10 +214,10 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
-    """Convert to int64, masked for NULL."""
+    """Convert a column to int64, masked where NULL."""
     return np.ma.MaskedArray(pc.fill_null(values, 0).to_numpy(), mask=values.is_null().to_numpy())  # type: ignore[no-untyped-call]
 
 
 def _numbers(values: pa.ChunkedArray) -> np.ndarray:
-    """Convert to float64, NaN for NULL."""
+    """Convert a column to float64, NaN where NULL."""
     return np.asarray(pc.fill_null(values.cast(pa.float64()), np.nan).to_numpy(zero_copy_only=False), np.float64)

@@ -1,4 +1,4 @@
-"""Sums over all tokens of a run, in contrast to its sample."""
+"""Sums over all tokens in a run, including those that are not inspected individually."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _OF_VERDICT = ("num_tokens", *LOST, "sum_d2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSums:
-    """Sums of d and quantities derived from it, per sequence, per step or over the run; see schemas.sums."""
+    """Sums of d and of quantities derived from d, per sequence, per step or over the run; see schemas.sums.
+
+    Shapes: R rows, one per sequence or step, or a single one for the run.
+    """
 
     steps: np.ndarray
-    """[R] step of each row."""
+    """[R] step that each row belongs to."""
     columns: dict[str, np.ndarray]
-    """Name of a sum -> [R] values; 0 if a row has no finite token."""
+    """Name of a sum -> [R] values; 0 for rows without a finite logprob in both passes."""
 
     @property
     def num_tokens(self) -> int:
@@ -36,28 +39,29 @@ class PairSums:
         return int(self.columns["num_tokens"].sum())
 
     def mean(self, name: str) -> float:
-        """Return a sum divided by the number of tokens, independent of the order of rows."""
+        """Return a sum over all rows divided by the number of tokens. The result does not depend on the order of
+        rows."""
         return float(np.sort(self.columns[name]).sum() / max(self.num_tokens, 1))
 
     @property
     def total(self) -> PairSums:
-        """Counts and sum of squares of the whole run, as one row with step 0."""
+        """Token counts and the sum of d^2 over the whole run, as one row with step 0."""
         columns = {name: np.asarray([np.sort(self.columns[name]).sum()]) for name in _OF_VERDICT}
         return PairSums(steps=np.zeros(1, np.int64), columns=columns)
 
     @property
     def num_not_finite(self) -> int:
-        """Number of tokens with NaN or an infinity in either pass."""
+        """Number of tokens whose logprob is NaN or infinite in either pass."""
         return int(sum(self.columns[name].sum() for name in LOST))
 
     def worst_lost_steps(self) -> list[int]:
-        """Return the steps with non-finite or missing logprobs, most such tokens first."""
+        """Return the steps with non-finite or missing logprobs, in descending order of their number."""
         steps, place = np.unique(self.steps, return_inverse=True)
         lost = np.bincount(place, sum(self.columns[name] for name in (*LOST, "num_null")))
         return [int(step) for step in steps[np.argsort(-lost, kind="stable")] if lost[steps == step][0] > 0]
 
     def worst_steps(self) -> list[int]:
-        """Return the steps by mean squared d, largest first."""
+        """Return the steps in descending order of mean squared d."""
         steps, place = np.unique(self.steps, return_inverse=True)
         squares = np.bincount(place, self.columns["sum_d2"])
         mean = squares / np.maximum(np.bincount(place, self.columns["num_tokens"]), 1)
@@ -65,7 +69,8 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair) -> PairSums:
-    """Return the sums stored in the trace, or compute them from tokens; on a cluster they are stored first."""
+    """Return the sums stored in the trace, or compute them from the tokens. On a cluster, the computed sums are stored
+    first."""
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
     if database.sums.covers(pair):
@@ -98,7 +103,8 @@ def _kept(pair: Pair, *, has_mask: bool) -> str:
 
 
 def _of_tokens(rows: pa.RecordBatch) -> tuple[int, dict[str, np.ndarray]]:
-    """Return the number of tokens, and the step and sums of each sequence over tokens finite in both passes."""
+    """Return the number of tokens, and for each sequence its step and its sums over the tokens with finite logprobs in
+    both passes."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     sums = pair_sums(finite(tokens), _COLUMNS)
     mask_T = counted(rows.column("mask"), tokens.lengths_N) if "mask" in rows.schema.names else None

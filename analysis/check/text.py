@@ -102,7 +102,7 @@ EVIDENCE: Mapping[str, str] = {
     "rounding": "the logits differ by {level:.2g} nats rms, at most {allowed:.2g} is expected from rounding of {dtypes}, and no pattern "
     "was found",
 }
-"""Code of a signal -> template of the evidence, filled with the numbers of the finding."""
+"""Signal code -> template for the evidence, filled with the numbers in the finding."""
 
 _REASONS = {
     "begin_alike": "; all sequences of a prompt begin with them, so they belong to the prompt",
@@ -164,7 +164,7 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str | float]]] =
         "dtypes": " and ".join(f"{n[f'dtype_{side}'] or 'an unknown dtype'} ({n[side]})" for side in "ab")
     },
 }
-"""Code of a signal -> function from numbers to the words its template needs."""
+"""Signal code -> function that derives the words in the template from the numbers in the finding."""
 
 NOTES: Mapping[str, str] = {
     "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults near the level of rounding; record more "
@@ -176,18 +176,18 @@ NOTES: Mapping[str, str] = {
     "no_prompts": "no prompts recorded: the precision of logits and prompt caches cannot be checked",
     "attempts": "training was attempted {num_attempts} times; each step uses its newest attempt; {left_out}",
 }
-"""Code of a note -> its sentence."""
+"""Note code -> sentence."""
 
 BROKEN: Mapping[str | None, str] = {
     "recording": "the recording is broken",
     "engine": "an engine is broken",
     "versions": "the policy versions of the two sides differ",
 }
-"""Code of what is broken -> phrase."""
+"""Code of what must be fixed (`finding.Broken`) -> phrase."""
 
 
 def evidence_text(finding: Finding) -> str:
-    """Return the evidence of a finding as a sentence, with its numbers."""
+    """Return the evidence for a finding as a sentence with numbers."""
     numbers: dict[str, Any] = {
         **finding.numbers,
         "code": finding.code,
@@ -216,7 +216,7 @@ def note_text(note: Note) -> str:
 
 
 def checked_text(result: CheckResult, width: int | None = None) -> str:
-    """Render a check: the verdict, then evidence and next command of every finding."""
+    """Render a check: the verdict, then the evidence and the next command for every finding."""
     result = shown(result)
     inspected = (
         "all inspected individually"
@@ -246,19 +246,20 @@ def _finding_text(number: int, finding: Finding, width: int | None) -> str:
 
 
 def of_steps(steps: str) -> str:
-    """Name the steps a result covers, to follow the name of its trace; empty if it covers all."""
+    """Return a phrase that names the steps covered by a result, to be put after the trace's name; empty if all steps
+    are covered."""
     return "" if steps == ALL_STEPS else f" (steps {steps})"
 
 
 def wrapped(text: str, indent: str, width: int | None) -> str:
-    """Wrap text to a width, each line with the indent; without a width, one line."""
+    """Wrap text to a width, indenting each line; if the width is None, return one line."""
     if width is None:
         return indent + text
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def checked_json(result: CheckResult) -> dict[str, Any]:
-    """Return the check as JSON: codes, every number, and the sentences made from them."""
+    """Return a check result as JSON: codes, all numbers, and the sentences rendered from them."""
     findings = [
         asdict(finding)
         | {
@@ -289,7 +290,7 @@ def _missing_at(numbers: Mapping[str, Any]) -> str:
 
 
 def _fall(numbers: Mapping[str, Any]) -> str:
-    """Say whether the level along the sequences points to a cache or to weights."""
+    """Return a phrase that says whether the trend of the mismatch along sequences points to a cache or to weights."""
     times = f"{1 / max(numbers['fall'], 1e-9):.2g} times that in the first ({abs(numbers['fall_score']):.1f} standard errors)"
     if numbers["fall"] > MIN_FALL and numbers["fall_score"] > MIN_FALL_SCORE:
         return f"{times}: the engine reused a prefix cache computed with older weights"
@@ -317,7 +318,7 @@ def _recorded(numbers: Mapping[str, Any]) -> str:
 
 
 def _of_tensor(numbers: Mapping[str, Any]) -> str:
-    """Say what the engine has in place of one of the trainer's tensors."""
+    """Return a phrase that says what the engine holds instead of the trainer's tensor."""
     tensor, cause = numbers["tensor"], numbers["cause"]
     if cause == "adapter":
         return f"the engine's {tensor} is the trainer's without its adapter, at version {numbers['trainer_version']}"

@@ -20,19 +20,21 @@ class RunDifference:
     """One difference between two runs."""
 
     kind: str
-    """Element of KINDS."""
+    """Kind of the difference, one of KINDS."""
     name: str
-    """Setting, `pass.field` of a contract, pass or series; empty if the kind needs no name."""
+    """Name of the setting, contract field (as `pass.field`), pass or series that differs; empty if the kind needs no
+    name."""
     step: int
-    """First step at which they differ; for a series the start of the first segment that differs beyond noise."""
+    """First step at which the two runs differ; for a series, the start of the first segment that differs by more than
+    noise."""
     a: Measured | None
-    """Value in run A at that step; for a series its median from there to the next change; None if missing."""
+    """Value in run A at `step`; for a series, its median from `step` to the next change; None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """For a series, the difference of the runs in standard deviations of a single step's difference, on the series' scale; None
-    without noise, and for other kinds."""
+    """For a series, the mean difference between the runs in standard deviations of a single step's difference, on the
+    scale of the series; None if the difference has no noise, and for all other kinds."""
     values: Mapping[str, Measured] = field(default_factory=dict)
-    """Further numbers: shares, counts, the largest difference."""
+    """Further numbers, by name: shares, counts, the largest difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +46,21 @@ class Comparison(Result):
     a: str
     b: str
     pair: str
-    """Passes of the mismatch, as a:b."""
+    """Names of the passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
     """The `steps` option as given."""
     num_steps: int
     """Number of steps with sequences in both runs."""
     differences: tuple[RunDifference, ...]
-    """Sorted by first step, then kind; series by size."""
+    """Differences sorted by first step, then kind, and for series by size."""
     same: tuple[str, ...]
-    """Series that are bitwise equal at every shared step."""
+    """Names of the series that are bitwise equal at every step in both runs."""
     within_scatter: tuple[str, ...]
-    """Series that differ within noise."""
+    """Names of the series whose differences are no larger than noise."""
     note_codes: tuple[Statement, ...] = ()
-    """What could not be compared; codes of text.NOTES."""
+    """What could not be compared, as codes in text.NOTES."""
 
     @property
     def first(self) -> RunDifference | None:
-        """First difference; None if there is none."""
+        """Earliest difference; None if the runs do not differ."""
         return self.differences[0] if self.differences else None

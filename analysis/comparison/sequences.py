@@ -1,4 +1,4 @@
-"""Differences between the sequences of two runs: prompts, responses, logprobs of equal tokens, rewards, advantages."""
+"""Compare the sequences in two runs: prompts, responses, logprobs of equal tokens, rewards, advantages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .comparison import RunDifference
 
 
 def sequence_differences(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
-    """Yield the differences of prompts, responses, rewards and advantages over shared steps."""
+    """Yield the differences in prompts, responses, rewards and advantages at the steps in both runs."""
     pairs = paired(a, b)
     yield from _prompts(a, b, steps)
     yield from _responses(a, pairs)
@@ -54,7 +54,8 @@ def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:
 
 
 def _in_equal_groups(a: Rollouts, b: Rollouts, pairs: Pairs, differs: np.ndarray) -> np.ndarray:
-    """Return [K] bool: True if all sequences of the group, in both runs, have a partner with equal response and reward."""
+    """Return [K] bool: True for pairs in whose group every sequence, in both runs, has a partner with an equal response
+    and reward."""
     fine = pairs.equal & ~differs
     inside = np.ones(len(fine), bool)
     for run, at in ((a, pairs.a), (b, pairs.b)):
@@ -80,7 +81,7 @@ def _first(
 
 @dataclass(slots=True)
 class _PassDifference:
-    """Differences of a pass's logprobs in the steps read so far."""
+    """Differences between the two runs' logprobs in one pass, accumulated step by step."""
 
     step: int | None = None
     a: float = 0.0
@@ -91,7 +92,7 @@ class _PassDifference:
     largest_step: int = 0
 
     def add(self, step_K: np.ndarray, num_K: np.ndarray, a_T: np.ndarray, b_T: np.ndarray) -> None:
-        """Add the tokens of further pairs, compared bitwise."""
+        """Compare the tokens of more sequence pairs bitwise and add their differences."""
         a_T, b_T = a_T.astype(np.float32), b_T.astype(np.float32)
         unequal = np.flatnonzero(a_T.view(np.int32) != b_T.view(np.int32))
         self.num_tokens += len(a_T)
@@ -111,7 +112,8 @@ class _PassDifference:
 def logprob_differences(
     a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]
 ) -> Iterator[RunDifference]:
-    """Compare each pass's logprobs of the tokens before two responses to one prompt diverge: first and largest difference."""
+    """Yield the first and largest logprob difference per pass, over the tokens before two responses to the same prompt
+    diverge."""
     found = {name: _PassDifference() for name in passes}
     tokens, wanted = tokens_by_step(a), set(steps)
     for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):

@@ -19,18 +19,20 @@ from ..statistics.noise import half_square_difference, highest_long_run_variance
 from .comparison import RunDifference
 
 FEWEST = 3
-"""Minimum number of steps to estimate the noise of a difference."""
+"""Minimum number of steps for estimating the noise in the difference between two series."""
 BEYOND_SD = 4.5
-"""Standard errors beyond which two series differ, with the first step chosen to maximise it; false positives: below 0.5 %."""
+"""Number of standard errors by which the mean difference must exceed 0 for two series to count as different. The first
+step is chosen to maximise the difference, which the threshold allows for: the false-positive rate is below 0.5 %."""
 
 LAGS = ("policy_lag", "version_lag")
-"""Series that count updates and have no noise: any difference counts."""
+"""Names of series that count updates and therefore have no noise: any difference is reported."""
 
 
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Yield the series that differ; names of bitwise-equal ones are added to `same`, of those within noise to `within`."""
+    """Yield the series that differ. Names of bitwise-equal series are added to `same`, names of series that differ only
+    by noise to `within`."""
     for name in a:
         if name not in b:
             continue
@@ -55,7 +57,8 @@ def _on_shared_steps(a: Series, b: Series) -> tuple[Series, Series]:
 
 
 def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
-    """Yield a difference for NaN or an infinity in one run only, at the first such step recorded in both."""
+    """Yield a difference if a step recorded in both runs has NaN or infinity in only one of them; the first such step
+    is reported."""
     shared = np.intersect1d(a.steps, b.steps)
     alone = np.intersect1d(np.setxor1d(a.not_finite, b.not_finite), shared)
     if len(alone):
@@ -71,7 +74,8 @@ def _lag(a: Series, b: Series, first: int) -> RunDifference:
 
 
 def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
-    """Return the first segment, from the first unequal step on, whose mean difference is significant; None if none is."""
+    """Return the first segment, starting from index `first`, in which the mean difference is significant; None if there
+    is none."""
     joint = replace(a, values=np.concatenate([a.values, b.values])).scaled
     gap_n, steps = (joint[: len(a.steps)] - joint[len(a.steps) :])[first:], a.steps[first:]
     difference = Series(a.name, steps, gap_n, LINEAR, a.kind)
@@ -89,17 +93,19 @@ def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
 
 
 def _onset(gap_n: np.ndarray) -> int:
-    """Return the index at which a non-zero level begins: least squares with 0 before and a mean after."""
+    """Return the index at which a non-zero level begins, by a least-squares fit of 0 before the index and a constant
+    from it on."""
     from_here = np.cumsum(gap_n[::-1])[::-1]
     return int(np.argmax(from_here**2 / np.arange(len(gap_n), 0, -1))) if len(gap_n) else 0
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean difference in standard deviations of a step; infinity without noise; None if not significant.
+    """Return the mean difference in standard deviations of a single step's difference; infinity without noise; None if
+    not significant.
 
-    The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of few steps follows Student's
-    distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1)) (Wallace, Annals of
-    Mathematical Statistics 30, 1959).
+    The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of few steps follows
+    Student's distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1)) (Wallace,
+    Annals of Mathematical Statistics 30, 1959).
     """
     mean = abs(float(apart_n.mean()))
     is_short = len(stretch_n) < FEWEST_CHANGES

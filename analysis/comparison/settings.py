@@ -1,4 +1,4 @@
-"""Differences between the settings, sampling settings and contracts of two runs."""
+"""Compare the settings, sampling settings and contracts of two runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Timeline = dict[str, dict[int, Any]]
 
 
 def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
-    """Yield the hyperparameters that differ, with the first step of each."""
+    """Yield the hyperparameters that differ, each with the first step at which it differs."""
     of_a, of_b = _settings(a), _settings(b)
     for name in sorted(of_a.keys() | of_b.keys()):
         changes = sorted(of_a.get(name, {}).keys() | of_b.get(name, {}).keys())
@@ -52,13 +52,13 @@ def _settings(database: Database) -> _Timeline:
 
 
 def _held(values: Mapping[int, Any], step: int) -> Any:
-    """Return the value valid at a step; None before the first."""
+    """Return the value in effect at a step; None before the first recorded value."""
     known = [start for start in values if start <= step]
     return values[max(known)] if known else None
 
 
 def sampling_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield the sampling settings that differ, with the first step of each."""
+    """Yield the sampling settings that differ, each with the first step at which it differs."""
     of_a, of_b = ({row["step"]: row for row in database.ask(_SAMPLING).dicts()} for database in (a, b))
     for name in SAMPLING:
         for step in steps:
@@ -75,7 +75,8 @@ def _listed(values: list[Any] | None) -> Measured | None:
 
 
 def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield the contract fields that differ, by pass, with the first step at which the most frequent contracts differ."""
+    """Yield the contract fields that differ, by pass, with the first step at which the most frequent contracts
+    differ."""
     of_a, of_b = _contracts(a), _contracts(b)
     names = sorted({name for found in (of_a, of_b) for at_step in found.values() for name in at_step})
     for name in names:
@@ -98,7 +99,7 @@ def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iter
 
 
 def _contracts(database: Database) -> dict[int, dict[str, str]]:
-    """Return step -> pass -> its most frequent contract as JSON."""
+    """Return step -> pass -> most frequent contract of the pass, as JSON."""
     texts = dict(database.connection.execute("SELECT contract, contract_json FROM passes").fetchall())
     found: dict[int, dict[str, str]] = {}
     for step, name, contract in database.connection.execute(_CONTRACTS).fetchall():

@@ -26,22 +26,22 @@ FIRST: Mapping[str, str] = {
     "lag": "{name} is {a} in A and {b} in B",
     "series": "{name} is {a} in A and {b} in B{size}",
 }
-"""Kind of a difference -> clause after the step."""
+"""Kind of difference -> template for the clause that follows the step."""
 
 NOTES: Mapping[str, str] = {
     "no_sequences": "no step has sequences in both runs, so only settings and series were compared",
     "only_a": "series only in A: {series}",
     "only_b": "series only in B: {series}",
 }
-"""Code of a note -> sentence."""
+"""Note code -> sentence."""
 
 _LONGEST = 13
-"""Maximum characters of a text cell if the table has to fit a width."""
+"""Maximum number of characters in a text cell if the table must fit a given width."""
 _NAME = 24
 
 
 def sentence(found: Comparison) -> str:
-    """Say what differs first."""
+    """Return a sentence that states the first difference."""
     if found.first is None:
         return f"No difference in {found.num_steps:,} steps, in anything both traces record."
     first = found.first
@@ -51,7 +51,7 @@ def sentence(found: Comparison) -> str:
 
 
 def notes(found: Comparison) -> tuple[str, ...]:
-    """Say what could not be compared."""
+    """Return sentences that state what could not be compared."""
     return sentences(found.note_codes, NOTES)
 
 
@@ -68,7 +68,7 @@ def _value(value: Measured | None) -> str:
 
 
 def comparison_text(found: Comparison, width: int | None = None) -> str:
-    """Render what differs first, one row per difference, and what does not differ."""
+    """Render a comparison: the first difference, a table with one row per difference, and what does not differ."""
     found = shown(found)
     head = f"A: {found.a}{of_steps(found.steps)}\nB: {found.b}{of_steps(found.steps)}"
     parts = [wrapped(sentence(found), "", width), head]
@@ -99,7 +99,7 @@ def _detail(one: RunDifference) -> str:
 
 
 def _shortened(rows: Rows) -> Rows:
-    """Shorten long texts in the middle, and numbers to four digits."""
+    """Abbreviate long texts in the middle, and round numbers to four digits."""
     cut = [
         tuple(_cut(cell, _NAME if name == "name" else _LONGEST) for name, cell in zip(rows.columns, row, strict=True))
         for row in rows.rows
@@ -117,6 +117,6 @@ def _cut(cell: Any, longest: int) -> Any:
 
 
 def comparison_json(found: Comparison) -> dict[str, Any]:
-    """Return the same as JSON, with every number; sentences beside their codes."""
+    """Return a comparison as JSON: codes, all numbers, and the sentences rendered from them."""
     differences = [asdict(one) | {"sentence": _clause(one)} for one in found.differences]
     return asdict(found) | {"differences": differences, "sentence": sentence(found), "notes": notes(found)}

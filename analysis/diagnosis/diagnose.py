@@ -37,7 +37,7 @@ from .figures import FIGURES
 from .replay_effects import replay_effects
 
 JUDGED = "k3"
-"""Series whose jumps are reported."""
+"""Name of the series whose jumps are reported."""
 
 
 def diagnose(
@@ -50,9 +50,10 @@ def diagnose(
 ) -> Diagnosis:
     """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
 
-    Combines `attribute` (collapse and most probable cause, relative to a baseline `control` if given), `check`, the precision of
-    each side (declared and inferred), the published values for the mismatch next to the trace's own, the alerts at every step,
-    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) restricts it to part of the run.
+    Combines `attribute` (collapse and most probable cause, relative to a baseline `control` if given), `check`, the
+    precision of each side (declared and inferred), the published values for the mismatch next to the trace's own, the
+    alerts at every step, and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) restricts it to part
+    of the run.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -107,7 +108,8 @@ def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
 
 
 def coarser_dtype(sides: tuple[Precision, Precision]) -> str | None:
-    """Return the coarser dtype of the two sides, which determines the size of a mismatch; None if neither is known."""
+    """Return the coarser of the dtypes of pass a and pass b, which determines the size of a mismatch; None if neither
+    is known."""
     known = [side.coarsest for side in sides if side.coarsest in _ORDER]
     return _coarsest(known)
 
@@ -117,11 +119,11 @@ def _coarsest(dtypes: Iterable[str | None]) -> str | None:
 
 
 _ORDER = ("float32", "float16", "bfloat16", "float8")
-"""Finest first."""
+"""dtypes from the finest to the coarsest."""
 
 
 def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComparison, ...]:
-    """Return the published figures whose metric the trace has, those of the same coarser dtype first."""
+    """Return the published figures for metrics that the trace has, those with the same coarser dtype first."""
     found = [
         FigureComparison(figure=figure, own=metrics[figure.metric], fits=_coarsest(figure.dtypes) == coarser)
         for figure in FIGURES
@@ -133,7 +135,7 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
 def size_comparison(
     verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
 ) -> SizeComparison:
-    """Compare the rms of d, `own`, with published values of healthy runs of the same coarser dtype.
+    """Compare the rms of d, `own`, with published values from healthy runs with the same coarser dtype.
 
     `verdict` is the code of the check's first finding.
     """
@@ -148,7 +150,7 @@ def size_comparison(
 
 
 def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
-    """Return a query of the sequences of the first step with a non-finite reward, gradient norm or loss."""
+    """Return a query for the sequences in the first step with a non-finite reward, gradient norm or loss."""
     if not attribution.not_finite:
         return ()
     query = (
@@ -161,7 +163,8 @@ def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
 def _next(
     data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...], located: Location | None = None
 ) -> tuple[Advice, ...]:
-    """Return the next commands: which side, then where in the model; none if a replay or `locate` has the answer."""
+    """Return the commands that find which side causes the mismatch, then where in the model; none if a replay or
+    `locate` already answered both."""
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
@@ -176,7 +179,8 @@ def _next(
 
 
 def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:
-    """Return `locate` against the replay that removes most of the mismatch, if any removes part of it."""
+    """Return a `locate` command against the replay that removes the largest share of the mismatch; none if no replay
+    removes any."""
     if not data.has_weights:
         return ()
     for replay in replays:
@@ -197,10 +201,11 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return metric name, as in figures and alarms -> its value over all tokens of the trace.
+    """Return metric name, as in figures and alarms -> value over all tokens in the trace.
 
-    With n tokens: means of d, |d|, d^2 and k3 = exp(d) - 1 - d in nats; shares; ess_token = (sum w)^2 / (n sum w^2) with
-    w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, cannot be derived from sums and covers the sampled tokens.
+    With n tokens: means of d, |d|, d^2 and k3 = exp(d) - 1 - d in nats; shares; ess_token = (sum w)^2 / (n sum w^2)
+    with w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, cannot be derived from sums and covers the
+    sampled tokens.
     """
     sums = data.sums
     if not sums.num_tokens:

@@ -1,4 +1,4 @@
-"""Result of a diagnosis, as codes and numbers; text.py has the sentences."""
+"""Result of a diagnosis, as codes and numbers. The sentences are in text.py."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from .figures import PublishedFigure
 SETTLES = 0.9
 """Minimum share of the mismatch that a replay must remove to identify the cause."""
 ADDS_LITTLE = 0.1
-"""Share of the mismatch below which a replay counts as having no effect."""
+"""Share of the mismatch; a replay that removes or adds less counts as having no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """dtypes of both sides (a, b), from contracts and as inferred from logprobs; None where unknown."""
+    """dtypes of pass a and pass b: declared by contracts, and inferred from logprobs; None where unknown."""
 
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
     """dtypes declared by the contracts."""
     logits: tuple[str | None, str | None]
-    """dtypes that the logits were rounded to: see check.detectors.logit_grid."""
+    """dtypes to which the logits were rounded; see check.detectors.logit_grid."""
     values: tuple[str | None, str | None]
-    """dtypes that the recorded logprobs were rounded to."""
+    """dtypes to which the recorded logprobs were rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureComparison:
-    """A published figure and the trace's value under the same definition."""
+    """A published figure, next to the value that the trace has under the same definition."""
 
     figure: PublishedFigure
     own: float
     fits: bool
-    """True if its coarser dtype is that of this trace."""
+    """True if the published figure has the same coarser dtype as the trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,38 +52,40 @@ class SizeComparison:
     own: float
     """Root mean square of d, nats."""
     coarser: str | None
-    """Coarser dtype of the two sides, which determines the size; None if unknown."""
+    """The coarser of the dtypes of pass a and pass b, which determines the size of the mismatch; None if unknown."""
     low: float | None = None
-    """Ends of the published range, nats; None for `equal` and `unpublished`."""
+    """Lower end of the published range, nats; `high` is the upper end. Both are None for `equal` and `unpublished`."""
     high: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayEffect:
-    """Share of the mismatch removed by a replay in place of pass a."""
+    """Share of the mismatch that disappears when a replay takes the place of pass a."""
 
     arm: str
     pair: tuple[str, str]
     num_tokens: int
     gap_rms: float
-    """Root mean square of d of the pair over the replayed tokens, nats."""
+    """Root mean square of d between pass a and pass b over the replayed tokens, nats."""
     left_rms: float
-    """The same between the replay and pass b, nats."""
+    """Root mean square of d between the replay and pass b over the same tokens, nats."""
     removed: float
-    """Share of mean squared d removed by the replay; negative if it increases it."""
+    """Share of the mean squared d removed by the replay; negative if the replay increases the mean squared d."""
     low: float | None
-    """Bounds of its 95 % interval over groups; None without an interval."""
+    """Lower bound of the 95 % interval of `removed`, over groups; `high` is the upper bound. Both are None without an
+    interval."""
     high: float | None
     no_interval: str | None
-    """Reason for a missing interval; None if there is one."""
+    """Reason why there is no interval; None if there is one."""
     is_own_engine: bool = False
-    """True for a replay by the engine of pass b with nothing else changed."""
+    """True if the replay only changed the engine, to the one that computed pass b."""
     changes: str | None = None
-    """Options of the arm, e.g. `dtype=fp16,batch-size=1`; None if not recorded."""
+    """Options of the replay, e.g. `dtype=fp16,batch-size=1`; None if not recorded."""
 
     @property
     def code(self) -> Literal["settles", "repeats", "part", "nothing", "adds"]:
-        """Effect on the mismatch: removes it, reproduces pass b, removes part of it, none, or increases it."""
+        """Effect of the replay: it removes the mismatch (`settles`), reproduces pass b (`repeats`), removes part of the
+        mismatch (`part`), has no effect (`nothing`), or increases the mismatch (`adds`)."""
         if self.removed > SETTLES:
             return "repeats" if self.is_own_engine else "settles"
         if self.removed > ADDS_LITTLE:
@@ -99,20 +101,20 @@ class Diagnosis(Result):
 
     checked: CheckResult
     attribution: Attribution
-    """Collapse of the run, its onset, and its probable cause."""
+    """Whether the run collapsed, the onset of the collapse, and its probable cause."""
     jumps: tuple[RecordedChange, ...]
     """Increases of the mismatch by a factor of ABRUPT or more, largest first."""
     numerics: Numerics
     metrics: dict[str, float]
-    """Metric name, as in `stats` and the frameworks -> value of the trace."""
+    """Metric name, as used by `stats` and the frameworks -> value for the trace."""
     size: SizeComparison
     figures: tuple[FigureComparison, ...]
     alarms: AlarmReadings
     replays: tuple[ReplayEffect, ...]
     next: tuple[Advice, ...]
-    """Commands that answer what is still open."""
+    """Commands that answer the questions still open."""
     located: Location | None = None
-    """Newest result of `locate` in the trace, without its operators; None if there is none."""
+    """Newest `locate` result stored in the trace, without operators; None if there is none."""
 
     @property
     def settled_by(self) -> ReplayEffect | None:

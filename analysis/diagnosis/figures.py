@@ -1,4 +1,4 @@
-"""Published values of the mismatch between trainer and engine, each under its original definition."""
+"""Published values for the mismatch between trainer and engine, each under its original definition."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFigure:
-    """A published value, or a range of several."""
+    """A published value, or the range of several published values."""
 
     metric: str
-    """Column of `stats` with the same definition: over tokens, d in nats."""
+    """Name of the `stats` column with the same definition, computed over tokens with d in nats."""
     low: float
     high: float
     dtypes: tuple[str, str]
@@ -21,9 +21,9 @@ class PublishedFigure:
     setting: str
     source: str
     is_mixture: bool = False
-    """True for a mixture of experts."""
+    """True if the model is a mixture of experts."""
     is_fault: bool = False
-    """True if measured in a broken run."""
+    """True if the value was measured in a run with a fault."""
 
 
 def _published(
@@ -37,7 +37,8 @@ def _published(
     is_mixture: bool = False,
     is_fault: bool = False,
 ) -> Iterator[PublishedFigure]:
-    """Yield one figure per metric of a measurement; `dtypes` is one name if both sides used the same."""
+    """Yield one figure per metric in a measurement. `dtypes` is a single name if trainer and engine used the same
+    dtype."""
     sides = (dtypes, dtypes) if isinstance(dtypes, str) else dtypes
     for metric, value in values.items():
         low, high = value if isinstance(value, tuple) else (value, value)
@@ -97,4 +98,4 @@ FIGURES = (
     *_published(_BF16, "verl, vLLM", "14B dense", "A100 with cascade attention: a fault",
                 "richardli.xyz/rl-collapse 3.5", {"k3": (0.01, 1.0)}, is_fault=True),
 )  # fmt: skip
-"""Published noise floor."""
+"""Published values for the mismatch, in healthy runs and in runs with a known fault."""

@@ -1,4 +1,4 @@
-"""Share of the mismatch removed by the replays in a trace."""
+"""Measure the share of the mismatch that each replay in a trace removes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ SELECT count(*) AS num, sum((logprob_a - logprob_b) ** 2) AS gap, sum((logprob_c
 FROM triangle({a}, {b}, {c}) JOIN sequences AS s USING (run, step, seq_id)
 GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 """
-"""Per sequence: tokens, sums of squared differences of a and b and of c and b, and group."""
+"""Query that returns, per sequence: number of tokens, sum of squared differences between passes a and b, the same
+between the replay c and b, and group."""
 
 
 _ENGINE_ALONE = {"engine", "mode"}
-"""Arm options that leave an engine's computation unchanged."""
+"""Replay options that select an engine without changing how it computes."""
 
 
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
-    """Return the effect of each replay in place of pass a, the largest removed share first."""
+    """Return the effect of replacing pass a with each replay, in descending order of the removed share."""
     found, contracts = [], _contracts(database)
     own_engines = _own_engines(contracts, pair[1])
     tell_sampled(database, set(passes) - {*pair})
@@ -60,7 +61,7 @@ def _contracts(database: Database) -> list[tuple[str, Contract]]:
 
 
 def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
-    """Return the arm options of a replay; None if missing or ambiguous."""
+    """Return the options that a replay was run with; None if they are missing or ambiguous."""
     arms = {
         arm_text(contract["arm"]) for of, contract in contracts if of == name and isinstance(contract.get("arm"), dict)
     }
@@ -68,7 +69,7 @@ def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
 
 
 def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set[str]:
-    """Return the replays by the engine of a pass with nothing else changed."""
+    """Return the names of the replays that only changed the engine, to the one that computed `engine_pass`."""
     engines = {contract.get("engine") for name, contract in contracts if name == engine_pass} - {None}
     return {
         name
@@ -80,7 +81,8 @@ def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set
 
 
 def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interval | NoInterval:
-    """Return a 95 % interval over groups of the removed share, 1 - left / gap, at most 1, from per-sequence sums."""
+    """Return a 95 % interval, over groups, for the removed share 1 - left / gap, computed from per-sequence sums. The
+    upper bound is at most 1."""
     found = bootstrap(
         {"removed": lambda t: 1 - t["left"] / t["gap"]}, {"gap": gap_N, "left": left_N}, unit_N, _CONFIDENCE
     )["removed"]

@@ -21,7 +21,7 @@ from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 
 
 def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool = False) -> str:
-    """Render a diagnosis: the headline, then one answer each to valid, why, normal and next.
+    """Render a diagnosis: the headline, then one answer per question: `valid`, `why`, `normal` and `next`.
 
     `verbose` adds tables: the check's evidence, dtypes, published figures, alerts and replays.
     """
@@ -38,7 +38,7 @@ def story(found: Diagnosis) -> str:
 
 
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
-    """Return the headline of a run; `checked` is None if it has no two passes to compare."""
+    """Return the headline for a run; `checked` is None if the run does not have two passes to compare."""
     fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
     if fall is None:
         calm = "No collapse detected"
@@ -73,7 +73,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
 
 
 def _named(attribution: Attribution) -> set[str]:
-    """Return the series named in the evidence of the first suspect."""
+    """Return the names of the series in the evidence for the most probable cause."""
     if not attribution.suspects:
         return set()
     first = attribution.suspects[0]
@@ -91,7 +91,8 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def cause_title(suspect: Suspect, checked: CheckResult | None) -> str:
-    """Name a suspect; a mismatch that grows at a step is named without the step, which the sentence already gives."""
+    """Return the name of a suspected cause. For a mismatch that grows at a step, the name omits the step, which the
+    headline already states."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return SUSPECTS[suspect.code] if has_step else suspect.title
 
@@ -126,7 +127,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
 
 
 def _labelled(name: str, text: str, width: int | None) -> str:
-    """Return the text indented beside its label."""
+    """Return a label followed by the wrapped text, indented to the right of the label."""
     return f"{name:<8}{wrapped(text, ' ' * 8, width).strip()}"
 
 
@@ -145,7 +146,7 @@ def _tables(found: Diagnosis, width: int | None) -> list[str]:
 
 
 def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
-    """Return the diagnosis as JSON: codes, every number, and the sentences made from them."""
+    """Return a diagnosis as JSON: codes, all numbers, and the sentences rendered from them."""
     result = asdict(found) | {"story": story(found), "attribution": attribution_json(found.attribution)}
     if found.located is not None:
         result["located"]["sentence"] = located_sentence(found.located)
@@ -165,7 +166,7 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
 
 
 def numerics_text(numerics: Numerics) -> str:
-    """Name the precision each side computed in."""
+    """Return a phrase that names the precision in which each pass was computed."""
     parts = []
     sides = zip(numerics.passes, numerics.declared, numerics.logits, numerics.values, strict=True)
     for name, dtype, logits, values in sides:
@@ -179,7 +180,8 @@ def numerics_text(numerics: Numerics) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool) -> str:
-    """Say whether the mismatch has a normal size; if the comparison is not valid, only the size."""
+    """Return a sentence that says whether the size of the mismatch is normal, or states only the size if the comparison
+    is not valid."""
     if size.code == "equal":
         return "No mismatch."
     if size.code == "unpublished":
@@ -204,7 +206,7 @@ def size_text(size: SizeComparison, *, is_valid: bool) -> str:
 
 
 def effect_text(effect: ReplayEffect) -> str:
-    """Say how a replay changes the mismatch."""
+    """Return a sentence that says how a replay changes the mismatch."""
     a, b = effect.pair
     return {
         "settles": f"with {effect.arm}, {a} agrees with {b}: this causes the mismatch",

@@ -1,4 +1,4 @@
-"""Laws fitted to series: growth of the mismatch, reward against entropy, and leads and lags between series."""
+"""Fit laws to series: growth of the mismatch, reward as a function of entropy, and leads and lags between series."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ FEWEST = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Slope of ln k3 against the step."""
+    """Growth rate of k3: a line fitted to ln k3 over the steps."""
 
     part: str
-    """`run` or `last third`."""
+    """Part of the run that was fitted: `run` or `last third`."""
     num_steps: int
     slope: float
-    """1 / step."""
+    """Slope of ln k3, per step."""
     low: float
     high: float
-    """`low` to `high` is the 95 % interval of the slope, with autocorrelation: docs/evidence/intervals.md."""
+    """`low` to `high` is the 95 % interval of the slope, which allows for autocorrelation; see
+    docs/evidence/intervals.md."""
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Steps in which k3 doubles, negative if it halves; None if the interval contains 0."""
+    """Number of steps in which k3 doubles, or, if negative, halves; None if the interval of the slope contains 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +48,17 @@ class EntropyLaw:
     b: float
     """The law predicts a reward of b - a at zero entropy."""
     r2: float
-    """Share of the reward's variance explained."""
+    """Share of the variance in the reward that the law explains."""
     residual_last_third: float
-    """Mean residual over the last third of the steps, in standard deviations of the residuals: drift away from the law."""
+    """Mean residual over the last third of the steps, in standard deviations of the residuals: drift away from the
+    law."""
     residuals: tuple[tuple[int, float], ...]
     """(step, residual) pairs."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
-    """Return the growth of the mismatch over the run and over its last third; arXiv 2510.18855 predicts a constant factor.
+    """Return the growth of the mismatch over the run and over its last third; arXiv 2510.18855 predicts a constant
+    factor.
 
     No line is fitted across a jump: with one, only the last third is fitted, and only from the last jump on.
     """
@@ -114,10 +117,10 @@ NAMES = (
     "k3", "grad_norm", "reward", "reward_std_within_groups", "length", "entropy", "clip_share", "policy_lag",
     "update_to_weight", "changed_weights",
 )  # fmt: skip
-"""Series compared: one of each group of equivalent ones."""
+"""Names of the series compared for leads and lags: one per group of equivalent series."""
 
 FEWEST_FOR_LAGS = 24
-"""Minimum number of shared steps."""
+"""Minimum number of steps at which both series have a value."""
 
 LARGEST_LAG = 50
 
@@ -127,12 +130,12 @@ class LeadLag:
     """The lag at which the changes of two series correlate most."""
 
     leader: str
-    """Series that is ahead; the first of both if the lag is 0."""
+    """Name of the series that changes first; if the lag is 0, either."""
     follower: str
     lag: int
-    """Steps by which the leader is ahead."""
+    """Number of steps by which the leader is ahead."""
     correlation: float
-    """Rank correlation of their step-to-step changes at that lag."""
+    """Rank correlation between the step-to-step changes of the two series at this lag."""
     p: float
     """p-value: probability of a correlation as strong at any lag if the two are independent."""
     q: float
@@ -143,10 +146,10 @@ class LeadLag:
 def lead_lags(series: Mapping[str, Series]) -> tuple[LeadLag, ...]:
     """Correlate every pair of series of NAMES over lags, the most significant first.
 
-    Each series is differenced on its scale and ranked; lags go up to 50 steps and at most a quarter of the steps. The null
-    distribution is a moving-block bootstrap of one series, which keeps its autocorrelation and removes the dependence. p is for
-    the largest correlation over all lags; q is adjusted after Benjamini and Hochberg. Correlation within one run does not show
-    causation.
+    Each series is differenced on its scale and ranked; lags go up to 50 steps and at most a quarter of the steps. The
+    null distribution is a moving-block bootstrap of one series, which keeps its autocorrelation and removes the
+    dependence. p is for the largest correlation over all lags; q is adjusted after Benjamini and Hochberg. Correlation
+    within one run does not show causation.
     """
     found = []
     for first, second in combinations([name for name in NAMES if name in series], 2):

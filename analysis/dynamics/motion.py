@@ -29,7 +29,7 @@ class SeriesSummary:
     smallest: float
     largest: float
     not_finite: tuple[int, ...]
-    """Steps with NaN or an infinity."""
+    """Steps at which the value is NaN or infinite."""
     changes: tuple[ChangePoint, ...]
 
 
@@ -46,7 +46,7 @@ class Dynamics(Result):
     last_step: int
     num_steps: int
     summary_codes: tuple[Statement, ...]
-    """Summary, as codes of text.SUMMARY."""
+    """Summary of the run, as codes in text.SUMMARY."""
     fall: Fall | None
     """Collapse of the run's outcome as found by `attribute`; None without one, or if `steps` restricts the run."""
     series: tuple[SeriesSummary, ...]
@@ -54,9 +54,9 @@ class Dynamics(Result):
     """First change of each series, earliest first."""
     lead_lag: tuple[LeadLag, ...]
     schedule: Schedule | None
-    """None if response lengths are unknown."""
+    """Length surge and the resulting learning-rate schedule; None if response lengths are unknown."""
     growth: tuple[Growth, ...]
     """Growth rates of k3."""
     entropy_law: EntropyLaw | None
     unanswered_codes: tuple[Statement, ...]
-    """What this trace cannot show, as codes of text.UNANSWERED."""
+    """What the trace cannot show, as codes in text.UNANSWERED."""

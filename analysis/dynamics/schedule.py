@@ -1,7 +1,7 @@
 """Apply the length-based learning-rate schedule to a recorded run.
 
-arXiv 2602.01826, algorithm 1: eta_t = max(eta_{t-1} / 2, eta_0 / 10) when t mod T = 0, with T = round(1.8 t_surge). There is
-no decay before a surge of the response length. t counts updates from 1.
+arXiv 2602.01826, algorithm 1: eta_t = max(eta_{t-1} / 2, eta_0 / 10) when t mod T = 0, with T = round(1.8 t_surge).
+There is no decay before a surge of the response length. t counts updates from 1.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..facts.series import Series
 class LengthSurge:
     """Online detector of a surge of the response length: growth by a factor within a few steps.
 
-    arXiv 2602.01826 does not define the surge. Here it is the first t at which L / base is at least `kappa` in `above` of the
-    last `of` steps, with L_t the mean response length of step t and base_t the median of L over [t - window - gap, t - gap).
-    The gap keeps a rise over a few steps out of its own base.
+    arXiv 2602.01826 does not define the surge. Here it is the first t at which L / base is at least `kappa` in `above`
+    of the last `of` steps, with L_t the mean response length of step t and base_t the median of L over [t - window -
+    gap, t - gap). The gap keeps a rise over a few steps out of its own base.
 
     >>> surge = LengthSurge(window=4, gap=1, above=2, of=2)
     >>> [surge.observe(length) for length in (10, 11, 9, 10, 10, 30, 31, 30)]
@@ -43,7 +43,7 @@ class LengthSurge:
         self.num_steps = 0
         """Number of steps observed; the first is step 1."""
         self.step: int | None = None
-        """Step of the surge; None before it."""
+        """Step at which the surge was detected; None if none has been detected."""
         self._lengths: deque[float] = deque(maxlen=window + gap)
         self._over: deque[bool] = deque(maxlen=of)
 
@@ -65,7 +65,7 @@ class LengthSurge:
 
 
 FACTOR, FLOOR = 0.5, 0.1
-"""Factor of one decay, and lowest learning rate relative to the first."""
+"""Factor applied by each decay, and lowest learning rate relative to the initial one."""
 _STRETCH = 1.8
 KAPPAS = (1.5, 2.0, 3.0)
 VARIANTS: tuple[dict[str, int], ...] = (
@@ -86,7 +86,7 @@ class Decay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """Result of the detector under one choice of settings."""
+    """Surge detected under one combination of detector settings."""
 
     kappa: float
     window: int
@@ -102,9 +102,9 @@ class Schedule:
     """Surge of the response length and the resulting schedule of arXiv 2602.01826."""
 
     surge_step: int | None
-    """None without a surge."""
+    """Step at which the response length surges; None if it never does."""
     decay_period: int | None
-    """round(1.8 surge_step), in steps."""
+    """Number of steps between decays, round(1.8 surge_step); None without a surge."""
     decays: tuple[Decay, ...]
     """All decays down to the floor, including those after the end of the run."""
     sensitivity: tuple[Sensitivity, ...]

@@ -32,7 +32,7 @@ SUMMARY: Mapping[str, str] = {
     "k3_doubles": "In the last third of the run k3 doubles every {steps:.3g} steps.",
     "k3_halves": "In the last third of the run k3 halves every {steps:.3g} steps.",
 }
-"""Code of a part of the summary -> sentence."""
+"""Code of a summary statement -> sentence template."""
 
 UNANSWERED: Mapping[str, str] = {
     "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown; see tim-trace info",
@@ -48,21 +48,21 @@ UNANSWERED: Mapping[str, str] = {
     "no_changed_weights": "no weights; record with --weights delta to measure how much each update changes",
     "too_short": "{num_steps} steps with a value; change points need {changes}, lags {lags}, rates and laws {laws}",
 }
-"""Code of what is unknown -> sentence."""
+"""Code of what the trace cannot show -> sentence template."""
 
 
 def summary_sentences(found: Dynamics) -> tuple[str, ...]:
-    """Return the answer in sentences."""
+    """Return the summary as sentences."""
     return tuple(SUMMARY[part.code].format(**_numbers(part, found)) for part in found.summary_codes)
 
 
 def unanswered_sentences(found: Dynamics) -> tuple[str, ...]:
-    """Say what this trace cannot show, and what would change that."""
+    """Return sentences that state what the trace cannot show, and what to record to show it."""
     return sentences(found.unanswered_codes, UNANSWERED)
 
 
 def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
-    """Return what the sentence needs beyond the numbers of its code."""
+    """Return the values for a sentence template, including those not stored with its code."""
     numbers = dict(part.values)
     first = [onset_text(onset) for onset in found.onsets if onset.may_be_first]
     if part.code == "moved_first":
@@ -108,7 +108,7 @@ def dynamics_text(found: Dynamics, width: int | None = None) -> str:
 
 
 def dynamics_json(found: Dynamics) -> dict[str, Any]:
-    """Return the same as JSON, with every number; sentences beside their codes."""
+    """Return the dynamics of a run as JSON: codes, all numbers, and the sentences rendered from them."""
     summary = summary_sentences(found)
     return asdict(found) | {"says": summary, "summary": summary, "unanswered": unanswered_sentences(found)}
 

@@ -12,14 +12,14 @@ from .location import REACH
 from .noise import long_run_variance
 
 _LARGEST_E = 12
-"""Maximum number of ends tried for a decline."""
+"""Maximum number of end positions tried for a decline."""
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
     """Return the first index of a decline between two given levels, with its interval: (low, index, high).
 
-    The index minimises the sum of squares. The 90 % interval has the indices whose sum of squares is within the F quantile with
-    1 and N - 3 degrees of freedom.
+    The index minimises the sum of squares. The 90 % interval has the indices whose sum of squares is within the F
+    quantile with 1 and N - 3 degrees of freedom.
     """
     n = len(values)
     costs = np.full(n, np.inf)

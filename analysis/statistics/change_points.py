@@ -16,7 +16,8 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""False-positive rate of a cut in pure noise of known variance; below 0.01 if the variance is estimated."""
+"""Probability of a false change point in pure noise with known variance; if the variance is estimated, it is below
+0.01."""
 
 _ROUNDS = 4
 
@@ -27,17 +28,19 @@ def shortest(n: int) -> int:
 
 
 def tail(gain: float, n: int) -> float:
-    """Return an upper bound on the probability that, in pure noise, cutting a line in two gains `gain` long-run variances.
+    """Return an upper bound on the probability that, in pure noise, cutting a line in two gains `gain` long-run
+    variances.
 
-    0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum of chi-square statistics with 2 degrees of freedom over all
-    positions; the factor comes from simulations of white noise with 20 to 1,000 steps.
+    0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum of chi-square statistics with 2 degrees of freedom over
+    all positions; the factor comes from simulations of white noise with 20 to 1,000 steps.
     """
     return min(1.0, 0.58 * math.log(n) * gain * math.exp(-gain / 2)) if gain > 2 else 1.0
 
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the minimum gain of a cut, in long-run variances: at false-positive rate SIGNIFICANT, and at least 3 ln n."""
+    """Return the minimum gain of a cut, in long-run variances: at false-positive rate SIGNIFICANT, and at least 3 ln
+    n."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -45,7 +48,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares of lines fitted to any segment of a series, from running sums."""
+    """Residual sums of squares for lines fitted to any segment of a series, computed from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)
@@ -64,10 +67,10 @@ class StretchSquares:
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
-    """Return the start of every segment but the first, and the long-run variance used.
+    """Return the start index of every segment except the first, and the long-run variance that was used.
 
-    The variance is estimated after the best single cut, then after the cuts found, until they are stable. Removing a cut from
-    a series without one makes the estimate too small, which `_margin` compensates.
+    The variance is estimated after the best single cut, then after the cuts found, until they are stable. Removing a
+    cut from a series without one makes the estimate too small, which `_margin` compensates.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
@@ -76,7 +79,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     extent = float(np.ptp(values))
     if extent <= 1e-12 * float(np.abs(values).max()):
         return [], 0.0
-    # Differences of neighbours are a lower bound for the noise, whatever the number of cuts.
+    # Differences between neighbouring values give a lower bound for the noise, whatever the number of cuts.
     floor = max((0.01 * extent) ** 2, half_square_difference(values, 1))
     whole, places, found = long_run_variance(values, 2), [_best_single(lines, least)], [-1]
     variance = whole

@@ -1,4 +1,4 @@
-"""Correlations of two samples, and of two series over lags.
+"""Compute correlations between two samples, and between two series over lags.
 
 Shapes: n values, one per step, without gaps; R series, L lags.
 """
@@ -29,7 +29,7 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoMoments:
-    """Moments of two samples, which can be added over parts (Chan, Golub and LeVeque 1979)."""
+    """Moments of paired samples x and y. Moments of separate parts can be added (Chan, Golub and LeVeque 1979)."""
 
     num: int
     mean_x: float
@@ -43,7 +43,7 @@ class CoMoments:
     @classmethod
     def of(cls, x: np.ndarray, y: np.ndarray) -> CoMoments:
         """Return the moments of one part with at least one value."""
-        # For equal values, rounding of the mean must not count as spread.
+        # If all values are equal, a rounding error in the mean must not count as spread.
         mean_x, mean_y = (float(values[0] if np.ptp(values) == 0 else values.mean()) for values in (x, y))
         off_x, off_y = x - mean_x, y - mean_y
         return cls(
@@ -96,7 +96,7 @@ def leading_lag(x: np.ndarray, y: np.ndarray, reach: int) -> tuple[int, float, f
 
 
 def _ranks(values: np.ndarray) -> np.ndarray | None:
-    """Return ranks with mean 0 and norm 1; None if all are equal."""
+    """Return the ranks of the values, scaled to mean 0 and norm 1; None if all values are equal."""
     from scipy.stats import rankdata
 
     ranks = rankdata(values) - (len(values) + 1) / 2

@@ -16,15 +16,15 @@ Totals = Mapping[str, Array]
 _ADDABLE = (
     "num_tokens", "num_outside", "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "sum_expm1_2d", "sum_prob_diff",
 )  # fmt: skip
-"""Columns of schemas.sums that can be added directly."""
+"""Names of the schemas.sums columns that can be added up directly."""
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
     """Convert [N] columns of schemas.sums to [N] columns whose totals FROM_SUMS takes.
 
-    Sums of ratios are scaled by the largest ratio of all sequences and sums of probabilities centred on the median of the
-    sequences' means, to avoid cancellation in totals and resamples. Without probability columns in `sums`, the derived columns
-    are omitted.
+    Sums of ratios are scaled by the largest ratio of all sequences and sums of probabilities centred on the median of
+    the sequences' means, to avoid cancellation in totals and resamples. Without probability columns in `sums`, the
+    derived columns are omitted.
     """
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}
@@ -85,4 +85,5 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Column of `stats` -> function of the totals of `addable`. The formulas match sql/statistics.sql."""
+"""Name of a `stats` column -> function that computes it from totals of the columns that `addable` returns. The formulas
+are those in sql/statistics.sql."""

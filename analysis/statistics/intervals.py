@@ -25,27 +25,29 @@ SEED = 20_260_000
 """Fixed seed: the same trace gives the same interval."""
 
 MIN_GROUPS = 8
-"""Minimum number of groups for an interval. With fewer, a 95 % Student's t interval covers the true value in 80 to 90 % of runs if
-prompts differ; a valid studentized bootstrap is 5 to 8 times wider, or unbounded."""
+"""Minimum number of groups for an interval. With fewer, a 95 % Student's t interval covers the true value in 80 to 90 %
+of runs if prompts differ; a valid studentized bootstrap is 5 to 8 times wider, or unbounded."""
 
 MOST_UNITS = 256
 """Maximum number of resampled units; more groups are merged into units, which keeps the variance of sums."""
 
 PARTS = 20
-"""Maximum number of parts, made of whole groups, in a jackknife."""
+"""Maximum number of parts in a jackknife. Each part consists of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples; in between, as many as put _BEYOND of them beyond each bound."""
+"""Minimum and maximum number of resamples. Between these limits, enough are drawn for _BEYOND of them to be beyond each
+bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
-"""Relative step of the finite differences for slopes."""
+"""Relative step size of the finite differences that estimate derivatives."""
 
 _NOISE = 1e-9
-"""Standard error relative to its terms below which it is rounding noise of the slopes: all groups are equal."""
+"""Standard error, relative to its terms, below which it is only rounding error in the derivatives, i.e. all groups are
+equal."""
 
 _NO_SPREAD = 1e-6
-"""Standard error of a resample relative to that of the run below which all its groups are equal."""
+"""Standard error of a resample, relative to that of the run, below which all groups in the resample count as equal."""
 
 
 _BLOCK = 1 << 15
@@ -68,7 +70,8 @@ def ends(found: Interval | NoInterval) -> Interval | None:
 
 
 def unit(table: str) -> str:
-    """Return an SQL expression that identifies the group: sequences of a step with one group_id, or a sequence without one."""
+    """Return an SQL expression that identifies the group: sequences of a step with one group_id, or a sequence without
+    one."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 
@@ -84,14 +87,15 @@ def bootstrap(
 ) -> dict[str, Interval | NoInterval]:
     """Return intervals of statistics of totals, by bootstrap-t over groups (Efron 1981; Hall 1988).
 
-    Whole groups are drawn with replacement. For each resample, t = (resampled value - value) / (resampled standard error), with
-    the standard error of the linearised statistic (infinitesimal jackknife, Efron 1982); the bounds are value - t * standard
-    error at two quantiles of t. Because few groups underestimate the variance, the interval is wider than the textbook's in two
-    ways: the quantiles are expanded after Hesterberg 2015 (What Teachers Should Know About the Bootstrap, section 3.2, there
-    for percentiles), and no bound is closer than Student's t with G - 1 degrees of freedom. scipy.stats.bootstrap supports
-    neither groups nor t.
+    Whole groups are drawn with replacement. For each resample, t = (resampled value - value) / (resampled standard
+    error), with the standard error of the linearised statistic (infinitesimal jackknife, Efron 1982); the bounds are
+    value - t * standard error at two quantiles of t. Because few groups underestimate the variance, the interval is
+    wider than the textbook's in two ways: the quantiles are expanded after Hesterberg 2015 (What Teachers Should Know
+    About the Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees
+    of freedom. scipy.stats.bootstrap supports neither groups nor t.
 
-    `constants` are added to the totals unchanged. With `open_ended` a bound may be infinite; otherwise the result is CARRIED.
+    `constants` are added to the totals unchanged. With `open_ended` a bound may be infinite; otherwise the result is
+    CARRIED.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -109,8 +113,8 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
     """Return an interval of the largest value, whose upper bound is the value itself.
 
-    Percentile bootstrap (Efron 1979) over groups. No resample exceeds the largest value of the run, so the interval does not
-    predict a longer run.
+    Percentile bootstrap (Efron 1979) over groups. No resample exceeds the largest value of the run, so the interval
+    does not predict a longer run.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -135,8 +139,8 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
     """Return the interval of a smooth statistic from its values without each of P parts, made of whole groups.
 
-    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. Returns FEW with fewer than MIN_GROUPS parts,
-    and SINGLE if leaving out most parts does not change the value, as for a maximum.
+    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. Returns FEW with fewer than MIN_GROUPS
+    parts, and SINGLE if leaving out most parts does not change the value, as for a maximum.
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
@@ -172,13 +176,14 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
     >>> round(f_quantile(0.90, 1, 6), 2)
     3.78
     """
-    from scipy.special import fdtri  # as above
+    from scipy.special import fdtri  # avoids the slow import of scipy.stats
 
     return float(fdtri(numerator, denominator, probability))
 
 
 def moving_blocks(number: int, num_resamples: int, seed: int) -> np.ndarray:
-    """Return [R, n] indices of a moving-block bootstrap of n values (Kuensch 1989), which keeps their autocorrelation."""
+    """Return [R, n] indices of a moving-block bootstrap of n values (Kuensch 1989), which keeps their
+    autocorrelation."""
     length = min(number, max(5, math.ceil(2 * number ** (1 / 3))))
     draw = np.random.default_rng(seed)
     starts = draw.integers(0, number - length + 1, (num_resamples, -(-number // length)))
@@ -200,7 +205,7 @@ def _units(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 class _Resampling:
-    """Units of a run and their counts in each resample."""
+    """Resampling units of a run, and how often each resample contains each unit."""
 
     def __init__(
         self, units_N: np.ndarray, columns: Mapping[str, Array], confidence: float, constants: Mapping[str, float]
@@ -251,7 +256,8 @@ class _Resampling:
         return [name for name in self._columns if name in seen.names]
 
     def _column(self, name: str) -> tuple[float, float, Array, Array]:
-        """Return a column's scale, total, [G] deviations of the units from their mean, and [R] totals of the resamples."""
+        """Return a column's scale, total, [G] deviations of the units from their mean, and [R] totals of the
+        resamples."""
         if name not in self._by_unit:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
@@ -294,7 +300,7 @@ class _Resampling:
 
 
 class _Seen(Mapping[str, Array]):
-    """Totals that record which of them are read."""
+    """Mapping of totals that records which totals are read."""
 
     def __init__(self, totals: Mapping[str, Array]):
         self._totals, self.names = totals, set[str]()

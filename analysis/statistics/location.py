@@ -14,20 +14,20 @@ from .change_points import StretchSquares
 SHIFT, RAMP = "shift", "ramp"
 
 _JUMP, _BOTH = "jump", "both"
-"""A jump with a constant slope, and a jump at which the slope changes, too."""
+"""Forms of a change: a jump with a constant slope, and a jump at which the slope also changes."""
 
 REACH = 7.35
-"""Cost above the minimum that is still within a 95 % interval, in long-run variances: (1 - exp(-x / 2))^2 = 0.95, the limit law of
-a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). The onset of a ramp, a regular parameter, would need 3.84 if its form and
-the variance were known."""
+"""Cost above the minimum that is still within a 95 % interval, in long-run variances: (1 - exp(-x / 2))^2 = 0.95, the
+limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). The onset of a ramp, a regular parameter, would
+need 3.84 if its form and the variance were known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """One change within a segment."""
+    """A change located within a segment, with its confidence interval."""
 
     place: int
-    """Index of the first changed value."""
+    """Index of the first value after the change."""
     low: int
     high: int
     kind: str
@@ -43,9 +43,9 @@ class Located:
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     """Locate the one change of a segment, at least `margin` values from its ends.
 
-    A jump with a constant slope, or a change of slope without a jump, costs one parameter; both together cost two, the second
-    at a penalty of ln(n). The interval includes all forms that fit about as well as the best, because a ramp that looks like a
-    jump in noise began earlier.
+    A jump with a constant slope, or a change of slope without a jump, costs one parameter; both together cost two, the
+    second at a penalty of ln(n). The interval includes all forms that fit about as well as the best, because a ramp
+    that looks like a jump in noise began earlier.
     """
     n = len(values)
     places = np.arange(margin, n - margin + 1)

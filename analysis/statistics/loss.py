@@ -45,12 +45,13 @@ class Bounds:
 
     @property
     def logs(self) -> Bounds:
-        """Bounds of ln ratio."""
+        """Clip bounds of the log-ratio, i.e. the logarithms of these bounds."""
         found = (math.log(ratio) if ratio > 0 else -math.inf for ratio in astuple(self))
         return Bounds(**dict(zip(self.__slots__, found, strict=True)))
 
     def cut(self, ratio: Array, positive: np.ndarray) -> Array:
-        """Return the clipped ratio."""
+        """Return the ratio clipped to the bounds for the sign of its advantage; `positive` marks positive
+        advantages."""
         at_most = np.minimum(ratio, self.positive_high)
         if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # the sign does not matter
             return at_most
@@ -87,7 +88,8 @@ def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Arra
 
 
 def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
-    """Return ln of the loss's ratio, current / denominator: `log_true` is ln current / rollout, `log_drift` ln current / train."""
+    """Return ln of the loss's ratio, current / denominator: `log_true` is ln current / rollout, `log_drift` ln current
+    / train."""
     if loss.denominator == ROLLOUT:
         return log_true
     return np.zeros_like(log_drift) if loss.denominator == CURRENT else log_drift
@@ -106,8 +108,8 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
     """Return f_A(ratio), the contribution of a term to the objective, in units of the advantage.
 
     ppo_clip: min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), with the ratio at most `clip_hard`; reinforce:
-    ratio A; sapo: 4 / tau sigmoid(tau (ratio - 1)) A. For cispo, min(ratio, clip_high) A, and vespo, phi(ratio) A, it is the
-    weight on grad log p.
+    ratio A; sapo: 4 / tau sigmoid(tau (ratio - 1)) A. For cispo, min(ratio, clip_high) A, and vespo, phi(ratio) A, it
+    is the weight on grad log p.
 
     >>> contribution(Loss(), np.array([1.5, 0.5, 1.5]), np.array([1.0, 1.0, -1.0])).tolist()
     [1.2, 0.5, -1.5]
@@ -122,10 +124,11 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
 
 
 def log_weight(loss: Loss, log_ratio: Array, positive: np.ndarray) -> Array:
-    """Return ln of f_A(ratio) / A, with f of `contribution`: the factor on the advantage after the clip. `positive`: A > 0.
+    """Return ln of f_A(ratio) / A, with f of `contribution`: the factor on the advantage after the clip. `positive`: A
+    > 0.
 
-    ppo_clip takes min(ratio A, clip(ratio) A), so it clips above for a positive advantage and below for a negative one; cispo
-    clips both above; sapo and vespo have a smooth weight instead. `loss_log_weight` is the same in SQL.
+    ppo_clip takes min(ratio A, clip(ratio) A), so it clips above for a positive advantage and below for a negative one;
+    cispo clips both above; sapo and vespo have a smooth weight instead. `loss_log_weight` is the same in SQL.
 
     >>> np.exp(log_weight(Loss(), np.log([1.5, 0.5, 1.5, 0.5]), np.array([True, True, False, False]))).round(6).tolist()
     [1.2, 0.5, 1.5, 0.8]
@@ -148,7 +151,8 @@ def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Return ln of VESPO's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), k and lambda by A >= 0 (arXiv 2602.10693).
+    """Return ln of VESPO's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), k and lambda by A >= 0 (arXiv
+    2602.10693).
 
     The ratio is clamped to [1e-8, exp(20)].
 
@@ -178,7 +182,8 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def has_gradient(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return bool: True if a term has a gradient. A clipped one has none under ppo_clip; under cispo its weight is the bound.
+    """Return bool: True if a term has a gradient. A clipped one has none under ppo_clip; under cispo its weight is the
+    bound.
 
     `loss_has_gradient` is the same in SQL.
 
@@ -212,7 +217,7 @@ _OPTIONS = {
     SAPO: ("sapo_temperature_pos", "sapo_temperature_neg"),
     VESPO: ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
-"""Kind of a loss -> options that its term depends on."""
+"""Kind of loss -> names of the options that its terms depend on."""
 
 
 def sql_options(loss: Loss) -> str:

@@ -16,14 +16,15 @@ from .estimators import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centred:
-    """Values of tokens, centred on the mean of their sequence."""
+    """Per-token values from which the mean over their sequence has been subtracted."""
 
     mean_N: Array
-    """Means; 0 for a sequence without counted tokens; bitwise equal to the value if all are equal."""
+    """Mean over the counted tokens in each sequence; 0 if no token counts. If all values are equal, the mean is exactly
+    that value."""
     off_T: Array
-    """Values minus the mean; 0 for tokens that do not count."""
+    """Values minus the mean over their sequence; 0 for tokens that do not count."""
     left_N: Array
-    """Sums of `off_T`: the rounding error of the mean."""
+    """Sum of `off_T` over each sequence, which differs from 0 by the rounding error of the mean."""
 
 
 def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:

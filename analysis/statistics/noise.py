@@ -18,7 +18,7 @@ _LAGS = 1.0
 _MOST_CORRELATED = 0.97
 _STANDARD_ERRORS = 1.5
 ENOUGH = 40
-"""Minimum number of values to separate autocorrelation from real changes."""
+"""Minimum number of values needed to distinguish autocorrelation from real changes."""
 
 
 def tamed(values: np.ndarray) -> np.ndarray:
@@ -32,7 +32,8 @@ def tamed(values: np.ndarray) -> np.ndarray:
 
 
 def robust_sd(values: np.ndarray) -> float:
-    """Return the standard deviation from the median absolute deviation, or the plain one if over half of the values are equal.
+    """Return the standard deviation from the median absolute deviation, or the plain one if over half of the values are
+    equal.
 
     scipy.stats.median_abs_deviation is nine times slower.
     """
@@ -45,11 +46,11 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
     This is the larger of two estimates:
 
-    - A first-order autoregression, variance (1 + phi) / (1 - phi). variance (1 - phi) comes from differences; phi from the ratio
-      of squared differences at lags 2 and 1, minus 1, which is robust to level changes (Chakar et al., Bernoulli 23, 2017), or
-      from the residuals of a line if that is smaller.
-    - The variance plus twice the autocovariances up to lag n^(1/3), from differences at these lags. It captures correlation over
-      a few steps that a first-order autoregression lacks; slower variation counts as change.
+    - A first-order autoregression, variance (1 + phi) / (1 - phi). variance (1 - phi) comes from differences; phi from
+    the ratio of squared differences at lags 2 and 1, minus 1, which is robust to level changes (Chakar et al.,
+    Bernoulli 23, 2017), or from the residuals of a line if that is smaller.
+    - The variance plus twice the autocovariances up to lag n^(1/3), from differences at these lags. It captures
+    correlation over a few steps that a first-order autoregression lacks; slower variation counts as change.
     """
     n = len(values)
     first = half_square_difference(values, 1)
@@ -64,10 +65,11 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return the long-run variance for an interval, with the autocorrelation at least 1.5 standard errors above its estimate.
+    """Return the long-run variance for an interval, with the autocorrelation at least 1.5 standard errors above its
+    estimate.
 
-    With 8 to 40 steps the estimate is near 0 even for strongly correlated series, and an interval from it covers the true value
-    in only 70 % of them. The standard error of an autocorrelation is at most 1 / sqrt(n) (Bartlett 1946).
+    With 8 to 40 steps the estimate is near 0 even for strongly correlated series, and an interval from it covers the
+    true value in only 70 % of them. The standard error of an autocorrelation is at most 1 / sqrt(n) (Bartlett 1946).
     """
     n = len(values)
     phi = max(0.0, _autocorrelation(values, num_fitted)) + _STANDARD_ERRORS / math.sqrt(n)
@@ -79,9 +81,9 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 def level_deviation(values: np.ndarray) -> float:
     """Return the standard deviation of the mean of n values, times sqrt(n), independent of changes of level and slope.
 
-    For a first-order autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 has the mean var (6 - 8 phi + 2 phi^2), and the variance of
-    the mean is var (1 + phi) / (1 - phi) / n. phi is estimated around a running median over a fifth of the series, and 0 for
-    fewer than 40 values.
+    For a first-order autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 has the mean var (6 - 8 phi + 2 phi^2), and the
+    variance of the mean is var (1 + phi) / (1 - phi) / n. phi is estimated around a running median over a fifth of the
+    series, and 0 for fewer than 40 values.
     """
     n = len(values)
     phi = 0.0
@@ -107,7 +109,8 @@ def _autocorrelation(values: np.ndarray, num_fitted: int) -> float:
 
 
 def half_square_difference(values: np.ndarray, lag: int) -> float:
-    """Return half the mean squared difference at a lag: variance minus autocovariance; differences are clipped at 3 sd."""
+    """Return half the mean squared difference at a lag: variance minus autocovariance; differences are clipped at 3
+    sd."""
     apart = values[lag:] - values[:-lag]
     apart = apart - np.median(apart)
     reach = _CLIP * robust_sd(apart)
@@ -115,7 +118,8 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
 
 
 def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
-    """Return [n] the running median over `width` values; `beyond` the ends, values are mirrored or the last is repeated.
+    """Return [n] the running median over `width` values; `beyond` the ends, values are mirrored or the last is
+    repeated.
 
     For an even width, scipy's median filters take the upper of the two middle values.
     """

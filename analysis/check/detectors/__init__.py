@@ -38,24 +38,26 @@ _PARTS = (find_subset, find_low_precision, find_router_flips, find_group)
 _STATE = (find_declared, find_other_weights, find_unsampled)
 
 _INSIDE = (find_one_sided, find_onset, find_temperature, find_own_places, find_declared, find_other_weights)
-"""Detectors of the cause within a subset."""
+"""Detectors that look for the cause of a mismatch concentrated in part of the data."""
 
 _BEHIND = (find_one_sided, find_temperature, find_other_weights)
-"""Detectors run after realigning pass b. Others are left out: contracts and versions of b are not moved with its values."""
+"""Detectors run after realigning the values of pass b. Detectors that use pass b's contracts or versions are left out,
+because these are not realigned."""
 
 
 def find(data: PairData) -> list[Finding]:
-    """Run the detectors, from bitwise to statistical ones.
+    """Run the detectors, those that compare bits first and statistical ones last.
 
-    Engine weights known to differ come first; statistics that they explain are skipped. Missing values, placeholders and tokens
-    under a grammar are then removed and reported, and the first family of faults that explains the rest ends the search.
+    Engine weights known to differ are reported first, and statistical findings that they explain are skipped. Missing
+    values, placeholders and tokens sampled under a grammar are then reported and removed. The search ends at the first
+    family of faults that explains the remaining mismatch.
     """
     engine = find_engine_weights(data)
     return [*engine, *(each for each in _find(data, is_known=bool(engine)) if each.fails or not engine)]
 
 
 def _find(data: PairData, *, is_known: bool) -> list[Finding]:
-    """Return the findings from logprobs; `is_known` is True if the engine's weights are known to differ."""
+    """Return the findings based on logprobs; `is_known` is True if the engine's weights are known to differ."""
     above = find_positive(data)
     if above and (unit := find_unit(data)):
         return unit
@@ -107,13 +109,14 @@ def _first(data: PairData, detectors: Sequence[Callable[[PairData], list[Finding
 
 
 def _of_few(data: PairData) -> list[Finding]:
-    """Return the findings of fewer than MIN_LOGPROBS tokens: bitwise equality, or too few."""
+    """Return the findings if fewer than MIN_LOGPROBS tokens are kept: bitwise equality, or too few tokens."""
     equal = [finding for finding in find_equal(data) if not finding.fails]
     return equal or [data.finding("too_few", "too_few", numbers={"num_tokens": data.num_kept, "least": MIN_LOGPROBS})]
 
 
 def _since(data: PairData) -> list[Finding]:
-    """Return a fault that begins at a step and its cause from there on, the more probable one first."""
+    """Return the finding that the mismatch grows at a step, and the cause found in the steps from there on, the more
+    probable of the two first."""
     part = part_of(data)
     if part is None or part.since is None:
         return []
@@ -124,7 +127,7 @@ def _since(data: PairData) -> list[Finding]:
 
 
 def _causes(data: PairData, part: SequencePart) -> list[Finding]:
-    """Return the findings that explain the mismatch of a part of the data."""
+    """Return the findings that explain the mismatch in a part of the data."""
     inside = data.without(~part.tokens)
     share = inside.num_kept / max(data.num_kept, 1)
     since = {} if part.since is None else {"since_step": part.since}
@@ -138,7 +141,7 @@ def _causes(data: PairData, part: SequencePart) -> list[Finding]:
 def _behind(data: PairData, misplaced: Finding) -> list[Finding]:
     """Return the faults that remain after realigning misplaced values.
 
-    They have no command: it would read the trace without the realignment.
+    These findings have no command to confirm them, because the command would read the trace without the realignment.
     """
     inside = realigned(data, misplaced)
     if inside is None:

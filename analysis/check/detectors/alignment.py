@@ -1,4 +1,4 @@
-"""Values assigned to the wrong token: a shift of the whole row, or from a position on."""
+"""Detect values assigned to the wrong token: rows shifted as a whole, or from some position onwards."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .grid import Grid, grid_of, mean, row_means
 
 
 def find_shift(data: PairData) -> list[Finding]:
-    """Detect that nearly all mismatched rows agree once one side is shifted by up to three tokens."""
+    """Detect that nearly all mismatched rows agree once one pass is shifted by up to three tokens."""
     grid = grid_of(data)
     off = np.flatnonzero(np.nan_to_num(row_means(grid.cost())) > MIN_OFF_NATS)
-    # Rows without a shift would hide one that affects only part of the rows.
+    # Rows that already agree would hide a shift that affects only part of the rows.
     grid = grid.rows(off) if len(off) >= MIN_PAIRED_ROWS else grid
     if mean(grid.cost()) < MIN_OFF_NATS:
         return []
@@ -58,7 +58,8 @@ def find_shift(data: PairData) -> list[Finding]:
 
 
 def find_retokenised(data: PairData) -> list[Finding]:
-    """Detect rows that agree up to a position and, shifted, after it: the text was retokenised there."""
+    """Detect rows that agree up to a position and, after it, only when shifted: the text was retokenised at that
+    position."""
     grid = grid_of(data)
     costs = row_means(grid.cost())
     suspects = np.argsort(-np.nan_to_num(costs), kind="stable")[:MAX_ALIGNED_ROWS]
@@ -74,7 +75,7 @@ def find_retokenised(data: PairData) -> list[Finding]:
     rows = suspects[moved]
     onset = [int(np.flatnonzero(path)[0]) for path in lags[moved]]
     first = int(rows[0])
-    # After masked tokens, a change of the lag is a wrongly joined turn, not different text.
+    # If the lag changes right after masked tokens, a turn was joined at the wrong place; the text itself is the same.
     joined = np.mean([_follows_a_hole(grid.a[row], place) for row, place in zip(rows, onset, strict=True)]) > 0.8
     return [
         data.finding(
@@ -96,10 +97,11 @@ def find_retokenised(data: PairData) -> list[Finding]:
 
 
 def align(grid: Grid) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cheapest lag of b at each token, [S, T], and its saving over no lag, [S] nats.
+    """Return the lag of pass b at each token, [S, T], that minimises the cost per row, and the cost saved relative to
+    no lag, [S] nats.
 
-    Each change of the lag, and a non-zero lag at the start, costs LAG_SWITCH_NATS; a token without a partner costs half of
-    CAP_NATS, about the difference of two unrelated logprobs.
+    Each change of the lag costs LAG_SWITCH_NATS, as does a non-zero lag at the start of a row. A token without a
+    partner costs half of CAP_NATS, about the difference between two unrelated logprobs.
     """
     rows, width = grid.a.shape
     there = np.isfinite(grid.a)
@@ -125,7 +127,7 @@ def align(grid: Grid) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _beside(grid: Grid, lag: int) -> tuple[float, float]:
-    """Return the mean cost with and without the lag, over the tokens that have both."""
+    """Return the mean cost with and without the lag, over the tokens for which both costs are defined."""
     moved, unmoved = grid.cost(lag), grid.cost()
     both = np.isfinite(moved) & np.isfinite(unmoved)
     if not both.any():
@@ -134,7 +136,7 @@ def _beside(grid: Grid, lag: int) -> tuple[float, float]:
 
 
 def _share_of_rows(grid: Grid, lag: int) -> float:
-    """Return the share of the mismatched rows that agree better with the lag."""
+    """Return the share of the mismatched rows that agree better when shifted by the lag."""
     moved, unmoved = row_means(grid.cost(lag)), row_means(grid.cost())
     off = np.isfinite(moved) & (unmoved > MIN_OFF_NATS)
     return float(np.mean(moved[off] < 0.6 * unmoved[off])) if off.any() else 0.0
@@ -144,13 +146,13 @@ def _begins_aligned(grid: Grid) -> bool:
     """Return True if most mismatched rows are aligned at their beginning and shifted only later."""
     off = np.flatnonzero(np.nan_to_num(row_means(grid.cost())) > MIN_OFF_NATS)[:MAX_SHIFTED_ROWS]
     if np.isfinite(grid.a[off]).sum(axis=1).max(initial=0) < MIN_ALIGNED_TOKENS:
-        return False  # rows this short never save the cost of a lag change
+        return False  # in rows this short, no shift can save the cost of changing the lag
     lags, _ = align(grid.rows(off))
     return float(np.mean(lags[:, :4].any(axis=1))) < 0.5
 
 
 def _follows_a_hole(logprobs: np.ndarray, place: int) -> bool:
-    """Return True if tokens without a value directly precede a position, and tokens with a value precede those."""
+    """Return True if a position directly follows a gap: tokens without a value that come after tokens with a value."""
     first = max(place - 4, 0)
     hole = np.isnan(logprobs[first : place + 1])
     return bool(hole.any() and np.isfinite(logprobs[: first + int(np.argmax(hole))]).any())

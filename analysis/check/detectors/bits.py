@@ -1,4 +1,4 @@
-"""Logprobs rounded to a 16-bit format before they were recorded."""
+"""Detect logprobs that were rounded to a 16-bit format before recording."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ..thresholds import MIN_ROUNDED_SHARE, MIN_ROUNDED_TOKENS
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return the dtype that logprobs, [K], were rounded to: `bfloat16`, `float16` or `float32`; None if too few are informative."""
+    """Return the dtype that logprobs, [K], were rounded to: `bfloat16`, `float16` or `float32`; None if too few are
+    informative."""
     telling = np.abs(logprobs[np.isfinite(logprobs) & (logprobs < -1e-3) & (logprobs > -60)]).astype(np.float32)
     if len(np.unique(telling)) < MIN_ROUNDED_TOKENS:
         return None

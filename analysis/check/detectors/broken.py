@@ -1,4 +1,4 @@
-"""Rows that agree up to a position that differs by row, and not after it."""
+"""Detect rows that agree up to some position and disagree after it, the position differing by row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .grid import grid_of, row_means
 
 
 def find_broken(data: PairData) -> list[Finding]:
-    """Detect rows whose text differs from a position on, starting with a token that one side considers impossible."""
+    """Detect rows in which the two passes scored different text from some position onwards, starting with a token that
+    one pass considers impossible."""
     grid = grid_of(data)
     cost = grid.cost()
     off = np.flatnonzero(np.nan_to_num(row_means(cost)) > MIN_OFF_NATS)
@@ -41,7 +42,8 @@ def find_broken(data: PairData) -> list[Finding]:
 
 
 def _place(cost: np.ndarray, a: np.ndarray, b: np.ndarray) -> int | None:
-    """Return the position at which a row breaks: agreement before it, little after, and an impossible token at it; None if none."""
+    """Return the position of an impossible token with agreement before it and little agreement after it; None if there
+    is none."""
     there = np.flatnonzero(np.isfinite(cost))
     big = there[cost[there] > BROKEN_NATS]
     if not len(big):

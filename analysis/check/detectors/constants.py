@@ -1,4 +1,4 @@
-"""Placeholders: one value repeated where the other side's logprobs vary."""
+"""Detect placeholders: one pass repeats a value where the logprobs in the other pass vary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..thresholds import (
 
 
 def find_constants(data: PairData) -> list[tuple[Finding, np.ndarray]]:
-    """Return a finding for each placeholder value, with its tokens, [N] bool."""
+    """Return a finding for each placeholder value, with a mask of the tokens that have the value, [N] bool."""
     found = []
     for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a)):
         for value in _repeated(data, side, other):
@@ -36,7 +36,7 @@ def find_constants(data: PairData) -> list[tuple[Finding, np.ndarray]]:
 
 
 def _repeated(data: PairData, side: PassSample, other: PassSample) -> list[float]:
-    """Return the values that one side repeats where the other side's are far from it and vary."""
+    """Return the values that `side` repeats at tokens whose logprobs in `other` vary and are far from the value."""
     values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
     often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
     candidates = {int(i) for i in often if counts[i] >= MIN_CONSTANT_COUNT} | set(
@@ -57,7 +57,7 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
     if value == 0.0 and _is_nucleus(off_by, rest):
         return False
     if value < 0 and len(np.unique(data.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
-        return False  # a repeated context gives a token the same logprob
+        return False  # in a repeated context, a token has the same logprob each time
     if value < 0 and _is_likely(data, other, value, where):
         return False
     far = off_by > max(MIN_CONSTANT_SPREAD, 10 * usual)
@@ -66,8 +66,9 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
 
 
 def _is_likely(data: PairData, other: PassSample, value: float, where: np.ndarray) -> bool:
-    """Return True if the other side's logprobs of these tokens scatter around the value: ties of two rounded logits repeat
-    -ln 2. For a floor, all of them are below it."""
+    """Return True if the other pass's logprobs at the tokens in `where` scatter around the value. The value is then a
+    genuine logprob, such as -ln 2 for two equal rounded logits. If the value is a floor, all logprobs in the other pass
+    are below it."""
     rest = other.logprobs[data.keep & ~where]
     off = other.logprobs[where] - value
     around = min(np.mean(off > 0), np.mean(off < 0)) > MIN_TIED_SHARE
@@ -75,7 +76,8 @@ def _is_likely(data: PairData, other: PassSample, value: float, where: np.ndarra
 
 
 def _is_nucleus(off_by: np.ndarray, rest: np.ndarray) -> bool:
-    """Return True if 0 may be the logprob of a token alone in its nucleus: all other tokens are then raised as well."""
+    """Return True if 0 may be the logprob of a token that is alone in its nucleus. Sampling was then truncated, so the
+    logprobs of all other tokens are raised as well."""
     moved = rest[np.abs(rest) > 1e-3]
     return bool(len(moved) and off_by.max() < 1.2 and max(np.mean(moved > 0), np.mean(moved < 0)) > 0.98)
 
@@ -114,7 +116,8 @@ def _finding(data: PairData, side: PassSample, other: PassSample, value: float, 
 
 
 def _are_given(sample: Sample, other: PassSample, where: np.ndarray) -> bool:
-    """Return True if these tokens start their sequences and are equal across a prompt, unlike sampled ones."""
+    """Return True if the tokens in `where` begin their sequences and are identical across the sequences for a prompt,
+    unlike sampled tokens."""
     given: dict[object, set[tuple[int, ...]]] = {}
     num, covered, surprise = 0, 0, 0.0
     rows = np.unique(sample.seq[where])[:MAX_ALIGNED_ROWS]
@@ -138,6 +141,6 @@ def _are_given(sample: Sample, other: PassSample, where: np.ndarray) -> bool:
 
 
 def _mean_run(where: np.ndarray, seq: np.ndarray) -> float:
-    """Return the mean length of runs of consecutive tokens."""
+    """Return the mean length of the runs of consecutive tokens in `where`, within sequences."""
     begins = where & ~np.concatenate([[False], where[:-1] & (seq[1:] == seq[:-1])])
     return float(where.sum() / max(begins.sum(), 1))

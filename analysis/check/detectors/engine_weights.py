@@ -1,4 +1,4 @@
-"""Differences between engine and trainer weights, from the recorded digests of every tensor."""
+"""Detect differences between engine and trainer weights from the recorded digests of all tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..pair_data import PairData
 
 
 def find_engine_weights(data: PairData) -> list[Finding]:
-    """Return a finding for each way in which the digests show that engine weights differed from the trainer's."""
+    """Return one finding for each kind of difference between engine and trainer weights that the digests show."""
     if not _is_of_both(data):
         return []
     steps = data.sample.steps[data.seq]
@@ -42,7 +42,7 @@ def find_engine_weights(data: PairData) -> list[Finding]:
 
 
 def weights_agree(data: PairData) -> bool:
-    """Return True if all tensors of the engine equal the trainer's at each step of the kept tokens."""
+    """Return True if all engine tensors are equal to the trainer's at every step that has kept tokens."""
     steps = np.unique(data.sample.steps[data.seq]).tolist()
     return bool(steps) and _is_of_both(data) and data.engine.agreeing_steps.issuperset(steps)
 

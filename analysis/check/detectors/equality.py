@@ -1,4 +1,4 @@
-"""Bitwise equality: two engines that agree, or a copied pass."""
+"""Detect bitwise equality: two engines that agree exactly, or one pass copied from the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..thresholds import COPIED_BY_CHANCE, MIN_COPIED_TOKENS
 
 
 def find_equal(data: PairData) -> list[Finding]:
-    """Detect that every compared token is bitwise equal on both sides."""
+    """Detect that every compared token has bitwise-equal logprobs in both passes."""
     if not data.num_kept or np.any(data.d != 0.0):
         return []
     differing = _differing(data.contract("a"), data.contract("b"))
@@ -24,7 +24,7 @@ def find_equal(data: PairData) -> list[Finding]:
             data.finding(
                 "copies",
                 "equal_against_contracts",
-                # Two engines can be made bitwise equal; two dtypes cannot.
+                # Two engines can be made to give equal bits; two dtypes cannot.
                 is_expected="dtype_a" not in differing,
                 next=replay,
                 numbers={"num_tokens": data.num_kept, **data.names, **differing},
@@ -39,7 +39,7 @@ def find_equal(data: PairData) -> list[Finding]:
 
 
 def find_copied_rows(data: PairData) -> list[Finding]:
-    """Detect that some sequences are bitwise equal and the others are not."""
+    """Detect that some sequences have bitwise-equal logprobs in both passes and all others do not."""
     if not data.num_kept:
         return []
     num = np.bincount(data.seq, minlength=data.sample.num_sequences)
@@ -50,7 +50,7 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     if not copied.any() or not others.any() or _was_exact(data, copied, others):
         return []
     beside = others & np.isin(data.sample.steps, data.sample.steps[copied])
-    # Chance agreement is measured in the same steps: in others the engine may hold different weights.
+    # Chance agreement is measured in the steps with equal rows: at other steps the engine may hold different weights.
     telling_others = (beside if beside.any() else others)[data.seq] & (data.b < -1e-3)
     equal_elsewhere = float(np.mean(data.d[telling_others] == 0.0)) if telling_others.any() else 1.0
     expected = len(num) * max(equal_elsewhere, 1e-3) ** telling[copied]
@@ -75,19 +75,21 @@ def find_copied_rows(data: PairData) -> list[Finding]:
 
 
 def _was_exact(data: PairData, copied: np.ndarray, others: np.ndarray) -> bool:
-    """Return True if the equal rows precede all others: an engine that was exact, or not yet stale, at first."""
+    """Return True if all equal rows come before all other rows. The engine was then exact, or not yet stale, at first,
+    and nothing was copied."""
     steps = data.sample.steps
     return int(steps[copied].max()) < int(steps[others].min())
 
 
 def _differing(a: Contract, b: Contract) -> dict[str, str]:
-    """Return the contract settings that rule out equal bits, as `engine_a`, `engine_b`, `dtype_a`, `dtype_b`."""
+    """Return the differing contract settings that rule out equal bits, under the keys `engine_a`, `engine_b`,
+    `dtype_a`, `dtype_b`."""
     sides = {
         "engine": (declared(a, "engine"), declared(b, "engine")),
         "dtype": (dtype_of(a), dtype_of(b)),
     }
     differing = {name: pair for name, pair in sides.items() if all(pair) and pair[0] != pair[1]}
-    # In the same dtype, the exact engine is bitwise equal to others.
+    # With the same dtype, the engine `exact` gives the same bits as another engine.
     if "exact" in sides["engine"] and len(differing) < 2:
         return {}
     return {
@@ -96,7 +98,7 @@ def _differing(a: Contract, b: Contract) -> dict[str, str]:
 
 
 def dtype_of(contract: Contract) -> str | None:
-    """Return torch's name of the dtype a pass was computed in; None if its contract does not name one."""
+    """Return the torch name of the dtype in which a pass was computed; None if the contract does not name one."""
     if (dtype := engine_dtype(contract)) is not None:
         return dtype
     if (built := declared(contract, "model", "built_in")) is not None:

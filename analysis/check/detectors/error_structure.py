@@ -1,4 +1,5 @@
-"""Structure of a mismatch: by token id, between neighbouring tokens, and between sequences."""
+"""Measure how a mismatch depends on the token id, and how it is correlated between neighbouring tokens and within
+sequences."""
 
 from __future__ import annotations
 
@@ -20,19 +21,21 @@ from ..thresholds import (
 
 @dataclass(frozen=True, slots=True)
 class ErrorStructure:
-    """Statistics of log(|d| / (1 - p)) minus its means per token id and step; 0 with too few tokens."""
+    """Statistics of log(|d| / (1 - p)), after subtracting its means per token id and per step; 0 if there are too few
+    tokens."""
 
     persistence: float
-    """Mean autocorrelation at lags of 1, 2 and 4 tokens: high if the mismatch changes inside sequences."""
+    """Mean autocorrelation at lags of 1, 2 and 4 tokens. It is high if the mismatch changes inside sequences."""
     sequence_score: float
-    """Share of the variance between sequences, as its distance from chance in standard deviations."""
+    """Distance between the share of the variance that is between sequences and the share expected by chance, in
+    standard deviations."""
     persistence_within: float = 1.0
-    """`persistence` about each sequence's own mean: 0 if whole sequences are affected."""
+    """`persistence` after subtracting each sequence's mean. It is 0 if whole sequences are affected."""
 
     def changes_inside(self, *, is_excessive: bool) -> bool:
-        """Return True if |d| is similar in neighbouring tokens but differs between sequences.
+        """Return True if |d| is similar at neighbouring tokens but differs between sequences.
 
-        The threshold is higher for a mismatch no larger than rounding.
+        The threshold for similarity is higher if the mismatch is no larger than rounding (`is_excessive` is False).
         """
         least = MIN_PERSISTENCE if is_excessive else MIN_CLEAR_PERSISTENCE
         if self.persistence_within < least and self.sequence_score > MIN_WHOLE_SCORE:
@@ -48,12 +51,12 @@ def error_structure(data: PairData) -> ErrorStructure:
     if known.sum() < 2 * max(PERSISTENCE_LAGS):
         return ErrorStructure(0.0, 0.0)
     _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
-    num = int(step.max()) + 1  # the last steps may have no token with a finite level
+    num = int(step.max()) + 1  # includes final steps without any token that has a finite level
     mean = np.bincount(step[known], level[known], num) / np.maximum(np.bincount(step[known], minlength=num), 1)
     level = level - mean[step]
     count = np.bincount(data.seq[known], minlength=data.sample.num_sequences)
     own = np.bincount(data.seq[known], level[known], len(count)) / np.maximum(count, 1)
-    # Subtracting the mean of n tokens lowers their correlation by 1 / n.
+    # Subtracting a sequence's mean over n tokens lowers the correlation between its tokens by 1 / n.
     lowered = float(1 / np.average(count, weights=count))
     within = _persistence(level - own[data.seq], known, data.seq) + lowered
     score = variance_between(level[known], data.seq[known])[1]
@@ -61,7 +64,7 @@ def error_structure(data: PairData) -> ErrorStructure:
 
 
 def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float:
-    """Return the mean autocorrelation of a level, [K], within sequences at PERSISTENCE_LAGS."""
+    """Return the autocorrelation of `level`, [K], within sequences, averaged over PERSISTENCE_LAGS."""
     lags = []
     for lag in PERSISTENCE_LAGS:
         same = (seq[lag:] == seq[:-lag]) & known[lag:] & known[:-lag]
@@ -71,13 +74,14 @@ def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float
 
 @once
 def token_effect(data: PairData) -> tuple[float, float]:
-    """Return the adjusted share of the variance of d / (1 - p) explained by token ids, and its distance from 0 in standard
-    deviations of pure noise; 0 with too few tokens. The largest 1 % is clipped.
+    """Return the adjusted share of the variance of d / (1 - p) explained by token ids, and the distance of that share
+    from 0 in standard deviations under pure noise. Both are 0 if there are too few tokens. The largest 1 % of the
+    values are clipped.
     """
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
-    # Sequences of a group start alike; duplicates are not new evidence.
+    # Sequences in a group can share a prefix; its repeated tokens are not independent evidence.
     distinct = np.unique(np.stack([tokens, signed]), axis=1)
     tokens, signed = distinct[0].astype(np.int64), distinct[1]
     num, groups = len(signed), len(np.unique(tokens))
@@ -88,8 +92,9 @@ def token_effect(data: PairData) -> tuple[float, float]:
 
 
 def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
-    """Return the adjusted share of the variance of values, [K], explained by their groups, [K], and its distance from 0 in
-    standard deviations of pure noise; 0 and 0 for a single group or one value per group."""
+    """Return the adjusted share of the variance of `values`, [K], explained by `group`, [K], and the distance of that
+    share from 0 in standard deviations under pure noise. Both are 0 if there is a single group or only one value per
+    group."""
     _, place = np.unique(group, return_inverse=True)
     count = np.bincount(place).astype(float)
     num, groups = len(values), len(count)

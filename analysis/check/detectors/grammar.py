@@ -1,4 +1,4 @@
-"""Logprobs over the tokens allowed by a grammar, on one side only."""
+"""Detect logprobs that only one pass normalised over the tokens allowed by a grammar."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from .numerics import allowed_noise, precisions
 
 
 def find_grammar(data: PairData) -> list[tuple[Finding, np.ndarray]]:
-    """Return a finding for each side that alone used a grammar, with the affected tokens, [N] bool.
+    """Return a finding for each pass that used a grammar while the other did not, with a mask of the affected tokens,
+    [N] bool.
 
-    The contract must name the grammar and the values must confirm it: renormalising over fewer tokens raises every logprob,
-    so lower values speak against it.
+    The contract must name the grammar, and the values must confirm it: renormalising over fewer tokens raises every
+    logprob, so lower values are evidence against a grammar.
     """
     under = {side: _under_grammar(data, side) for side in "ab"}
     found = []
@@ -28,7 +29,7 @@ def find_grammar(data: PairData) -> list[tuple[Finding, np.ndarray]]:
 
 
 def _under_grammar(data: PairData, side: str) -> np.ndarray:
-    """Return [S] bool: True if the row's contract names structured outputs."""
+    """Return [S] bool: True for sequences whose contract names structured outputs."""
     named = {name: declared(contract, "structured_outputs") is True for name, contract in data.contracts.items()}
     return np.array([named.get(name or "", False) for name in getattr(data.sample, side).contracts], bool)
 

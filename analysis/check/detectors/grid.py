@@ -1,4 +1,7 @@
-"""Logprobs of both passes as arrays padded to the longest sequence."""
+"""Arrange the logprobs from both passes in arrays padded to the longest sequence.
+
+Shapes: S sequences (rows), T tokens in the longest sequence, K kept tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from ..thresholds import CAP_NATS
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """[S, T] logprobs of both passes; NaN where no token is kept."""
+    """[S, T] logprobs from both passes; NaN where no token is kept."""
 
     a: np.ndarray
     b: np.ndarray
 
     def cost(self, lag: int = 0) -> np.ndarray:
-        """Return [S, T] |a[t] - b[t + lag]|, capped at CAP_NATS; NaN where either is missing."""
+        """Return [S, T] |a[t] - b[t + lag]|, capped at CAP_NATS; NaN where either value is missing."""
         return np.asarray(np.minimum(np.abs(self.a - self.moved(lag)), CAP_NATS))
 
     def moved(self, lag: int) -> np.ndarray:
@@ -30,13 +33,13 @@ class Grid:
         return moved
 
     def rows(self, chosen: np.ndarray) -> Grid:
-        """Return the grid of some sequences."""
+        """Return the grid reduced to the sequences `chosen`."""
         return Grid(self.a[chosen], self.b[chosen])
 
 
 @once
 def grid_of(data: PairData) -> Grid:
-    """Return the kept tokens of every sequence."""
+    """Return the logprobs at the kept tokens as a grid with one row per sequence."""
     sample = data.sample
     shape = (sample.num_sequences, int(sample.lengths.max(initial=0)))
     grids = []
@@ -48,20 +51,21 @@ def grid_of(data: PairData) -> Grid:
 
 
 def mean(costs: np.ndarray) -> float:
-    """Return the mean of the finite values; infinity if there are none."""
+    """Return the mean of the finite costs; infinity if there are none."""
     there = np.isfinite(costs)
     return float(costs[there].mean()) if there.any() else float("inf")
 
 
 def row_means(costs: np.ndarray) -> np.ndarray:
-    """Return [S] means of the finite values; NaN for rows without any."""
+    """Return [S] the mean of the finite costs in each row; NaN for rows without any."""
     there = np.isfinite(costs)
     count = there.sum(axis=1)
     return np.where(count > 0, np.where(there, costs, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)
 
 
 def row_spreads(data: PairData, values: np.ndarray) -> np.ndarray:
-    """Return [S] standard deviations of values, [K], within each sequence; NaN with fewer than three."""
+    """Return [S] the standard deviation of `values`, [K], within each sequence; NaN for sequences with fewer than three
+    values."""
     count = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
     squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))

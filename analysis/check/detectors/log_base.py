@@ -1,4 +1,4 @@
-"""Values in the wrong unit: another base, the opposite sign, or probabilities."""
+"""Detect values in the wrong unit: logarithms to a different base, the opposite sign, or probabilities."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ UNITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "negative_ln": np.negative,
     "negative_log2": lambda values: -values * _LN2,
 }
-"""Unit that a side may hold instead of nats -> conversion to nats."""
+"""Unit in which a pass may have been recorded instead of nats -> function that converts to nats."""
 
 
 def find_unit(data: PairData) -> list[Finding]:
-    """Detect a side whose values agree with the other's once converted from another unit."""
+    """Detect a pass whose values agree with the other pass once converted from a different unit."""
     if data.num_kept < 8 or min(np.std(data.a), np.std(data.b)) < MIN_SPREAD:
         return []
     best: tuple[float, str, str] | None = None
@@ -48,7 +48,7 @@ def find_unit(data: PairData) -> list[Finding]:
             residual = _typical((nats - other)[np.isfinite(nats)])
             if best is None or residual < best[0]:
                 best = (residual, name, unit)
-    # With a near-deterministic policy both sides hold 0, which is 0 in every unit.
+    # With a near-deterministic policy, both passes hold 0, which is the same in every unit.
     if best is None or size == 0 or best[0] > BASE_RESIDUAL * size:
         return []
     residual, name, unit = best
@@ -66,6 +66,6 @@ def find_unit(data: PairData) -> list[Finding]:
 
 
 def _typical(d: np.ndarray) -> float:
-    """Return the mean |d| without the largest tenth, nats."""
+    """Return the mean of |d| without its largest tenth, nats."""
     size = np.sort(np.abs(d))
     return float(np.mean(size[: max(int(len(size) * 0.9), 1)]))

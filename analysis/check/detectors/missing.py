@@ -1,4 +1,4 @@
-"""Tokens that count in the loss but have no finite logprob."""
+"""Detect tokens that count in the loss but have no finite logprob."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ..thresholds import MIN_CUT_TOKENS_LOST, MIN_MISSING_SHARE, MIN_TAIL_SHARE
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """Detect NULL, NaN and infinities: at the ends of sequences these were cut off, elsewhere values were lost.
+    """Detect NULL, NaN and infinite logprobs. At the end of a sequence they show that it was cut off, elsewhere that
+    values were lost.
 
-    NULL counts if it is on one side only. NaN and infinities always count, however few: a sampled token never has one. They
-    are also counted in the steps not sampled.
+    A NULL counts only if the other pass has a value. NaN and infinities always count, however few, because the logprob
+    of a sampled token is finite. They are also counted in steps that are not inspected individually.
     """
     sample = data.sample
     sides = (sample.a, sample.b)
@@ -75,7 +76,7 @@ def _place(sample: Sample, missing: np.ndarray, at_end: bool) -> str:
 
 
 def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
-    """Return the kind of missing value: NULL only, -inf only, infinities only, else NaN."""
+    """Return the kind of missing value: NULL if all are NULL, -inf or infinity if all are, else NaN."""
     if nulls.all():
         return "NULL"
     if np.isneginf(values).all():
@@ -84,7 +85,7 @@ def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
 
 
 def _elsewhere(data: PairData, num: int) -> Finding:
-    """Return the finding for NaN and infinities in steps that were not sampled."""
+    """Return the finding for NaN and infinite logprobs in steps that were not inspected individually."""
     return Finding(
         code="placeholders",
         signal="missing_elsewhere",
@@ -96,8 +97,8 @@ def _elsewhere(data: PairData, num: int) -> Finding:
 
 
 def _tails(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return [N] bool: True if all tokens from here to the end of the sequence have the flag."""
+    """Return [N] bool: True where a token and all later tokens in its sequence are flagged."""
     ends = np.repeat(starts[1:], np.diff(starts))
-    # Index of the next token without the flag, at or after this one.
+    # For each token, the index of the first unflagged token at or after it.
     following = np.minimum.accumulate(np.where(~flags, np.arange(len(flags)), len(flags))[::-1])[::-1]
     return np.asarray(flags & (following >= ends))

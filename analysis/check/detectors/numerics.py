@@ -1,4 +1,4 @@
-"""Faults of precision and routing."""
+"""Detect rounded logprobs or logits, and routers that choose different experts."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ from .logit_grid import logit_precision
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """dtypes of one side, as declared by its contract and as seen in its numbers; None where unknown."""
+    """dtypes of one pass: declared by its contract, and inferred from its values; None where unknown."""
 
     declared: str | None
     logits: str | None
-    """dtype that the logits were rounded to."""
+    """dtype to which the logits were rounded."""
     values: str | None
-    """dtype that the logprobs themselves were rounded to."""
+    """dtype to which the logprobs themselves were rounded."""
     has_tf32: bool = False
-    """True if the contract allows TensorFloat-32 for float32 products."""
+    """True if the contract allows TensorFloat-32 in float32 matrix products."""
 
     @property
     def coarsest(self) -> str | None:
-        """Coarsest dtype declared or seen; None if none: float32 logits may follow a coarser body."""
+        """Coarsest dtype declared or inferred; None if unknown. Logits in float32 alone do not show it, because the
+        layers before the head may be coarser."""
         seen = [self.declared] if self.declared else []
         seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
         seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF]
@@ -68,20 +69,20 @@ def _has_tf32(contract: Contract) -> bool:
 
 
 def allowed_noise(sides: tuple[Precision, Precision]) -> float:
-    """Return the maximum noise of the logits expected from rounding, nats."""
+    """Return the maximum logit noise expected from rounding, nats."""
     known = [side.coarsest for side in sides if side.coarsest in MAX_HEALTHY_NOISE]
     return max((MAX_HEALTHY_NOISE[dtype] for dtype in known if dtype), default=EXCESS)
 
 
 def find_low_precision(data: PairData) -> list[Finding]:
-    """Detect rounded logprobs, or rounded logits in a pass declared as float32."""
+    """Detect rounded logprobs, or rounded logits in a pass whose contract says float32."""
     for side, precision in zip("ab", precisions(data), strict=True):
         step = HALF.get(precision.values or "")
         if step is not None:
             values = getattr(data, side)
             explained = float(np.sum((values * step) ** 2) / 3 / max(np.sum(data.d**2), 1e-30))
             if explained > MIN_ROUNDING_SHARE:
-                # A pass computed in 16 bits throughout may also return 16-bit logprobs.
+                # If a pass is computed in 16 bits throughout, 16-bit logprobs are expected.
                 named = precision.declared in HALF
                 unknown = precision.declared is None and explained < MIN_ALL_ROUNDING_SHARE
                 return [_head(data, side, "rounded_logprobs", precision.values, is_expected=named or unknown)]
@@ -103,13 +104,14 @@ def _head(data: PairData, side: str, signal: str, dtype: str | None, *, is_expec
 
 
 def find_router_flips(data: PairData) -> list[Finding]:
-    """Detect that most tokens agree to rounding and a few differ by far more, as when a router chose other experts."""
+    """Detect that most tokens agree within rounding and a few differ by far more, as happens when a router chooses
+    different experts."""
     noise = data.noise[np.isfinite(data.noise)]
     if len(noise) < 50:
         return []
     bulk = float(np.median(noise))
     mixture = is_mixture(data)
-    if mixture is None and data.updates_behind.any():  # different weights can cause a tail, too
+    if mixture is None and data.updates_behind.any():  # different weights can also cause a tail
         return []
     tail = noise > ROUTER_TAIL_RATIO * bulk
     if mixture is False or not ROUTER_TAIL_SHARE < tail.mean() < (0.4 if mixture else MAX_ROUTER_TAIL_SHARE):
@@ -140,13 +142,13 @@ def find_router_flips(data: PairData) -> list[Finding]:
 
 
 def _rounds_routers(data: PairData) -> bool:
-    """Return True if either side computes, or may compute, in 16 bits, so that its routers see rounded inputs."""
+    """Return True if either pass is, or may be, computed in 16 bits, so that the routers receive rounded inputs."""
     known = [side.coarsest for side in precisions(data)]
     return None in known or any(dtype in HALF for dtype in known)
 
 
 def is_mixture(data: PairData) -> bool | None:
-    """Return True if a contract or the model's configuration names experts; None if neither describes the model."""
+    """Return True if a contract or the model configuration names experts; None if neither describes the model."""
     texts = [
         str(declared(data.contract(side), *path) or "")
         for side in "ab"

@@ -1,4 +1,7 @@
-"""Rows whose values belong to another sequence."""
+"""Detect rows whose values belong to another sequence.
+
+Shapes: S sequences (rows), R rows in a batch of them, T tokens in the longest sequence.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,20 @@ _CHANCE_TRIALS = 4
 
 @dataclass(frozen=True, slots=True)
 class Partners:
-    """Rows whose values of pass b belong to other rows."""
+    """Rows for which the values in pass b belong to another row."""
 
     rows: np.ndarray
-    """[S] row whose b matches this row's a; -1 if it is the row itself or none."""
+    """[S] index of the row whose values in pass b match pass a of each row; -1 if a row matches itself or no other
+    row."""
     own: np.ndarray
-    """[S] mean cost of each row with its own values, nats; NaN if it has none."""
+    """[S] mean |d|, capped at CAP_NATS per token, of each row with its own values, nats; NaN for rows without
+    values."""
     tried: int
-    """Number of mismatched rows tried."""
+    """Number of mismatched rows for which a partner was searched."""
 
 
 def find_row_pairing(data: PairData) -> list[Finding]:
-    """Detect rows that match the other side of another row."""
+    """Detect rows whose values in one pass match the other pass's values for a different row."""
     partners = partners_of(data)
     if partners is None:
         return []
@@ -62,7 +67,7 @@ def find_row_pairing(data: PairData) -> list[Finding]:
 
 @once
 def partners_of(data: PairData) -> Partners | None:
-    """Return the partners of misplaced rows; None if there are no more than expected by chance."""
+    """Return the partners of misplaced rows; None if there are no more such rows than expected by chance."""
     grid = grid_of(data)
     own = row_means(grid.cost())
     partner = np.full(len(own), -1)
@@ -84,14 +89,16 @@ def partners_of(data: PairData) -> Partners | None:
 
 
 def _tried(own: np.ndarray, rows_of: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield for each step its mismatched rows and the candidate partners: rows of the step and its neighbours."""
+    """Yield, for each step, its mismatched rows and their candidate partners: all rows in that step and in the
+    neighbouring ones."""
     for place, rows in enumerate(rows_of):
         beside = [*rows_of[max(place - 1, 0) : place], *rows_of[place + 1 : place + 2]]
         yield rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS], np.concatenate([rows, *beside])
 
 
 def _by_chance(grid: Grid, own: np.ndarray, rows_of: list[np.ndarray]) -> float:
-    """Return the number of rows that find a partner among rows with randomly permuted values."""
+    """Return the number of rows for which a partner is found by chance, i.e. among rows whose values are randomly
+    permuted."""
     draw = np.random.default_rng(0)
     found = 0
     for off, candidates in _tried(own, rows_of):
@@ -104,7 +111,7 @@ def _by_chance(grid: Grid, own: np.ndarray, rows_of: list[np.ndarray]) -> float:
 
 
 def _mixed(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Return [R, T] with the finite values permuted and the missing ones in place."""
+    """Return [R, T] the values with the finite ones in each row permuted and the missing ones left in place."""
     mixed = values.copy()
     there = np.isfinite(mixed)
     mixed[there] = draw.permutation(mixed[there])
@@ -112,7 +119,7 @@ def _mixed(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
 
 
 def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partner: np.ndarray) -> None:
-    """Set `partner` for each mismatched row that clearly matches the b of another row."""
+    """Set `partner` for each mismatched row that clearly matches the pass b values of another row."""
     b = grid.b[rows]
     for row in off:
         best = _partner(grid.a[row], own[row], b)
@@ -121,7 +128,7 @@ def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partn
 
 
 def _partner(a: np.ndarray, own: float, b: np.ndarray) -> int | None:
-    """Return the index of the row of b that best matches a row of a, [T]; None if none clearly does."""
+    """Return the index of the row in `b` that best matches `a`, [T]; None if none clearly matches."""
     off_by = np.minimum(np.abs(a - b), CAP_NATS)
     enough = np.isfinite(off_by).sum(axis=1) >= min(MIN_PAIRED_TOKENS, np.isfinite(a).sum())
     costs = np.where(enough, row_means(off_by), np.inf)

@@ -1,4 +1,4 @@
-"""Positions inside sequences at which the size of the mismatch changes."""
+"""Detect positions inside sequences at which the size of the mismatch changes."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class LevelChange:
     """A change point between two levels."""
 
     place: int
-    """First position of the second part."""
+    """First position after the change."""
     change: float
-    """Mean after minus mean before."""
+    """Mean after the change minus mean before it."""
     explained: float
-    """Sum of squares between the two parts."""
+    """Sum of squares explained by the change: that between the parts before and after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """[L] the tokens with a finite level: centred level, sequence and position."""
+    """Centred level, sequence and position, each [L], of the L kept tokens with a finite level."""
 
     y: np.ndarray
     seq: np.ndarray
     position: np.ndarray
     there: np.ndarray
-    """[K] bool: mask of these among the kept tokens."""
+    """[K] bool: True for kept tokens with a finite level."""
 
     @classmethod
     def of(cls, data: PairData) -> Levels | None:
-        """Return the levels of the kept tokens; None if too few to divide."""
+        """Return the levels of the kept tokens; None if there are too few to search for a change."""
         level = data.level_beyond_tokens
         there = np.isfinite(level)
         if there.sum() < 4 * MIN_SIDE_TOKENS:
@@ -56,7 +56,8 @@ class Levels:
 
 
 def find_onset(data: PairData) -> list[Finding]:
-    """Detect a position, common to all sequences, after which (cache, rotary embedding) or before which the mismatch is larger."""
+    """Detect a position, common to all sequences, from which on or up to which the mismatch is larger. A larger
+    mismatch from a position on points to the cache or the rotary embedding."""
     levels = Levels.of(data)
     if levels is None:
         return []
@@ -80,7 +81,7 @@ def find_onset(data: PairData) -> list[Finding]:
 
 
 def find_own_places(data: PairData) -> list[Finding]:
-    """Detect a position that differs by sequence at which the mismatch changes: weights changed during sampling."""
+    """Detect that the mismatch changes at a position that differs by sequence: weights changed during sampling."""
     levels = Levels.of(data)
     if levels is None:
         return []
@@ -95,9 +96,10 @@ def find_own_places(data: PairData) -> list[Finding]:
 
 
 def best_cut(y: np.ndarray, where: np.ndarray, margin: int, sign: int = 0) -> LevelChange:
-    """Return the cut of values y, [N], along a coordinate, [N], that explains most, with at least `margin` values per side.
+    """Return the change of level in `y`, [N], along the coordinate `where`, [N], that explains most of the variance,
+    with at least `margin` values before and after it.
 
-    `sign` restricts it to a rise (1) or a drop (-1).
+    `sign` restricts the search to a rise (1) or a drop (-1).
     """
     order = np.argsort(where, kind="stable")
     y, where = y[order], where[order]
@@ -116,7 +118,7 @@ def best_cut(y: np.ndarray, where: np.ndarray, margin: int, sign: int = 0) -> Le
 
 
 def steepness(y: np.ndarray, where: np.ndarray, cut: LevelChange) -> float:
-    """Return the share of a change that happens next to the cut: 1 for a step, near 0 for a slope."""
+    """Return the share of a change that occurs right at its position: 1 for a jump, near 0 for a slope."""
     low, high = where[where < cut.place], where[where >= cut.place]
     near_low = (where < cut.place) & (where >= np.quantile(low, 0.7))
     near_high = (where >= cut.place) & (where <= np.quantile(high, 0.3))
@@ -131,7 +133,8 @@ def _holds(cut: LevelChange, total: float, num: int) -> bool:
 
 
 def _detrended(y: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Subtract the mean per position bin, so that a trend common to all sequences is not taken for their own change."""
+    """Subtract the mean per position bin, so that a trend common to all sequences is not mistaken for a change in each
+    of them."""
     bins = np.digitize(position, np.unique(np.quantile(position, np.linspace(0, 1, 13)[1:-1])))
     count = np.bincount(bins)
     usual = np.bincount(bins, y) / np.maximum(count, 1)
@@ -139,8 +142,8 @@ def _detrended(y: np.ndarray, position: np.ndarray) -> np.ndarray:
 
 
 def own_cuts(y: np.ndarray, seq: np.ndarray, position: np.ndarray) -> tuple[dict[int, LevelChange], float]:
-    """Return the best cut of each sequence in their common direction, and how much more that direction explains than the other,
-    in standard errors: for randomly ordered values both explain the same.
+    """Return the best change in each sequence, all rises or all drops, and how much more the chosen direction explains
+    than the opposite one, in standard errors. For randomly ordered values, both directions explain equally much.
     """
     order = np.lexsort((position, seq))
     parts = np.split(order, np.flatnonzero(np.diff(seq[order])) + 1)
@@ -160,7 +163,8 @@ def own_cuts(y: np.ndarray, seq: np.ndarray, position: np.ndarray) -> tuple[dict
 
 
 def _within_sequences(y: np.ndarray, seq: np.ndarray, after: np.ndarray, cut: LevelChange) -> float:
-    """Return the share of a change found within sequences that span the cut, rather than between long and short ones."""
+    """Return the share of a change that also appears within sequences that span its position, rather than only between
+    long and short sequences."""
     num = [np.bincount(seq[part], minlength=int(seq.max()) + 1) for part in (~after, after)]
     spanning = (num[0] >= 3) & (num[1] >= 3)
     if spanning.sum() < 2:
@@ -174,7 +178,7 @@ def _within_sequences(y: np.ndarray, seq: np.ndarray, after: np.ndarray, cut: Le
 
 
 def _low_part(data: PairData, there: np.ndarray, after: np.ndarray, cut: LevelChange) -> float:
-    """Return the median logit noise of the part with the smaller mismatch, nats."""
+    """Return the median logit noise, nats, in the part with the smaller mismatch: before a rise, or after a drop."""
     return float(np.median(data.noise[there][~after if cut.change > 0 else after]))
 
 

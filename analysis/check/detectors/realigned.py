@@ -1,6 +1,6 @@
-"""Undo a shift or an exchange of rows, to check the rest of the mismatch.
+"""Undo a shift or an exchange of rows, so that the remaining mismatch can be checked.
 
-Shapes: N tokens of S sequences; [S, T] the grid of kept tokens.
+Shapes: S sequences (rows), T tokens in the longest sequence.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from .pairing import partners_of
 
 
 def realigned(data: PairData, finding: Finding) -> PairData | None:
-    """Return the data with pass b realigned according to a finding; None if that is not possible.
+    """Return the data with pass b realigned according to a finding; None if the finding does not allow it, or if too
+    few tokens remain.
 
-    For a shift every mismatched row is moved by the lag; for exchanged rows each gets the values of its partner. Mismatched
-    rows without a partner are dropped.
+    After a shift, every mismatched row is shifted back by the lag. After an exchange of rows, each row receives its
+    partner's values, and mismatched rows without a partner are dropped.
     """
     if finding.signal == "moved_rows":
         b = _shifted(grid_of(data), int(finding.numbers["lag"] or 0))
@@ -41,7 +42,7 @@ def realigned(data: PairData, finding: Finding) -> PairData | None:
 
 
 def _shifted(grid: Grid, lag: int) -> np.ndarray:
-    """Return [S, T] b with the rows shifted that `find_shift` reported."""
+    """Return [S, T] the values of pass b after shifting the rows that `find_shift` reported."""
     costs = np.nan_to_num(row_means(grid.cost()))
     off = costs > MIN_OFF_NATS
     moved = grid.moved(lag)

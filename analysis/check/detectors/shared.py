@@ -1,4 +1,4 @@
-"""Faults common to both passes, which d does not show: a shared placeholder, or the wrong unit."""
+"""Detect faults common to both passes, which do not show in d: a shared placeholder, or the wrong unit."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from ..thresholds import (
 )
 
 _UNITS = {"log2": float(np.log(2.0)), "log10": float(np.log(10.0))}
-"""Unit that both sides may hold -> nats per unit."""
+"""Unit in which both passes may have been recorded instead of nats -> nats per unit."""
 _WINDOW_NATS = 0.05
-"""Values within this distance of a constant show how frequent one is by chance."""
+"""Maximum distance, nats, between a constant and the nearby values that show how often a value repeats by chance."""
 _TIE_NATS = 4e-3
-"""Largest rounding error of -ln 8 in bfloat16."""
+"""Maximum distance, nats, between a value and -ln 2, ..., -ln 8 for it to count as a tie between logits: the largest
+rounding error of -ln 8 in bfloat16."""
 
 
 def find_shared_constants(data: PairData) -> list[tuple[Finding, np.ndarray]]:
-    """Return a finding for each value that both passes share far more often than nearby values, with its tokens, [N] bool."""
+    """Return a finding for each value that both passes share far more often than nearby values, with a mask of the
+    tokens that have it, [N] bool."""
     same = data.keep & (data.sample.a.logprobs == data.sample.b.logprobs)
     values, counts = np.unique(data.sample.a.logprobs[same], return_counts=True)
     often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
@@ -40,14 +42,14 @@ def find_shared_constants(data: PairData) -> list[tuple[Finding, np.ndarray]]:
 
 
 def _is_shared_constant(data: PairData, value: float, where: np.ndarray) -> bool:
-    # Repeated contexts count once: they repeat the value.
+    # Each context is counted once, because a repeated context repeats the value.
     contexts = len(np.unique(data.sample.token_keys[where]))
     if contexts < MIN_SHARED_COUNT or len(np.unique(data.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
         return False
     if value == 0.0:
         return _is_no_certainty(data, where)
     if value > -_WINDOW_NATS or any(abs(value + np.log(ties)) < _TIE_NATS for ties in range(2, 9)):
-        return False  # float32 values are coarse next to 0, and tied logits give -ln 2, -ln 3, ...
+        return False  # near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
     near = data.keep & ~where & (np.abs(data.sample.a.logprobs - value) < _WINDOW_NATS)
     _, counts = np.unique(data.sample.a.logprobs[near], return_counts=True)
     usual = float(np.quantile(counts, 0.9)) if len(counts) else 1.0
@@ -55,7 +57,8 @@ def _is_shared_constant(data: PairData, value: float, where: np.ndarray) -> bool
 
 
 def _is_no_certainty(data: PairData, where: np.ndarray) -> bool:
-    """Return True if the tokens with logprob 0, [N] bool, have an entropy above 0, so they were not certain."""
+    """Return True if the tokens in `where`, [N] bool, which have a logprob of 0, were not certain because their entropy
+    is above 0."""
     for side in (data.sample.a, data.sample.b):
         if side.entropy is not None and np.isfinite(side.entropy[data.keep]).all():
             at, elsewhere = float(np.mean(side.entropy[where])), float(np.mean(side.entropy[data.keep & ~where]))
@@ -84,7 +87,8 @@ def _constant(data: PairData, value: float, where: np.ndarray) -> Finding:
 
 
 def find_shared_unit(data: PairData) -> list[Finding]:
-    """Detect that both passes share a unit other than nats: only in the right unit does logprob + entropy average to 0."""
+    """Detect that both passes are in the same unit other than nats: only in the correct unit does logprob + entropy
+    average to 0."""
     entropy = data.entropy
     if entropy is None or data.num_kept < MIN_LOGPROBS or data.rms() > np.std(data.a) / 2:
         return []
@@ -114,5 +118,5 @@ def find_shared_unit(data: PairData) -> list[Finding]:
 
 
 def _score(data: PairData, values: np.ndarray) -> float:
-    """Return the mean of values, [K], in standard errors."""
+    """Return the mean of `values`, [K], divided by its standard error."""
     return float(values.mean() / max(float(values.std()) / np.sqrt(len(values)), 1e-12))

@@ -1,4 +1,8 @@
-"""Parts of the data in which the mismatch is concentrated: an engine, rank, prompt, policy version or range of steps."""
+"""Detect that the mismatch is concentrated in part of the data: an engine, rank, prompt, policy version or range of
+steps.
+
+Shapes: N sampled tokens in S sequences.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +32,30 @@ from .numerics import allowed_noise, precisions
 SEEN_BEFORE = "prompt_seen_before"
 
 ORDERED = ("step", "version", "version_a", "version_b")
-"""Columns along which a fault is a contiguous range."""
+"""Columns in which a fault must cover a contiguous range of values."""
 CHANGING = (*ORDERED, "group_id")
-"""Columns along which the mismatch also changes without a fault, as policies sharpen and prompts differ: the larger part must
-exceed rounding."""
+"""Columns along which the mismatch also changes without a fault, because policies sharpen and prompts differ. A subset
+along them is reported only if its mismatch exceeds rounding."""
 
 _NAMED_FIRST = (
     SEEN_BEFORE, "writer_a", "writer_b", "contract_a", "contract_b", "version_a", "version_b", "version", "group_id", "step",
 )  # fmt: skip
-"""Order of preference if several columns split the sequences alike; sampling settings come before these."""
+"""Order of preference if several columns split the sequences equally well. Sampling settings, which are not listed,
+come first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A split of sequences by the values of a column into a low and a high mismatch."""
+    """A division of the sequences, by the values in one column, into a part with a low and a part with a high
+    mismatch."""
 
     column: str
     values: list[Any]
-    """Values of the part with the larger mismatch."""
+    """Column values in the part with the larger mismatch."""
     rows: np.ndarray
-    """[S] bool: True for sequences of that part."""
+    """[S] bool: True for sequences in the part with the larger mismatch."""
     ratio: float
-    """Ratio of the two parts' mismatches."""
+    """Ratio between the larger and the smaller mismatch."""
     r2: float
     """Share of the variance between sequences explained by the split."""
 
@@ -72,15 +78,16 @@ class SequencePart:
 
     finding: Finding
     tokens: np.ndarray
-    """[N] bool: True for tokens of the part."""
+    """[N] bool: True for tokens in the part."""
     since: int | None
-    """First step if the part is the rest of the run, i.e. the fault begins there; None otherwise. If from then on all prompts
-    are repeats, a prefix cache explains it as well as different weights."""
+    """First step of the part if it covers the whole rest of the run, i.e. the fault begins at that step; None
+    otherwise. If all prompts from that step on are repeats, a prefix cache explains the fault as well as different
+    weights do."""
 
 
 @once
 def part_of(data: PairData) -> SequencePart | None:
-    """Return the part of the data in which the mismatch is concentrated; None if there is none."""
+    """Return the part of the data in which the mismatch is concentrated; None if it is not concentrated."""
     split = _best(data, _columns(data))
     if split is None:
         return None
@@ -90,14 +97,16 @@ def part_of(data: PairData) -> SequencePart | None:
 
 @once
 def group_of(data: PairData) -> SequencePart | None:
-    """Return the prompts in which the mismatch is concentrated; None if there are none."""
+    """Return the part of the data, given by prompts, in which the mismatch is concentrated; None if it is not
+    concentrated."""
     split = _best(data, {"group_id": list(data.sample.group_ids)})
     return None if split is None else SequencePart(_told(data, split, None), split.rows[data.sample.seq], None)
 
 
 def fades(data: PairData) -> tuple[float, float]:
-    """Return the log ratio of the mismatch in the first to the last third of sequences, and the same in standard errors over
-    the sequences. The effect of a cached prompt fades along the response; that of weights does not."""
+    """Return the log ratio between the mismatch in the first third of each sequence and that in the last third,
+    averaged over sequences, and this mean in standard errors. The effect of a cached prompt fades along the response;
+    that of different weights does not."""
     level = data.level_beyond_tokens
     there = np.isfinite(level)
     place = data.position / np.maximum(data.sample.lengths[data.seq], 1)
@@ -113,18 +122,21 @@ def fades(data: PairData) -> tuple[float, float]:
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the first step of rows, [S] bool, if they are the whole rest of the run; None if not, or if they are few."""
+    """Return the first step with sequences in `rows`, [S] bool, if these are all sequences from that step on and most
+    of the run; None otherwise."""
     return _begin(steps, rows) if rows.mean() > MIN_SINCE_SHARE else None
 
 
 def _begin(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the same for any number of rows."""
+    """Return the first step with sequences in `rows`, [S] bool, if these are all sequences from that step on and the
+    run starts earlier; None otherwise."""
     first = int(steps[rows].min())
     return first if first > steps.min() and np.all(rows == (steps >= first)) else None
 
 
 def _best(data: PairData, columns: dict[str, list[Any]]) -> Split | None:
-    """Return the best split by a column whose low part is healthy and whose high part is far larger; None if there is none."""
+    """Return the best split by one column such that one part is healthy and the other has a far larger mismatch; None
+    if there is none."""
     columns = {name: values for name, values in columns.items() if len(set(map(str, values))) > 1}
     level, weight = _levels(data)
     healthy = allowed_noise(precisions(data))
@@ -139,18 +151,20 @@ def _best(data: PairData, columns: dict[str, list[Any]]) -> Split | None:
     if not splits:
         return None
     best = max(splits, key=lambda split: split.r2)
-    # Of columns that split the sequences alike, report the simplest.
+    # Among columns that split the sequences equally well, report the simplest.
     return min((s for s in splits if s.r2 >= ALIKE_R2 * best.r2), key=_order)
 
 
 def _changes_anyhow(data: PairData, split: Split) -> bool:
-    """Return True if the mismatch may differ without a fault; prompts that are all repeats from a step on are a range of steps."""
+    """Return True if the mismatch may differ between the two parts without a fault. A split by repeated prompts counts
+    as a range of steps if all prompts are repeats from some step on."""
     is_range = split.column == SEEN_BEFORE and _begin(data.sample.steps, split.rows) is not None
     return is_range or split.column in CHANGING
 
 
 def _is_declared(data: PairData, split: Split) -> bool:
-    """Return True if the repeated prompts were sampled by older weights according to their policy versions."""
+    """Return True if the split is by repeated prompts, and these were sampled by older weights according to their
+    policy versions."""
     is_behind = data.updates_behind != 0
     return split.column == SEEN_BEFORE and float(is_behind[split.rows].mean()) > MIN_DECLARED_SHARE
 
@@ -199,7 +213,8 @@ def _prefix_cache(data: PairData, split: Split, affected: np.ndarray) -> Finding
 
 
 def _is_more_than_change(data: PairData, rows: np.ndarray) -> bool:
-    """Return True if a part's mismatch exceeds the rounding of the others, or its precision is lower."""
+    """Return True if the mismatch in `rows` exceeds what rounding allows in all other sequences, or if the precision in
+    `rows` is lower."""
     inside = rows[data.sample.seq]
     others, own = precisions(data.without(inside)), precisions(data.without(~inside))
     coarser = any(one.logits == "float32" and two.logits in HALF for one, two in zip(others, own, strict=True))
@@ -207,7 +222,8 @@ def _is_more_than_change(data: PairData, rows: np.ndarray) -> bool:
 
 
 def _seen_before(sample: Sample) -> list[bool | None]:
-    """Return [S] True if the prompt occurred at an earlier step, so a prefix cache may hold it; None if unknown."""
+    """Return [S] True if a sequence's prompt also occurred at an earlier step, so that a prefix cache may hold it; None
+    if unknown."""
     first: dict[tuple[int, ...], int] = {}
     seen: list[bool | None] = []
     for prompt, step in zip(sample.prompts, sample.steps.tolist(), strict=True):
@@ -216,13 +232,13 @@ def _seen_before(sample: Sample) -> list[bool | None]:
 
 
 def _noise(data: PairData, rows: np.ndarray) -> float:
-    """Return the median logit noise of some sequences, nats."""
+    """Return the median logit noise in the sequences `rows`, [S] bool, nats."""
     values = data.noise[rows[data.seq] & np.isfinite(data.noise)]
     return float(np.median(values)) if len(values) else 0.0
 
 
 def _levels(data: PairData) -> tuple[np.ndarray, np.ndarray]:
-    """Return [S] the mean level of each sequence, and the number of its informative tokens."""
+    """Return [S] the mean level in each sequence, and [S] its number of informative tokens."""
     level = data.level_beyond_tokens
     there = np.isfinite(level)
     weight = np.bincount(data.seq[there], minlength=data.sample.num_sequences).astype(float)
@@ -247,7 +263,8 @@ def _columns(data: PairData) -> dict[str, list[Any]]:
 
 
 def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) -> Split | None:
-    """Return the best split of a column's values into a low and a high part; None if it is not significant."""
+    """Return the best division of a column's values into those with a low and those with a high mismatch; None if it is
+    not significant."""
     texts = np.array([str(value) for value in values])
     known, place = np.unique(texts, return_inverse=True)
     there = np.isfinite(level)
@@ -276,7 +293,8 @@ def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) 
 
 
 def _is_range(values: list[Any], rows: np.ndarray) -> bool:
-    """Return True if the values of some rows, [S] bool, form a range, or all but a range."""
+    """Return True if the column values in `rows`, [S] bool, are a contiguous range, or are all values outside a
+    contiguous range."""
     known = sorted({value for value in values if value is not None})
     marked = {value for value, is_marked in zip(values, rows.tolist(), strict=True) if is_marked}
     inside = np.array([value in marked for value in known])
@@ -284,7 +302,8 @@ def _is_range(values: list[Any], rows: np.ndarray) -> bool:
 
 
 def _best_division(means: np.ndarray, tokens: np.ndarray) -> tuple[float, int]:
-    """Return the largest sum of squares between two parts of sorted means, and the start of the second part."""
+    """Return the largest between-group sum of squares when dividing sorted means in two, and the index at which the
+    second group starts."""
     total = np.average(means, weights=tokens)
     left = np.cumsum(tokens)[:-1]
     sums = np.cumsum(tokens * (means - total))[:-1]
@@ -299,7 +318,8 @@ def _order(split: Split) -> tuple[int, int]:
 
 
 def _by_column(column: str, data: PairData) -> str:
-    """Return a query of the mismatch by a column of `sequences`, or of the `scores` of one pass."""
+    """Return an SQL query for the mismatch grouped by a column in `sequences`, or by a column in the `scores` of one
+    pass."""
     table, name, passed = "sequences", column, ""
     if column.endswith(("_a", "_b")):
         table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]

@@ -1,4 +1,4 @@
-"""A temperature applied to the logits of one side only."""
+"""Detect a temperature applied to the logits in one pass only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from ..thresholds import (
 )
 
 _MODEL_ERROR = 0.05
-"""Error of the fits relative to log T: log-odds are linear for two outcomes, and nearly so for more."""
+"""Error of a fitted log T, relative to log T. The fits assume that log-odds scale linearly, which is exact for two
+possible tokens and approximate for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +31,17 @@ class ScaleFit:
     scale: float
     """1 / temperature of b relative to a."""
     r2: float
-    """Share of the sum of d squared explained."""
+    """Share of the sum of d^2 explained by the scale."""
     score: float
-    """Distance of the scale from 1, standard errors."""
+    """Distance between the scale and 1, in standard errors."""
     lowest: float = 0.0
     highest: float = float("inf")
-    """Range of the scale: all fits, each widened by two standard errors."""
+    """`lowest` to `highest` is the range of the scale over all fits, each widened by two standard errors."""
 
 
 def find_temperature(data: PairData) -> list[Finding]:
-    """Detect that d is proportional to the logits, from logprob + entropy if recorded, and from the log-odds."""
+    """Detect that one pass's logits are the other's times a factor. The factor is fitted to the log-odds and, if
+    entropies are recorded, to logprob + entropy."""
     fit = fit_scale(data)
     if fit is None or not is_temperature(fit):
         return []
@@ -64,7 +66,7 @@ def find_temperature(data: PairData) -> list[Finding]:
 
 
 def is_temperature(fit: ScaleFit) -> bool:
-    """Return True if the scale is far enough from 1, significant, and explains enough of d."""
+    """Return True if the fitted scale is far from 1, significantly so, and explains enough of d."""
     return (
         abs(np.log(fit.scale)) >= MIN_TEMPERATURE_SHIFT
         and fit.score >= MIN_TEMPERATURE_SCORE
@@ -73,12 +75,12 @@ def is_temperature(fit: ScaleFit) -> bool:
 
 
 def fit_scale(data: PairData) -> ScaleFit | None:
-    """Fit one factor between both sides' logits; None with too few informative tokens."""
+    """Fit the factor between the logits in pass b and those in pass a; None if there are too few informative tokens."""
     fits = [_by_entropy(data, side) for side in ("a", "b")] + [_by_odds(data)]
     known = [fit for fit in fits if fit is not None]
     if not known:
         return None
-    # Each fit is of first order, so their spread, and what none of them explains, count as error.
+    # Each fit is only a first-order approximation, so the spread between fits and the unexplained part of d count as error.
     telling = [fit for fit in known if is_temperature(fit)] or known
     best = max(known, key=lambda fit: fit.r2)
     wider = float(np.exp(abs(np.log(best.scale)) * max((1 - best.r2) / 2, _MODEL_ERROR)))
@@ -87,7 +89,8 @@ def fit_scale(data: PairData) -> ScaleFit | None:
 
 
 def _by_entropy(data: PairData, side: str) -> ScaleFit | None:
-    """Fit by entropy: scaling logits by s changes a logprob by (s - 1)(logprob + entropy) - (s - 1)^2 varentropy / 2 + ..."""
+    """Fit the scale from the entropy. Scaling logits by s changes a logprob by
+    (s - 1)(logprob + entropy) - (s - 1)^2 varentropy / 2 + ..."""
     recorded = getattr(data.sample, side).entropy
     if recorded is None:
         return None
@@ -104,7 +107,7 @@ def _by_entropy(data: PairData, side: str) -> ScaleFit | None:
     left = d - x @ solution
     slope = float(solution[0])
     slope_error = float(np.sqrt(left @ left / len(d) * np.linalg.inv(x.T @ x + 1e-12 * np.eye(3))[0, 0]))
-    # The slope of log p against the scale is u at its start and changes on the way: 1 + slope and exp(slope) bound the scale.
+    # The derivative of log p with respect to the scale changes along the way, so 1 + slope and exp(slope) bound the scale.
     scales = np.array([1 + slope - 2 * slope_error, math.exp(min(slope + 2 * slope_error, 50.0)), 1 + slope])
     if scales.min() <= 0:
         return None
@@ -120,8 +123,8 @@ def _by_entropy(data: PairData, side: str) -> ScaleFit | None:
 
 
 def _by_odds(data: PairData) -> ScaleFit | None:
-    """Fit the slope of b's log-odds against a's: for two outcomes it is the scale s; k alternatives shift the line by
-    (s - 1) log k."""
+    """Fit the scale as the slope of the log-odds in pass b against those in pass a. With two possible tokens, the slope
+    is the scale s; with k equally likely alternatives, the line is shifted by (s - 1) log k."""
     odds_a, odds_b = (_log_odds(x) for x in (data.a, data.b))
     there = np.isfinite(odds_a) & np.isfinite(odds_b) & (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
     if there.sum() < MIN_TEMPERATURE_TOKENS:
@@ -134,7 +137,7 @@ def _by_odds(data: PairData) -> ScaleFit | None:
     if xy <= 0 or xx <= 0:
         return None
     low, high = sorted((xy / xx, yy / xy))
-    # Noise on one axis flattens a slope: the true one is between both regressions.
+    # Noise on one axis flattens the slope, so the true slope is between the regressions of b on a and of a on b.
     scale = low if low > 1 else high if high < 1 else 1.0
     left = yy - xy * xy / xx
     error = np.sqrt(max(left, 0.0) / max(xx, 1e-30) / len(x))
@@ -150,7 +153,8 @@ def _log_odds(logprobs: np.ndarray) -> np.ndarray:
 
 
 def _declared(data: PairData) -> dict[str, float | str]:
-    """Return the recorded temperatures, as `recorded_a`, `recorded_b` and `recorded_sampling`, and `logprobs_mode`."""
+    """Return the recorded temperatures, under the keys `recorded_a`, `recorded_b` and `recorded_sampling`, and
+    `logprobs_mode`."""
     settings = data.sample.settings["temperature"]
     named = {
         "recorded_a": declared(data.contract("a"), "temperature"),
@@ -163,7 +167,8 @@ def _declared(data: PairData) -> dict[str, float | str]:
 
 
 def _confirming(data: PairData, temperature: float) -> Advice:
-    """Return a replay at the temperature; without weights, a query of the scale of the log-odds by step."""
+    """Return a command that replays at the temperature; if the trace has no weights, a query for the scale of the
+    log-odds per step."""
     if data.has_weights:
         return commands.replay(data, f"--temperature {_to_try(data, temperature):.3g}", "temperature")
     odds = "ln(exp({0}) / (1 - exp({0})))"
@@ -175,7 +180,7 @@ def _confirming(data: PairData, temperature: float) -> Advice:
 
 
 def _to_try(data: PairData, fitted: float) -> float:
-    """Return the recorded temperature if the fit is near it, else the fit."""
+    """Return the recorded temperature if the fitted one is near it, else the fitted one."""
     settings = data.sample.settings["temperature"]
     recorded = float(np.nanmedian(settings)) if np.isfinite(settings).any() else fitted
     return recorded if abs(np.log(recorded / fitted)) < 0.3 else fitted

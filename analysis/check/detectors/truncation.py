@@ -1,4 +1,4 @@
-"""Probability mass missing on one side: cut off by top-p, top-k or min-p, or given to padding of the vocabulary."""
+"""Detect probability mass missing in one pass: cut off by top-p, top-k or min-p, or assigned to vocabulary padding."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from ..thresholds import (
 
 
 def find_one_sided(data: PairData) -> list[Finding]:
-    """Detect that the larger differences have one sign; the mean of exp(-|d|) over sampled tokens is then the shared mass."""
+    """Detect that nearly all of the larger differences have the same sign. The mean of exp(-|d|) over sampled tokens is
+    then the probability mass that both passes share."""
     size = np.abs(data.d)
     if len(size) < 20 or not size.any():
         return []
     squares = size * size
     negative = float(squares[data.d < 0].sum() / squares.sum())
     minor = size[data.d > 0] if negative > 0.5 else size[data.d < 0]
-    # Rounding has both signs; differences beyond it must have only one.
+    # Differences from rounding have both signs; differences larger than rounding must have only one.
     large = size > 2 * (float(np.quantile(minor, 0.95)) if len(minor) else 0.0)
     wrong = float(np.mean((data.d[large] > 0) == (negative > 0.5))) if large.any() else 1.0
     clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= MIN_LARGE_SHARE * squares.sum()
-    # Scaled logits change the tail a lot in one direction and everything else a little in the other.
+    # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite direction.
     lean = abs(float(data.d.mean())) / float(size.mean())
     if lean < (MIN_ONE_SIDED if clear else MIN_LEANING) or np.quantile(size, 0.999) > MAX_CUT_NATS:
         return []
@@ -45,10 +46,11 @@ def find_one_sided(data: PairData) -> list[Finding]:
 
 
 def _is_cut(data: PairData, raised: str) -> bool:
-    """Return True if tokens were cut off, False if rows were added to the vocabulary.
+    """Return True if tokens were cut off, False if padding rows were added to the vocabulary.
 
-    The mean of 1 / p over samples is the number of tokens that can be sampled: the whole vocabulary, or those kept. A nucleus
-    in a flat tail always has the same mass; a token alone in it has logprob 0.
+    The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary, or only the
+    kept tokens. If the distribution has a flat tail, every nucleus has the same mass; a token alone in its nucleus has
+    logprob 0.
     """
     settings = data.sample.settings
     if np.any(settings["top_p"] < 1) or np.any(settings["top_k"] > 0) or np.any(settings["min_p"] > 0):
@@ -56,7 +58,7 @@ def _is_cut(data: PairData, raised: str) -> bool:
     sides = {"a": data.sample.a, "b": data.sample.b}
     cut_off = np.isneginf(sides[raised].logprobs) & np.isfinite(sides["b" if raised == "a" else "a"].logprobs)
     if np.any(cut_off & data.sample.mask):
-        return True  # the other side sampled a token that this one cut off
+        return True  # the other pass sampled a token that this pass cut off
     if raised == "a" or _is_neutral(data):
         return False
     if np.mean((data.b > -1e-6) & (data.a < -1e-3)) > NUCLEUS_ALONE_SHARE:
@@ -68,7 +70,7 @@ def _is_cut(data: PairData, raised: str) -> bool:
 
 
 def _is_neutral(data: PairData) -> bool:
-    """Return True if the recorded settings rule out truncation."""
+    """Return True if the recorded sampling settings rule out truncation."""
     settings = data.sample.settings
     neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
     return all(bool(np.all(settings[name] == value)) for name, value in neutral.items())

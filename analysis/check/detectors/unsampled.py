@@ -1,4 +1,4 @@
-"""Tokens that count in the loss although they were not sampled: from a prompt or a tool."""
+"""Detect tokens that count in the loss although they come from a prompt or a tool and were not sampled."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..thresholds import (
 
 
 def find_unsampled(data: PairData) -> list[Finding]:
-    """Detect runs of tokens whose logprob is far below minus the entropy on both sides; needs recorded entropies.
+    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Needs recorded entropies.
 
-    For sampled tokens logprob + entropy is 0 on average, and entropy rises after an improbable token, so improbable tokens
-    rarely follow each other.
+    For sampled tokens, logprob + entropy is 0 on average. After an improbable token the entropy rises, so improbable
+    tokens rarely follow one another.
     """
     entropy = data.entropy
     if entropy is None:
@@ -48,7 +48,8 @@ def find_unsampled(data: PairData) -> list[Finding]:
 
 
 def unlikely_runs(calibration: np.ndarray, seq: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Return [K] bool: runs of at least MIN_UNSAMPLED_RUN tokens, each with logprob + entropy below UNSAMPLED_NATS."""
+    """Return [K] bool: True in runs of at least MIN_UNSAMPLED_RUN consecutive tokens with `calibration`, i.e. logprob +
+    entropy, below UNSAMPLED_NATS."""
     order = np.lexsort((position, seq))
     low, row = (calibration < UNSAMPLED_NATS)[order], seq[order]
     begins = np.concatenate([[True], (row[1:] != row[:-1]) | (low[1:] != low[:-1])]) if len(low) else np.empty(0, bool)

@@ -1,4 +1,4 @@
-"""Values that are not logprobs of the tokens: above 0, unrelated, or another quantity."""
+"""Detect values that are not logprobs of the sampled tokens: values above 0, unrelated values, or another quantity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .grid import row_spreads
 
 
 def find_positive(data: PairData) -> list[tuple[Finding, np.ndarray]]:
-    """Return a finding for each side with values above 0, with their tokens, [N] bool."""
+    """Return a finding for each pass with values above 0, with a mask of the tokens that have such values, [N] bool."""
     found = []
     for side in (data.sample.a, data.sample.b):
         where = data.keep & (np.nan_to_num(side.logprobs, nan=-1.0) > MAX_LOGPROB)
@@ -44,7 +44,7 @@ def _positive(data: PairData, side: PassSample, where: np.ndarray) -> Finding:
 
 
 def find_constant_rows(data: PairData) -> list[Finding]:
-    """Detect a side with one value for all tokens of a sequence, such as its mean, where the other side varies."""
+    """Detect a pass with the same value, such as the mean, at all tokens in a sequence, while the other pass varies."""
     for side, values, others in (("a", data.a, data.b), ("b", data.b, data.a)):
         spread, spread_other = row_spreads(data, values), row_spreads(data, others)
         asked = np.isfinite(spread) & (spread_other > MIN_OFF_NATS)
@@ -54,7 +54,8 @@ def find_constant_rows(data: PairData) -> list[Finding]:
 
 
 def find_other_quantity(data: PairData) -> list[Finding]:
-    """Detect a side that holds the negative entropies, or the logprobs of the most probable tokens."""
+    """Detect a pass that holds negative entropies, or the logprobs of the most probable tokens, instead of those of the
+    sampled tokens."""
     for side, values in (("a", data.a), ("b", data.b)):
         recorded = getattr(data.sample, side).entropy
         entropy = data.entropy if recorded is None else recorded[data.keep]
@@ -69,10 +70,12 @@ def find_other_quantity(data: PairData) -> list[Finding]:
 
 
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
-    """Return True if values fit the logprobs of the most probable tokens.
+    """Return True if `values` are consistent with the logprobs of the most probable tokens, and `others` with those of
+    the sampled ones.
 
-    They are then never below the others, and equal where the sampled token is the most probable one. Elsewhere the two
-    probabilities belong to different tokens and add up to at most 1. Renormalised values are raised slightly at all tokens.
+    `values` are then never below `others`, and equal where the sampled token is the most probable one. Elsewhere the
+    two probabilities belong to different tokens, so their sum is at most 1. Renormalised logprobs, by contrast, are
+    slightly higher at all tokens.
     """
     if len(values) < MIN_LOGPROBS:
         return False
@@ -81,13 +84,13 @@ def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
     if not 0.1 < equal.mean() < 0.95 or np.min(raised) < -0.5 or raised.max() < MAX_CUT_NATS:
         return False
     fits = np.exp(values[~equal]) + np.exp(others[~equal]) <= 1 + MIN_OFF_NATS
-    # The most probable token is sampled as often as its probability predicts.
+    # The share of tokens at which the most probable token was sampled must match its mean probability.
     expected = float(np.mean(np.exp(np.minimum(values, 0.0))))
     return bool(fits.mean() > 0.995 and abs(equal.mean() - expected) < 0.1)
 
 
 def find_unrelated(data: PairData) -> list[Finding]:
-    """Detect that the values of the two passes are uncorrelated."""
+    """Detect that the values in the two passes are uncorrelated."""
     if data.num_kept < MIN_LOGPROBS or data.rms() < MIN_OFF_NATS:
         return []
     if min(np.std(data.a), np.std(data.b)) < MIN_SPREAD:

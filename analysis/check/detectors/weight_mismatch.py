@@ -1,4 +1,5 @@
-"""Weights that differ between the two sides. The cause is reported if the recording shows it; otherwise a replay decides."""
+"""Detect different weights in trainer and engine. The cause is reported if the recording shows it; otherwise a replay
+is needed."""
 
 from __future__ import annotations
 
@@ -35,34 +36,35 @@ _QUANTISED = (
     ("arm", "quantize"),
     ("arm", "kv_dtype"),
 )
-"""Contract paths that may declare quantised weights or cache."""
+"""Contract paths that may declare quantised weights or a quantised KV cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class LogitMismatch:
-    """Size of the logit mismatch relative to rounding, and signs of different weights."""
+    """Size of the logit mismatch compared with rounding, and evidence for different weights."""
 
     level: float
-    """Rms logit change that explains d, nats: sqrt(sum d^2 / sum (1 - p)^2), with the largest 1 % clipped."""
+    """Rms change of the logits that explains d, nats: sqrt(sum d^2 / sum (1 - p)^2), with the largest 1 % clipped."""
     allowed: float
-    """Maximum from rounding on models of 0.5 billion parameters and more, nats."""
+    """Maximum logit noise from rounding for models with at least 0.5 billion parameters, nats."""
     token_effect: float
-    """Share of the variance of d / (1 - p) explained by the token id, beyond chance."""
+    """Share of the variance of d / (1 - p) explained by the token id, beyond the share expected by chance."""
     token_score: float
-    """Distance of `token_effect` from chance, standard deviations."""
+    """Distance between `token_effect` and 0, in standard deviations under pure noise."""
     is_sure: bool = False
-    """True for a low-entropy policy, whose logits are large and rounded by more."""
+    """True for a low-entropy policy, whose logits are large and therefore have larger rounding errors."""
     both_float32: bool = False
-    """True if both contracts say float32 without TensorFloat-32."""
+    """True if both contracts say float32 and do not allow TensorFloat-32."""
     is_of_known_dtypes: bool = True
-    """True if the dtypes of both sides are declared or inferred."""
+    """True if the dtype of each pass is declared or inferred."""
     num_ids: int = 0
-    """Number of different token ids."""
+    """Number of different token ids among the kept tokens."""
 
     @property
     def bound(self) -> float:
-        """Largest level attributed to rounding, nats: `allowed` if the mismatch depends on the token id, else more."""
+        """Largest level that is attributed to rounding, nats: `allowed` if the mismatch depends on the token id,
+        otherwise a multiple."""
         if self.token_score > MIN_TOKEN_SCORE:
             return self.allowed
         return self.allowed * (MAX_SURE_NOISE if self.is_sure else MAX_UNTOLD_NOISE)
@@ -73,8 +75,8 @@ class LogitMismatch:
 
     @property
     def is_of_weights(self) -> bool:
-        """True if the mismatch depends on the token id: rounding changes with every context, different weights shift a token the
-        same way in all."""
+        """True if the mismatch depends on the token id. Rounding errors vary with the context, whereas different
+        weights shift a token's logprob in the same direction in every context."""
         least = (MIN_TOKEN_EFFECT, MIN_TOKEN_SCORE)
         if self.both_float32:
             least = (MIN_FLOAT32_TOKEN_EFFECT, MIN_FLOAT32_TOKEN_SCORE)
@@ -83,13 +85,14 @@ class LogitMismatch:
 
     @property
     def may_carry(self) -> bool:
-        """True if rounding alone may be correlated between tokens: all later tokens read a rounded state or cache."""
+        """True if rounding errors alone may be correlated between tokens, because all later tokens read a rounded state
+        or cache."""
         return self.level <= MIN_WEIGHTS_NOISE or not self.is_of_known_dtypes
 
 
 @once
 def logit_mismatch(data: PairData) -> LogitMismatch:
-    """Measure the logit mismatch and how much of it depends on the token id."""
+    """Measure the logit mismatch and the share of it that depends on the token id."""
     known = np.isfinite(data.noise)
     noise, rest = data.noise[known], data.rest[known]
     cut = float(np.quantile(noise, 0.99)) if len(noise) else 0.0
@@ -107,7 +110,7 @@ def logit_mismatch(data: PairData) -> LogitMismatch:
 
 
 def find_declared(data: PairData) -> list[Finding]:
-    """Detect weights that differ according to policy versions or contracts."""
+    """Detect weights that differ according to the recorded policy versions or contracts."""
     return _versions(data) + _quantisation(data)
 
 
@@ -147,13 +150,14 @@ def _quantisation(data: PairData) -> list[Finding]:
 
 
 def _quantised(contract: Contract) -> dict[tuple[str, ...], str]:
-    """Return the contract paths that declare quantised weights or cache -> setting."""
+    """Return contract path -> setting for each path that declares quantised weights or a quantised KV cache."""
     values = {path: str(declared(contract, *path)) for path in _QUANTISED if declared(contract, *path)}
     return {path: value for path, value in values.items() if value not in _NOT_QUANTISED}
 
 
 def find_other_weights(data: PairData) -> list[Finding]:
-    """Detect a mismatch larger than rounding, or dependent on token ids as only different weights cause."""
+    """Detect a mismatch that is larger than rounding, or that depends on token ids in a way only different weights can
+    cause."""
     size, structure = logit_mismatch(data), error_structure(data)
     agree = weights_agree(data)
     differ = size.is_excessive or (size.is_of_weights and not agree)
@@ -179,7 +183,7 @@ def find_other_weights(data: PairData) -> list[Finding]:
 
 
 def _finding(data: PairData, code: str, signal: str, weight: float, command: Advice, **more: str) -> Finding:
-    """Return a finding with all measured scores."""
+    """Return a finding that includes all measured scores."""
     size, structure = logit_mismatch(data), error_structure(data)
     dtypes = {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
     return data.finding(
@@ -203,11 +207,12 @@ def _finding(data: PairData, code: str, signal: str, weight: float, command: Adv
 
 
 def along_movement(data: PairData) -> float:
-    """Return how far d is aligned with the change of pass a over the steps, in standard errors; 0 for fewer than three steps.
+    """Return the alignment between d and the change in pass a over the steps, in standard errors; 0 for fewer than
+    three steps.
 
-    For each token bigram, the mean of d is multiplied by the trend of a's logprob over the steps. The product is 0 on average
-    for rounding, positive if b lags behind a, negative if a lags behind b. Errors are taken over sequences. The dependence of
-    d on the size of the logprob is removed first.
+    For each token bigram, the mean of d is multiplied by the trend over the steps of its logprob in pass a. The product
+    is 0 on average if d is rounding, positive if pass b lags behind pass a, and negative if pass a lags behind pass b.
+    Standard errors are computed over sequences. The dependence of d on the size of the logprob is removed first.
     """
     sample = data.sample
     steps = sample.steps[data.seq].astype(float)
