@@ -128,7 +128,7 @@ class TableViews:
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
         """Return the SQL for the columns of a table when reading files that lack some of them."""
-        # DuckDB itself says what it calls the types of Arrow's columns.
+        # DuckDB maps the Arrow types to its own type names.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(
             f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
@@ -188,12 +188,12 @@ def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) 
     >>> step_condition([3, 6])
     'step BETWEEN 3 AND 6 AND step IN (3, 6)'
     """
-    if isinstance(steps, range):  # of timestamps it may be too long to go through
+    if isinstance(steps, range):  # a range of timestamps may be too long to enumerate
         return f"step BETWEEN {steps.start} AND {steps.stop - 1}" if steps else "false"
     if not len(steps):
         return "false"
     first, last = min(steps), max(steps)
-    # The range lets DuckDB pass over row groups, which it does not for a long list.
+    # DuckDB can skip row groups outside a range, but not outside a long list.
     within = f"step BETWEEN {first} AND {last}"
     num_known = last + 1 - first if recorded is None else sum(first <= step <= last for step in recorded)
     return within if num_known == len(set(steps)) else f"{within} AND step IN ({', '.join(map(str, steps))})"
@@ -219,6 +219,6 @@ def rows_of(files: Sequence[RunFile], columns: str) -> str:
     urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
     if len(runs) == 1:
         return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"
-    # DuckDB reads the name of the run from that of its folder, and opens no file of a run that a query leaves out.
+    # DuckDB takes the run from the folder name, and opens no file of a run excluded by a query.
     parsed = f"hive_partitioning = true, hive_types = {{'{RUN_OF_FOLDER}': VARCHAR}}"
     return f"SELECT substr({RUN_OF_FOLDER}, 2) AS run, {columns} FROM read_parquet({urls}, {parsed})"
