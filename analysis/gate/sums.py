@@ -37,7 +37,7 @@ class SequenceColumns:
     values: dict[str, Array]
     """Name -> [N] column; the statistics follow from the totals of these columns."""
     largest: dict[str, Array]
-    """Key of LARGEST -> [N] maximum of each sequence."""
+    """Column named in the values of LARGEST -> [N] maximum of each sequence."""
     unit_N: np.ndarray
     """[N] index of the group that each sequence belongs to."""
 
