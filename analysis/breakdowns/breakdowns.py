@@ -37,7 +37,7 @@ _REACH = 0.999
 """Share of the tokens whose values must be within the range of an axis in nats."""
 _ENVELOPE = 0.99
 _STRIDE = 64
-"""Every how many values one is taken for the subsample used to guess a quantile."""
+"""Stride of the subsample used to guess a quantile: it contains one of every 64 values."""
 _MAX_LOG = 700.0
 """Largest ln ratio on an axis, within the range of float64; a loss with a bound of 0 produces infinite ln ratios."""
 
