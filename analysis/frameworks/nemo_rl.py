@@ -28,7 +28,7 @@ class NemoRl(Framework):
     )
     """KL estimator used for gen_kl_error and policy_kl_error."""
     sequence_level_importance_ratios: bool = option_field(False, "Use sequence-level ratios.")
-    """Take ratios per sequence instead of per token."""
+    """True to take ratios per sequence instead of per token."""
     truncated_importance_sampling_type: str | None = option_field(None, "Truncation.", choices=TRUNCATIONS)
     """How ratios outside the bounds are treated; None keeps them unchanged."""
     truncated_importance_sampling_ratio: float | None = option_field(None, "Its upper bound.", metavar="C")
@@ -43,13 +43,13 @@ class NemoRl(Framework):
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
     )
-    """Mask sequences whose mean of exp(|d|) is above this threshold; None masks no sequence."""
+    """Threshold on a sequence's mean of exp(|d|), above which the sequence is masked; None masks no sequence."""
     ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E", at_least=0)
     """The policy's ratio is clamped to at least 1 - ratio_clip_min."""
     ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E", at_least=0)
     """The policy's ratio is clamped to at most 1 + ratio_clip_max."""
     disable_ppo_ratio: bool = option_field(False, "Use logprobs instead of ratios (REINFORCE).")
-    """Use REINFORCE: the logprob inside the loss replaces the ratio."""
+    """True for REINFORCE, where the logprob inside the loss replaces the ratio."""
 
     name: ClassVar[str] = "nemo-rl"
     version: ClassVar[str] = "0.7.0"

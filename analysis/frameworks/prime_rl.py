@@ -32,8 +32,8 @@ class PrimeRl(Framework):
     )
     """Tokens with a positive advantage are masked if their probability rises by more than this value."""
     ipo_threshold: float | None = option_field(None, "Use the loss ipo with this bound.", metavar="P", at_least=0)
-    """Use the loss `ipo`, which masks tokens whose probability changes by more than this value in either direction;
-    None uses the default loss."""
+    """Bound of the loss `ipo`, which masks tokens whose probability changes by more than this value in either
+    direction; None uses the default loss."""
 
     name: ClassVar[str] = "prime-rl"
     version: ClassVar[str] = "0.8.0"

@@ -45,12 +45,12 @@ class Slime(Framework):
     tis_clip_low: float = option_field(0.0, "Lower bound (0).", metavar="C")
     """Lower bound of the ratio of a token."""
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
-    """Average over all tokens instead of over the means of sequences."""
+    """True to average over all tokens instead of over the means of sequences."""
     use_tis: bool = option_field(False, "Weights and rejections of the example mis.py.")
-    """Include the weights and rejections of mis.py; otherwise only the mismatch metrics of mis.py, as with
+    """True to include the weights and rejections of mis.py; otherwise only its mismatch metrics are computed, as with
     get_mismatch_metrics."""
     tis_level: str = option_field("token", "Level of the weights (token; mis.py).", choices=LEVELS)
-    """Compute weights per `token`, per `sequence`, or as the `geometric` mean over a sequence."""
+    """Level of the weights: per `token`, per `sequence`, or the `geometric` mean over a sequence."""
     tis_mode: str = option_field(
         "truncate", "Treatment of weights beyond the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)
     )
@@ -59,9 +59,9 @@ class Slime(Framework):
     """Lower bound of weights; None means 1 / tis_upper_bound."""
     tis_upper_bound: float = option_field(2.0, "Upper bound of weights (2.0; mis.py).", metavar="C")
     tis_batch_normalize: bool = option_field(True, "Normalize weights to mean 1 (on; mis.py).")
-    """Divide the weights by their mean."""
+    """True to divide the weights by their mean."""
     use_rs: bool = option_field(True, "Reject by weights (on; mis.py).")
-    """Reject tokens whose weight is outside rs_lower_bound and rs_upper_bound."""
+    """True to reject tokens whose weight is not between rs_lower_bound and rs_upper_bound."""
     rs_level: str = option_field("token", "Level of the rejections (token; mis.py).", choices=LEVELS)
     """Level at which rejections are decided, with the same values as tis_level."""
     rs_lower_bound: float | None = option_field(
@@ -75,7 +75,7 @@ class Slime(Framework):
     rs_veto_threshold: float = option_field(
         1e-4, "Reject sequences with a token ratio below C (1e-4; 0: none; mis.py).", metavar="C", at_least=0
     )
-    """Reject sequences in which any token ratio is below this threshold; 0 rejects no sequence."""
+    """Threshold below which a single token ratio causes its sequence to be rejected; 0 rejects no sequence."""
 
     name: ClassVar[str] = "slime"
     version: ClassVar[str] = "0.3.1"

@@ -49,7 +49,7 @@ class Trl(Framework):
     importance_sampling_level: str = option_field(
         "token", "Level of the loss's ratios (token).", choices=("token", "sequence")
     )
-    """Take ratios per `token`, or as the geometric mean per `sequence`."""
+    """Level of the ratios: per `token`, or the geometric mean per `sequence`."""
     epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E", at_least=0)
     """Ratios below 1 - epsilon are clipped."""
     epsilon_high: float | None = option_field(
@@ -61,15 +61,15 @@ class Trl(Framework):
     off_policy_mask_threshold: float | None = option_field(
         None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
     )
-    """Drop sequences with a negative advantage and a mean of rollout - current logprobs above this threshold; None
-    drops no sequence."""
+    """Threshold on a sequence's mean of rollout - current logprobs, above which the sequence is dropped if its
+    advantage is negative; None drops no sequence."""
     logging_steps: int | None = option_field(
         None, "Rows as TRL logs them, means over N steps.", metavar="N", at_least=1
     )
-    """Return rows as TRL logs them, which are means over this number of steps; None returns one row per step, treating
-    its sequences as one batch."""
+    """Number of steps per row: TRL logs means over this many steps. None gives one row per step, whose sequences count
+    as one batch."""
     logging_first_step: bool = option_field(False, "Log the first step separately.")
-    """Log the first step in a row of its own."""
+    """True to log the first step in a row of its own."""
 
     name: ClassVar[str] = "trl"
     version: ClassVar[str] = "1.16.0"

@@ -33,13 +33,13 @@ class Verl(Framework):
     """Options of verl's rollout correction."""
 
     rollout_is: str | None = option_field(None, "Importance-sampling weights.", choices=("token", "sequence"))
-    """Compute importance-sampling weights per `token` or per `sequence`; None computes no weights."""
+    """Level of the importance-sampling weights, `token` or `sequence`; None means no weights."""
     rollout_is_threshold: str = option_field(
         "2.0", "Cut weights (TIS; 2.0) or mask them (IcePop).", metavar="UPPER|LOWER_UPPER"
     )
     """Maximum weight (TIS), or bounds written as `lower_upper`, outside which weights become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = option_field(False, "Normalize weights to mean 1.")
-    """Divide the weights by the mean weight."""
+    """True to divide the weights by their mean."""
     rollout_rs: str | None = option_field(None, "Rejections, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
     """Comma-separated elements of REJECTIONS; None means no rejections."""
     rollout_rs_threshold: str | None = option_field(
