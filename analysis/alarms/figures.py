@@ -19,18 +19,18 @@ from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
 
 Figure = tuple[np.ndarray, Array]
-"""(steps, values), steps ascending."""
+"""(steps, values); steps are ascending."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
 """Metrics without a series, computed from tokens."""
 NOT_FINITE = "num_not_finite"
-"""Figure: counted tokens of a step with a NaN or infinite logprob in either pass."""
+"""Name of the figure that counts, per step, the counted tokens with a NaN or infinite logprob in either pass."""
 _LARGEST = 700.0
-"""|d| whose exponential still fits a double."""
+"""Largest |d| for which exp(|d|) still fits a double, with some margin."""
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
-    """Read mean |exp(a) - exp(b)|, mean exp(|d|) and NOT_FINITE by step, over the same tokens as `read_series`."""
+    """Read mean |exp(a) - exp(b)|, mean exp(|d|) and NOT_FINITE per step, over the tokens that `read_series` uses."""
     lists = ["mask"] if sequence_columns(database, run).mask else []
     query = token_query({"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, lists=lists)
     batches = list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))
@@ -46,7 +46,8 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    """Return [N] step, counts of finite and other tokens, and the two sums of each sequence."""
+    """Return [N] arrays per sequence: step, number of finite tokens, number of other tokens, and the sums of the two
+    metrics in OF_TOKENS."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
@@ -88,7 +89,8 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
 
 
 def _with_infinities(series: Series) -> Array:
-    """Return [n] values of k3 with the infinities that a series omits; exp(d) overflows beyond 709 nats."""
+    """Return [n] values of k3, set to infinity at steps where the series omits an infinite value, because exp(d)
+    overflows above 709 nats."""
     if series.name != "k3":
         return series.values
     return np.where(np.isin(series.steps, series.not_finite), np.inf, series.values)

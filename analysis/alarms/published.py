@@ -1,4 +1,4 @@
-"""Alert levels of frameworks and papers, each with its own definition; they are not interchangeable."""
+"""Alert levels published by frameworks and papers. Each has its own definition, so levels are not interchangeable."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A published level of one metric, or a rule of tim-trace."""
+    """A level that was published for one metric, or one of tim-trace's own rules."""
 
     who: str
     """Who published the level; `tim-trace` for its own rules."""
     metric: str
-    """Name of the figure by step it is evaluated on; see alarms.figures."""
+    """Name of the per-step figure that the level applies to; see alarms.figures."""
     definition: str
     level: float | None
-    """None if `rule` says when it fires."""
+    """The level, in units of the metric; None if the text in `rule` says when the alert fires."""
     rule: str = ""
     above: bool = True
-    """True if it fires above the level, False if below."""
+    """True if the alert fires above the level, False if it fires below."""
     of_size: bool = False
-    """True if it compares the absolute value."""
+    """True if the metric's absolute value is compared with the level."""
     summary: str
-    """The source's statement about a run beyond the level."""
+    """What the source says about a run beyond the level."""
     source: str
     of_mismatch: bool = True
-    """True if it concerns the size of the mismatch, False if rewards or the optimizer."""
+    """True if the alert concerns the size of the mismatch, False if it concerns rewards or the optimizer."""
 
     @property
     def condition(self) -> str:
-        """The condition for firing, e.g. `> 0.001`."""
+        """The condition under which the alert fires, e.g. `> 0.001`."""
         return self.rule if self.level is None else f"{'>' if self.above else '<'} {self.level:g}"
 
 

@@ -1,6 +1,7 @@
-"""Every alert rule evaluated at every step of a run.
+"""Evaluate every alert rule at every step of a run.
 
-Levels apply to the figure of a single training step, as frameworks log it, so one step beyond the level fires the alert.
+Published levels apply to a single training step, as frameworks log the figure, so one step beyond the level makes the
+alert fire.
 
 Shapes: n steps with a value.
 """
@@ -28,42 +29,44 @@ _MEASURED = "docs/evidence/alerts.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmReading:
-    """An alert rule evaluated over the steps of a run."""
+    """The evaluation of one alert rule over the steps of a run."""
 
     alarm: Alarm
     own: float | None
-    """The run's value at `worst_step`; None for a rule without one."""
+    """The run's value of the metric at `worst_step`; None if the rule has no single value."""
     is_raised: bool
-    """True if it fires at any step."""
+    """True if the alert fires at any step."""
     worst_step: int | None
-    """The step furthest beyond the level, or nearest to it if none is beyond; None without a value."""
+    """The step whose value is furthest beyond the level, or nearest to it if no value is beyond; None if no step has a
+    value."""
     first_step: int | None = None
-    """The first step at which it fires; None if never."""
+    """The first step at which the alert fires; None if it never fires."""
     first_value: float | None = None
     last_step: int | None = None
-    """The last step at which it fires; None if never."""
+    """The last step at which the alert fires; None if it never fires."""
     num_steps: int = 0
-    """Number of steps at which it fires."""
+    """Number of steps at which the alert fires."""
     still: bool = False
-    """True if it fires at the last step with a value."""
+    """True if the alert fires at the last step with a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmReadings:
-    """Every alert rule evaluated over a run."""
+    """The evaluations of all alert rules over a run."""
 
     judged: tuple[AlarmReading, ...] = ()
     not_judged: tuple[str, ...] = ()
-    """Published rules whose metric the trace lacks."""
+    """Published rules that could not be evaluated because the trace lacks their metric."""
 
     @property
     def raised(self) -> tuple[AlarmReading, ...]:
-        """Rules that fire, earliest first."""
+        """Readings of the rules that fire, in the order of the first step at which they fire."""
         return tuple(sorted((each for each in self.judged if each.is_raised), key=lambda each: each.first_step or 0))
 
 
 def judge_alarms(series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure]) -> AlarmReadings:
-    """Evaluate every rule at every step: published levels, tim-trace's own rules, and values that are not finite."""
+    """Evaluate every rule at every step: published levels, tim-trace's own rules, and checks for values that are not
+    finite."""
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)
@@ -76,7 +79,7 @@ def judge_alarms(series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapp
 
 
 def judge_level(alarm: Alarm, steps: np.ndarray, values: Array) -> AlarmReading:
-    """Evaluate a published level on [n] values."""
+    """Evaluate a published level on the [n] values of its metric."""
     assert alarm.level is not None
     size = np.abs(values) if alarm.of_size else values
     return _reading(alarm, steps, size > alarm.level if alarm.above else size < alarm.level, values)
@@ -101,7 +104,7 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 
 
 def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[AlarmReading]:
-    """Yield the readings of tim-trace's four rules."""
+    """Yield the readings of tim-trace's four own rules."""
     signs = (
         (rule.gap_bends, "mean_abs_d", "mean |d|", f"> {rule.GAP:g} for {rule.TIMES} steps", "a mismatch of this size can bias the run", True),
         (rule.rate_jumps, "learning_rate", "the learning rate", f"> {rule.RATE:g} times its earlier level",
@@ -129,7 +132,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
-    """Yield a reading if the mismatch excludes tokens that are not finite."""
+    """Yield a reading if the mismatch excludes tokens whose logprobs are not finite."""
     if NOT_FINITE in of_tokens and (of_tokens[NOT_FINITE][1] > 0).any():
         steps, counts = of_tokens[NOT_FINITE]
         alarm = Alarm(
@@ -141,7 +144,7 @@ def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
-    """Yield readings of rewards, gradient norms and losses that are not finite."""
+    """Yield readings for rewards, gradient norms and losses that are not finite."""
     series_of_run = (
         ("reward", "most rewards of a step", "nothing can be learned from this step"),
         ("grad_norm", "the logged grad_norm", "the update of this step was not a number"),

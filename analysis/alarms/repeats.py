@@ -1,4 +1,4 @@
-"""Repeated responses, and the share of them with a different reward."""
+"""Find repeated responses, and the share of them that received a different reward."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
 ORDER BY step, place
 """
 WINDOW = 20
-"""Steps in the window of the share."""
+"""Number of steps in the window over which the share of unequal rewards is computed."""
 FEWEST = 20
-"""Minimum number of repeated responses in a window; with fewer the share is 0."""
+"""Minimum number of repeated responses in a window; if there are fewer, the share is reported as 0."""
 
 
 class Repeats:
-    """Hashes and rewards of a run's responses, by step."""
+    """Hashes and rewards of a run's responses, per step."""
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def keep(self, database: Database, run: str, steps: Sequence[int]) -> None:
-        """Read the responses of some steps, replacing earlier reads of them."""
+        """Read the responses of some steps, replacing what was read for these steps before."""
         rows = database.connection.execute(_ROWS, {"run": run}).fetchnumpy()
         step = np.asarray(rows["step"])
         reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))
@@ -39,7 +39,8 @@ class Repeats:
                 self._steps[int(own[0])] = (whole, rewards)
 
     def unequal(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps, and the share of unequal rewards at each; see `unequal_rewards`."""
+        """Return the steps with responses, and the share of unequal rewards at each of these steps; see
+        `unequal_rewards`."""
         steps = np.array(sorted(self._steps), np.int64)
         if not len(steps):
             return steps, np.empty(0)
@@ -50,10 +51,12 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return the share of repeated responses over the last 20 steps whose reward differs from the earlier one.
+    """Return the share of repeated responses over the last 20 steps whose reward differs from that of the earlier
+    identical response.
 
-    Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] a hash of
-    prompt and response. Returns [n], each step using only earlier data and its own; 0 if fewer than 20 responses repeated.
+    Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] is a
+    hash of prompt and response. Returns [n] shares. Each step uses only data up to and including that step; the share
+    is 0 if fewer than 20 responses were repeated.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

@@ -1,4 +1,5 @@
-"""tim-trace's own four alert rules, which use no later steps. Measured accuracy: docs/evidence/alerts.md.
+"""tim-trace's own four alert rules. At each step they use only data up to that step. Measured accuracy:
+docs/evidence/alerts.md.
 
 Shapes: n values, one per step with a value.
 """
@@ -12,38 +13,42 @@ import numpy as np
 Array = np.ndarray
 
 GAP = 0.06
-"""Mean |d|, nats."""
+"""Mean |d| of a step, in nats, above which the mismatch is large enough to bias a run."""
 UNEQUAL = 0.05
-"""Share of repeated responses."""
+"""Share of repeated responses with a different reward above which the rewards are reported as contradictory."""
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Consecutive steps that the mismatch and the norm must stay beyond their level."""
+"""Number of consecutive steps for which the mismatch or the gradient norm must exceed its level."""
 
 
 def gap_bends(mean_abs_d: Array) -> Array:
-    """Return [n] bool: mean |d| above GAP, large enough to bias a run, for three steps."""
+    """Return [n] bool: True if mean |d| has exceeded GAP, i.e. is large enough to bias a run, for three consecutive
+    steps."""
     return sustained(mean_abs_d > GAP, TIMES)
 
 
 def rewards_contradict(unequal: Array) -> Array:
-    """Return [n] bool: more than 5 % of the repeated responses got a different reward; see `repeats.unequal_rewards`."""
+    """Return [n] bool: True if more than 5 % of the repeated responses got a different reward; see
+    `repeats.unequal_rewards`."""
     return np.asarray(unequal > UNEQUAL)
 
 
 def rate_jumps(learning_rate: Array) -> Array:
-    """Return [n] bool: the learning rate exceeds RATE times its highest level so far, by medians of the five steps before."""
+    """Return [n] bool: True if the learning rate exceeds RATE times its previous peak, i.e. the largest median over
+    five consecutive earlier steps."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """Return [n] bool: the gradient norm exceeds NORM times its median over 20 steps ending 5 steps ago, for three steps."""
+    """Return [n] bool: True if, for three consecutive steps, the gradient norm has exceeded NORM times its median over
+    the 20 steps that ended 5 steps earlier."""
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
 
 
 def sustained(flags: Array, times: int) -> Array:
-    """Return [n] bool: True if the flag was true for the last `times` values."""
+    """Return [n] bool: True if a flag and those before it, `times` in all, are true."""
     found = np.zeros(len(flags), bool)
     if len(flags) >= times:
         found[times - 1 :] = np.lib.stride_tricks.sliding_window_view(flags, times).all(axis=1)
@@ -51,7 +56,8 @@ def sustained(flags: Array, times: int) -> Array:
 
 
 def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
-    """Return the [n] median of the `window` values ending `gap` values before each; NaN if fewer, or none finite."""
+    """Return the [n] median of `window` values, ending `gap` values before each value; NaN if there are fewer values or
+    none is finite."""
     found = np.full(len(values), np.nan)
     if len(values) > window + gap:
         past = np.lib.stride_tricks.sliding_window_view(values, window)[: len(values) - window - gap]
@@ -62,6 +68,6 @@ def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
 
 
 def logarithm(values: Array) -> Array:
-    """Return [n] natural logarithms; NaN if undefined."""
+    """Return [n] natural logarithms; NaN for values without a logarithm."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(values > 0, np.log(values), np.nan)

@@ -8,7 +8,7 @@ from .reading import AlarmReading
 
 
 def taken_over(reading: AlarmReading) -> str:
-    """Name the step or steps of a reading's value."""
+    """Name the step or steps that the value of a reading was taken from."""
     return "every step" if reading.worst_step is None else f"worst step {reading.worst_step}"
 
 
@@ -29,7 +29,7 @@ def value_text(reading: AlarmReading) -> str:
 
 
 def since(reading: AlarmReading) -> str:
-    """Say at which steps the alert fires; empty if it never does."""
+    """Say at which steps the alert of a reading fires; empty if it never fires."""
     if not reading.is_raised:
         return ""
     if reading.num_steps == 1:
@@ -40,7 +40,7 @@ def since(reading: AlarmReading) -> str:
 
 
 def alarm_sentence(reading: AlarmReading) -> str:
-    """Render a rule, its value with its step, and when it fires."""
+    """Describe a rule, its value and step, and when the alert fires."""
     alarm = reading.alarm
     own = "" if reading.own is None else f" ({value_text(reading)})"
     when = since(reading)
@@ -48,7 +48,7 @@ def alarm_sentence(reading: AlarmReading) -> str:
 
 
 def reading_json(reading: AlarmReading) -> dict[str, Any]:
-    """Return a reading's value, its step, and where the rule fires, for JSON."""
+    """Return a JSON object with the value of a reading, its step, and the steps at which the rule fires."""
     return {
         "own": reading.own, "over": taken_over(reading), "worst_step": reading.worst_step, "is_raised": reading.is_raised,
         "sounds": reading.is_raised, "first_step": reading.first_step, "first_value": reading.first_value,

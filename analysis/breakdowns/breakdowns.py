@@ -34,41 +34,42 @@ from .queries import queries
 from .tokens import ChosenTokens, choose, read_chosen_tokens
 
 _REACH = 0.999
-"""Share of the tokens within the range of an axis in nats."""
+"""Share of the tokens whose values must be within the range of an axis in nats."""
 _ENVELOPE = 0.99
 _STRIDE = 64
-"""Stride of the subsample used to guess a quantile."""
+"""Stride of the subsample used to guess a quantile: it contains one of every 64 values."""
 _MAX_LOG = 700.0
-"""Largest ln ratio on an axis, within float64's range; a loss with a bound of 0 makes infinite ones."""
+"""Largest ln ratio on an axis, within the range of float64; a loss with a bound of 0 produces infinite ln ratios."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdowns:
-    """Breakdowns of the mismatch of a run or a sample of it; d = logprob(a) - logprob(b), nats."""
+    """Breakdowns of the mismatch over a run or a sample of its tokens; d = logprob(a) - logprob(b), nats."""
 
     pair: Pair
-    """Passes a and b."""
+    """The compared passes a and b."""
     run: str
     num_tokens: int
-    """Tokens read that count in the loss and have a finite logprob in both passes."""
+    """Number of tokens read that count in the loss and have a finite logprob in both passes."""
     num_recorded_tokens: int
-    """Response tokens of the run."""
+    """Number of response tokens in the whole run."""
     steps: tuple[int, ...]
-    """Steps read that have such a token."""
+    """Steps read that contain at least one compared token."""
     how: str
-    """Sentence on what was read, with numbers."""
+    """Sentence on which tokens were read, with numbers."""
     edges: Edges
-    """Bins of every axis."""
+    """Bin edges of every axis."""
     envelope: float | None
     """c, nats: 99 % of the tokens with p < 0.99 under pass b have |d| <= c (1 - p), which logit errors of c / 2 explain (arXiv
     2512.23087). None if no token has p < 0.99."""
     ratio_level: str
-    """Level of the ratios, as in Loss.level; `token` without a known loss."""
+    """Level at which ratios are taken, as in Loss.level; `token` if the loss is unknown."""
     whole: Shapes
-    """Breakdowns over all tokens read."""
+    """Breakdowns over all tokens that were read."""
     by_step: dict[int, Shapes]
     sql: dict[str, str]
-    """Figure (density, position, length, entropy, ratios, envelope) -> query that computes it over the whole run."""
+    """Name of a breakdown (density, position, length, entropy, ratios, envelope) -> query that computes it over the
+    whole run."""
 
 
 def read_breakdowns(
@@ -129,7 +130,7 @@ def _parts(pool: ThreadPoolExecutor, tokens: Tokens, row_N: np.ndarray, loss: Lo
 
 
 def _edges(parts: list[Part], read: ChosenTokens) -> Edges:
-    """Return bins that cover all but the largest 0.1 % of |d| and ln ratio, and all values of the other axes."""
+    """Return bin edges that cover all but the largest 0.1 % of |d| and ln ratio, and all values on the other axes."""
     longest = int(read.tokens.lengths_N.max())
     reach = rounded_up(high_quantile([part.size_T for part in parts], _REACH) or 0.0)
     return Edges(
@@ -170,7 +171,7 @@ def _counted(pool: ThreadPoolExecutor, parts: list[Part], edges: Edges, num_step
 def high_quantile(parts: Sequence[Array], share: float) -> float | None:
     """Return a discrete quantile, as DuckDB's quantile_disc; None without values.
 
-    Only values above a guess, a slightly lower quantile of a subsample, are sorted.
+    Only values above a guess, which is a slightly lower quantile of a subsample, are sorted.
     """
     num = sum(len(part) for part in parts)
     if not num:

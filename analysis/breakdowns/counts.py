@@ -1,6 +1,6 @@
-"""Counts and sums of the compared tokens in the bins of every axis, by step.
+"""Count and sum the compared tokens in the bins of every axis, by step.
 
-Shapes: S steps; X, Y bins of probability and of d; B bins of a profile, with 4 sums Q; R bins of ratios.
+Shapes: S steps; X probability bins and Y bins of d; B bins of a profile, with Q = 4 sums each; R ratio bins.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .edges import (
 from .part import Part
 
 BEFORE, AFTER = "before", "after"
-"""True importance ratio, and the ratio used by the loss after its clip."""
+"""Stages of a ratio: the true importance ratio, and the ratio that the loss uses after its clip."""
 POSITIVE, NEGATIVE = "positive", "negative"
-"""Sign of the advantage."""
+"""Signs of the advantage."""
 
 NUM_SUMS = 4
-"""Number of sums per bin of a profile: tokens, |d|, d squared, d."""
+"""Number of sums per profile bin: number of tokens, |d|, d squared, d."""
 
 _CELLS = NUM_DIFFERENCES * NUM_PROBABILITIES
 _STAGES, _SIGNS = (BEFORE, AFTER), (POSITIVE, NEGATIVE)
@@ -50,46 +50,46 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """Counts and profiles of some tokens, in the bins of Breakdowns.edges."""
+    """Counts and profiles of the tokens, using the bins of Breakdowns.edges."""
 
     density: np.ndarray
-    """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X); the first and last bin of d include values
-    outside."""
+    """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X); the first and last bins of d include
+    values outside."""
     position: Profile
-    """By position in the response, from 0."""
+    """Profile by position in the response, from 0."""
     length: Profile
-    """By length of the response, in tokens."""
+    """Profile by response length in tokens."""
     entropy: Profile | None
-    """By recorded entropy of pass b, else a, else current; tokens with a non-finite entropy are in no bin. None if not
-    recorded."""
+    """Profile by recorded entropy of pass b, else of a, else of current; tokens with a non-finite entropy are in no
+    bin. None if no entropy was recorded."""
     ratios: dict[tuple[str, str], np.ndarray] | None
-    """("before" or "after", "positive" or "negative") -> [R] int64: number of loss terms by ln ratio, for advantages of that
-    sign; the first and last bin include values outside. "before" is current / b, "after" what the loss uses; see part.terms_of.
-    No "after" if the loss is unknown; None without advantages."""
+    """("before" or "after", "positive" or "negative") -> [R] int64 number of loss terms by ln ratio, for advantages of
+    that sign; the first and last bins include values outside. "before" is the ratio current / b, "after" the ratio that
+    the loss uses; see part.terms_of. "after" is missing if the loss is unknown; None without advantages."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Counts and sums of some tokens, by step."""
+    """Counts and sums of the tokens, by step."""
 
     density: np.ndarray
-    """[S, Y, X]"""
+    """[S, Y, X] number of tokens by d and probability."""
     position: Array
-    """[S, B, Q]"""
+    """[S, B, Q] sums by position."""
     length: Array
     entropy: Array | None
     ratios: np.ndarray | None
-    """[S, 2 stages, 2 signs, R]; one stage if the loss is unknown."""
+    """[S, 2 stages, 2 signs, R] number of loss terms by ln ratio; only one stage if the loss is unknown."""
 
     def add(self, part: Counts, steps: slice) -> None:
-        """Add the counts of a part that covers `steps`."""
+        """Add the counts of a part, whose rows belong to `steps`."""
         for name in ("density", "position", "length", "entropy", "ratios"):
             own = getattr(self, name)
             if own is not None:
                 own[steps] += getattr(part, name)
 
     def shapes(self, step: int | None) -> Shapes:
-        """Return the breakdowns of one step by index, or of all steps."""
+        """Return the breakdowns of the step with index `step`, or of all steps if `step` is None."""
 
         def of(values: np.ndarray) -> np.ndarray:
             return np.asarray(values.sum(axis=0) if step is None else values[step])
@@ -104,7 +104,7 @@ class Counts:
 
 
 def empty_counts(edges: Edges, num_steps: int, num_stages: int) -> Counts:
-    """Return counts of 0."""
+    """Return counts that are all 0."""
 
     def sums(bins: np.ndarray) -> Array:
         return np.zeros((num_steps, len(bins) - 1, NUM_SUMS))
@@ -119,7 +119,7 @@ def empty_counts(edges: Edges, num_steps: int, num_stages: int) -> Counts:
 
 
 def counts_of(part: Part, edges: Edges) -> tuple[Counts, slice]:
-    """Return the counts of one part and the steps it covers."""
+    """Return the counts of one part, and the steps that the part covers."""
     first, last = int(part.row_N[0]), int(part.row_N[-1])
     num_steps = last - first + 1
     segments = part.segments
@@ -135,7 +135,7 @@ def counts_of(part: Part, edges: Edges) -> tuple[Counts, slice]:
 
 
 def entropy_bins(entropy: Array) -> np.ndarray:
-    """Return bins of a quarter of a nat."""
+    """Return the bin of each entropy; bins are a quarter of a nat wide."""
     return bins_of(entropy, low=0.0, per_unit=ENTROPIES_PER_NAT, num=MAX_ENTROPIES)
 
 
@@ -160,7 +160,7 @@ def _entropy(part: Part, row_T: np.ndarray | int, num_steps: int, num_bins: int)
 def _grouped(
     sums_Q: tuple[Array, ...] | Array, row: np.ndarray | int, bins: np.ndarray, num_steps: int, num_bins: int
 ) -> Array:
-    """Return [S, B, Q] sums by step and bin."""
+    """Return [S, B, Q] sums, grouped by step and bin."""
     place = row * num_bins + bins
     found = [np.bincount(place, values, num_steps * num_bins) for values in sums_Q]
     return np.asarray(np.stack(found, axis=-1).reshape(num_steps, num_bins, NUM_SUMS), np.float64)

@@ -1,4 +1,4 @@
-"""A block of sequences, reduced to its compared tokens.
+"""Reduce a block of sequences to its compared tokens.
 
 Shapes: T tokens of N sequences, concatenated; K terms of the loss; G segments of tokens.
 """
@@ -16,35 +16,35 @@ from ..trace.ragged import Block, Tokens
 from .edges import bit_lengths
 
 _LIKELY = 0.99
-"""Probability from which on tokens are left out of the envelope: their 1 - p is dominated by rounding."""
+"""Probability from which tokens are excluded from the envelope, because their 1 - p is dominated by rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Sums over non-empty segments: the tokens of one sequence in one position bin."""
+    """Sums over non-empty segments; a segment is the tokens of one sequence in one position bin."""
 
     sums_GQ: Array
     """[G, 4] number of tokens, and sums of |d|, d squared and d."""
     position_G: np.ndarray
-    """Position bin: 0, 1, 2 to 3, 4 to 7, ..."""
+    """Position bin of each segment: 0, 1, 2 to 3, 4 to 7, ..."""
     length_G: np.ndarray
-    """Bin of the response length: 1, 2 to 3, 4 to 7, ..."""
+    """Length bin of the response that each segment belongs to: 1, 2 to 3, 4 to 7, ..."""
     row_G: np.ndarray
-    """Index of the step."""
+    """Index of the step that each segment belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioTerms:
-    """Terms of the loss with a non-zero advantage."""
+    """Loss terms with a non-zero advantage."""
 
     before_K: Array
-    """ln current / b, nats."""
+    """ln(current / b) of each term, nats."""
     after_K: Array | None
-    """ln of the ratio that multiplies the advantage in the loss; None if the loss is unknown."""
+    """Logarithm of the ratio that multiplies the advantage in the loss, per term; None if the loss is unknown."""
     positive_K: np.ndarray
-    """bool: True for a positive advantage."""
+    """bool: True if the advantage of the term is positive."""
     row_K: np.ndarray
-    """Index of the step."""
+    """Index of the step that each term belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,28 +54,28 @@ class Part:
     d_T: Array
     """logprob(a) - logprob(b), nats."""
     size_T: Array
-    """|d|"""
+    """|d| of each token, nats."""
     p_T: Array
-    """Probability under pass b."""
+    """Probability of each token under pass b."""
     scaled: Array
     """|d| / (1 - p) of the tokens with p < 0.99."""
     entropy_T: Array | None
     row_N: np.ndarray
     """Index of each sequence's step."""
     num_N: np.ndarray
-    """Number of compared tokens of each sequence."""
+    """Number of compared tokens in each sequence."""
     segments: Segments
     terms: RatioTerms | None
-    """None without advantages."""
+    """The loss terms; None without advantages."""
 
     @property
     def row_T(self) -> np.ndarray | int:
-        """Index of each token's step; one number if all are of one step."""
+        """Index of each token's step; a single number if all tokens belong to one step."""
         return int(self.row_N[0]) if self.row_N[0] == self.row_N[-1] else np.repeat(self.row_N, self.num_N)
 
 
 def part_of(tokens: Tokens, block: Block, row_N: np.ndarray, loss: Loss | None) -> Part:
-    """Compare the tokens of a block of sequences."""
+    """Return the compared tokens in a block of sequences."""
     sequences, span, starts_N = block
     cut = tokens.cut(sequences, span)
     a_T, b_T, now_T = cut.logprobs["a"], cut.logprobs["b"], cut.logprobs.get("now")
@@ -90,7 +90,7 @@ def part_of(tokens: Tokens, block: Block, row_N: np.ndarray, loss: Loss | None) 
         advantage_T = np.repeat(cut.advantage_N, lengths_N)
     terms = None
     if advantage_T is not None:
-        # Before tokens are dropped: terms need the starts of whole sequences.
+        # Terms need the starts of whole sequences, so they are computed before tokens are dropped.
         terms = terms_of(loss, a_T, b_T, now_T, advantage_T, there_T, starts_N, row_N[sequences])
     whole = bool(there_T.all())
     if not whole:
@@ -114,7 +114,7 @@ def _segments(
     lengths_N: np.ndarray,
     row_N: np.ndarray,
 ) -> Segments:
-    """Sum over segments that end where the position reaches a power of two."""
+    """Return sums over segments; a segment ends where the position in the response reaches a power of two."""
     bins_N = bit_lengths(lengths_N - 1) + 1
     sequence_G = np.repeat(np.arange(len(lengths_N)), bins_N)
     position_G = np.arange(len(sequence_G)) - np.repeat(np.cumsum(bins_N) - bins_N, bins_N)
@@ -137,10 +137,11 @@ def terms_of(
     loss: Loss | None, a_T: Array, b_T: Array, now_T: Array | None, advantage_T: Array, there_T: np.ndarray,
     starts_N: np.ndarray, row_N: np.ndarray,
 ) -> RatioTerms:  # fmt: skip
-    """Return the terms of a block; pass a stands for `train`, b for `rollout`, and a for `current` if `now` is None.
+    """Return the loss terms of a block. Pass a is `train` and b is `rollout`; a also replaces `current` if `now_T` is
+    None.
 
-    Without a loss the ratios are per token. A sequence's ratio covers its compared tokens and is paired with the mean of their
-    advantages.
+    Without a loss, ratios are per token. The ratio of a sequence covers its compared tokens and is paired with the mean
+    of their advantages.
     """
     now_T = a_T if now_T is None else now_T
     with np.errstate(invalid="ignore"):

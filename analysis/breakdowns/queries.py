@@ -1,4 +1,4 @@
-"""SQL queries that compute the breakdowns over the whole run."""
+"""Write the SQL queries that compute the breakdowns over the whole run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ORDER BY ALL"""
 
 
 def queries(pair: Pair, edges: Edges, has_now: bool, loss: Loss | None, run: str | None, steps: str) -> dict[str, str]:
-    """Return figure -> query, restricted to `run` and to the condition `steps` if given."""
+    """Return name of a breakdown -> query, restricted to `run` and to the condition `steps` if these are given."""
     conditions = (*([] if run is None else [f"run = {quoted(run)}"]), *([steps] if steps else []))
     within = "".join(f" AND {condition}" for condition in conditions)
     both, profile = quoted_pair(pair), _PROFILE
@@ -122,7 +122,7 @@ def _ratios(pair: Pair, reach: float, has_now: bool, loss: Loss | None, within: 
 
 
 def _of_tokens(pair: Pair, has_now: bool, within: str) -> str:
-    """Return a query with one row per token: before = ln current / b, moved = ln current / a."""
+    """Return a query with one row per token, where before = ln(current / b) and moved = ln(current / a)."""
     keys = "run, step, seq_id, advantage"
     if has_now:
         return (
@@ -138,7 +138,8 @@ def _of_tokens(pair: Pair, has_now: bool, within: str) -> str:
 
 
 def _of_sequences(tokens: str, loss: Loss | None) -> str:
-    """Return a query with one row per token with an advantage, or per sequence if the loss takes one ratio per sequence."""
+    """Return a query with one row per token that has an advantage, or one row per sequence if the loss takes ratios per
+    sequence."""
     if loss is None or loss.level == TOKEN:
         return f"{tokens} AND isfinite(advantage)"
     mean = "avg({})" if loss.level == SEQUENCE_MEAN else "sum({})"
@@ -152,13 +153,14 @@ def _of_sequences(tokens: str, loss: Loss | None) -> str:
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
-    """Return edges.bins_of in SQL."""
+    """Return the SQL expression that corresponds to edges.bins_of."""
     shifted = f"({value} + {_literal(reach)})" if reach else value
     return f"greatest(least(floor({shifted} * {_literal(per_nat)}), {num - 1}), 0)::INTEGER"
 
 
 def _literal(number: float) -> str:
-    """Return a number that SQL reads as the same DOUBLE; without an exponent it would be a DECIMAL."""
+    """Return a number as SQL text that is read as the same DOUBLE; without an exponent it would be read as a
+    DECIMAL."""
     if math.isinf(number):
         return f"'{number}'::DOUBLE"
     return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"

@@ -16,7 +16,7 @@ from ..trace.source import Pair
 from ..trace.tokens import PassRows, notable_first, token_query, tokens_by_step, tokens_of_rows
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
-"""SQL hash of a sequence, used for sampling; `rows` is empty or a table prefix with a dot."""
+"""SQL hash of a sequence, used for sampling; `rows` is either empty or a table name followed by a dot."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -39,22 +39,23 @@ _SCORED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Steps and sequences of a run to read."""
+    """The steps and sequences of a run that are to be read."""
 
     run: str
     steps: tuple[int, ...]
     largest_key: int | None
-    """Largest KEY of the sequences to read; None reads all."""
+    """Largest KEY among the sequences to read; None means that all sequences are read."""
     num_recorded_tokens: int
-    """Response tokens of the run."""
+    """Number of response tokens in the whole run."""
     how: str
-    """Description of the choice, as part of a sentence."""
+    """Phrase that describes which steps and sequences were chosen."""
 
 
 def choose(
     database: Database, pair: Pair, run: str, *, notable: Sequence[int], max_steps: int, max_tokens: int
 ) -> Chosen:
-    """Choose steps scored by both passes, and a sample of their sequences with at most `max_tokens` tokens."""
+    """Choose steps scored under both passes, and a sample of their sequences with at most `max_tokens` tokens in
+    total."""
     tokens = tokens_by_step(database, run)
     query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
     known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
@@ -80,7 +81,8 @@ def _steps(known: list[int], notable: Sequence[int], max_steps: int) -> tuple[tu
 def _sequences(
     database: Database, pair: Pair, run: str, steps: tuple[int, ...], max_tokens: int
 ) -> tuple[int | None, str]:
-    """Return the largest KEY up to which the sequences have at most `max_tokens` tokens (at least one sequence), and a clause."""
+    """Return the largest KEY up to which the sequences have at most `max_tokens` tokens (at least one sequence), and a
+    phrase that describes the choice."""
     names = ", ".join(str(step) for step in steps)
     a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
     query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)
@@ -97,26 +99,26 @@ def _sequences(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenTokens:
-    """Tokens of the chosen sequences, sorted by step; no sequence is empty."""
+    """Tokens of the chosen sequences, sorted by step; every sequence has at least one token."""
 
     tokens: Tokens
-    """Logprobs of passes `a` and `b`, and of `now`, the pass inside the loss at its first use, if it is a third pass and there are
-    advantages."""
+    """Logprobs under the passes `a` and `b`, and under `now`, which is the pass inside the loss at its first use. `now`
+    is read only if it is a third pass and there are advantages."""
     step_N: np.ndarray
 
     @property
     def has_now(self) -> bool:
-        """True if the pass inside the loss was read."""
+        """True if logprobs of the pass inside the loss were read separately."""
         return "now" in self.tokens.logprobs
 
     @property
     def has_advantage(self) -> bool:
-        """True if any sequence of the run has an advantage."""
+        """True if any sequence in the run has an advantage."""
         return self.tokens.advantage_N is not None or self.tokens.advantage_T is not None
 
 
 def read_chosen_tokens(database: Database, pair: Pair, chosen: Chosen) -> ChosenTokens | None:
-    """Read the chosen tokens; None if no sequence has a token in both passes."""
+    """Read the tokens of the chosen sequences; return None if no sequence has a token in both passes."""
     has, run = sequence_columns(database, chosen.run), chosen.run
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
     passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}

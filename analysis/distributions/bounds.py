@@ -44,7 +44,7 @@ from .topk import PartialDistribution, TopK, argmax, columns, entropy_bounds, is
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12
-"""Rounding error of float64 sums of size up to 1."""
+"""Bound on the rounding error of float64 sums whose size is at most 1."""
 
 H = Callable[[Array, Array], Array]
 
@@ -67,7 +67,7 @@ class _Box:
 
 
 def kl(p: Array, q: Array) -> Array:
-    """Return h of KL, from probabilities."""
+    """Return the KL term h(p, q), given probabilities."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         x = (p - q) / q
         near = np.abs(x) < 0.1
@@ -78,19 +78,20 @@ def kl(p: Array, q: Array) -> Array:
 
 
 def js(p: Array, q: Array) -> Array:
-    """Return h of Jensen-Shannon, from probabilities."""
+    """Return the Jensen-Shannon term h(p, q), given probabilities."""
     mass = p + q
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(mass > 0, mass / 4 * even_entropy(np.where(mass > 0, (p - q) / mass, 0.0)), 0.0)
 
 
 def tv(p: Array, q: Array) -> Array:
-    """Return h of the total variation, from probabilities."""
+    """Return the total variation term h(p, q), given probabilities."""
     return np.abs(p - q) / 2
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
-    """Return all bounds of rows with at least one top-K side; unknown measures are absent."""
+    """Return the bounds of all measures for rows in which at least one side is top-K; measures that cannot be bounded
+    are absent."""
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
     forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)
@@ -116,7 +117,8 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function from h to its lower and upper bounds; its `disjoint` is h(1, 0), or None if infinite."""
+    """Return a function that takes h and returns the lower and upper bounds of its sum; its argument `disjoint` is h(1,
+    0), or None if h(1, 0) is infinite."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM
@@ -132,7 +134,7 @@ def _low_high(
 
 
 def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:
-    """Return the smallest and largest mass of all tokens not listed by both sides."""
+    """Return the smallest and largest total mass of the tokens not listed by both sides."""
     own = side.listed_CM & ~both
     low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
     high = np.minimum(_sum(side.hi_CM, own) + side.tail_hi_C, 1 - _sum(side.lo_CM, both))
@@ -169,7 +171,7 @@ def _most_of_the_rest_kl(a: PartialDistribution, b: PartialDistribution, outside
 
 
 def _most_on_the_least(a: PartialDistribution, q_CM: Array) -> Array:
-    """Return the largest sum of p max(ln(cap / q), 0) with p <= cap and sum p <= t."""
+    """Return the largest possible sum of p max(ln(cap / q), 0), subject to p <= cap and sum p <= t."""
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.maximum(np.log(a.cap_C)[:, None] - np.log(np.sort(q_CM, axis=1)), 0.0)
         filled = np.minimum(np.floor(a.tail_hi_C / a.cap_C), q_CM.shape[1])

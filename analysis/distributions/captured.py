@@ -1,6 +1,6 @@
-"""Compare the captured distributions of two passes per token: the Python part of the macro `pair_distributions`.
+"""Compare the captured distributions of two passes token by token: the Python part of the macro `pair_distributions`.
 
-Shapes: C tokens of a chunk.
+Shapes: C tokens in a chunk.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .measures import MEASURES
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
-"""Size of a chunk's float64 logits; the comparison takes about fifteen times as much memory."""
+"""Size of a chunk's float64 logits in bytes; comparing a chunk takes about fifteen times as much memory."""
 OPEN_GROUPS = 8
 
 TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Location of the rows of one side, and the keys of their head and contract."""
+    """Where the rows of one side are stored, with the keys of the head and the contract to use."""
 
     run: str
     group: str
@@ -52,7 +52,7 @@ class _Opened:
 
     @property
     def width(self) -> int:
-        """Number of elements of a token's distribution."""
+        """Number of elements in a token's distribution."""
         arrays = self.group.arrays
         return self.head.weight_VH.shape[0] if HIDDEN in arrays else max(array.width for array in arrays.values())
 
@@ -62,7 +62,8 @@ class _Opened:
         return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
     def side(self, rows_C: np.ndarray) -> Full | TopK:
-        """Return the distributions the pass's logprobs come from: logits are divided by the contract's temperature."""
+        """Return the distributions that the logprobs of the pass come from, with logits divided by the contract's
+        temperature."""
         arrays = _gathered(self.group, rows_C)
         if TOKEN_IDS in arrays:
             ids, logprobs, tail = (arrays[name] for name in (TOKEN_IDS, LOGPROBS, TAIL))
@@ -79,7 +80,7 @@ class _Opened:
 
 
 class DistributionPairs:
-    """Comparison of captured rows; calls are serialised to bound memory."""
+    """Compares captured rows; calls run one at a time to limit memory use."""
 
     def __init__(self, sources: Sequence[Source]):
         self._sources = {source.run: source for source in sources}
@@ -88,7 +89,7 @@ class DistributionPairs:
         self._open: OrderedDict[Place, _Opened] = OrderedDict()
         self._lock = threading.Lock()
         self.error: tuple[type[TimTraceError], str] | None = None
-        """Error of the last call; DuckDB passes on only its text."""
+        """Type and text of the error in the last call; DuckDB passes on only the text."""
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
         """Return a list of measures per row.
@@ -158,7 +159,7 @@ class DistributionPairs:
 
 
 class _Measures:
-    """Columns of compared tokens, initially NULL."""
+    """Columns of measures for compared tokens, initially NULL."""
 
     def __init__(self, count: int):
         self._values = {name: np.zeros(count, type.to_pandas_dtype()) for name, type in TYPES.items()}
@@ -176,7 +177,7 @@ class _Measures:
 
 
 def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the rows of every array, reading consecutive rows together."""
+    """Return some rows from every array in a group; consecutive rows are read together."""
     order = np.argsort(rows_C, kind="stable")
     parts = [group.read(start, stop - start) for start, stop in _spans(rows_C[order])]
     back = np.argsort(order, kind="stable")
@@ -184,7 +185,7 @@ def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _spans(rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield runs of consecutive rows as (first, last + 1)."""
+    """Yield ranges of consecutive rows as (first, last + 1)."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
     for part in np.split(rows, cuts):
         yield int(part[0]), int(part[-1]) + 1

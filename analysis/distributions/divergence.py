@@ -26,7 +26,7 @@ class Full:
     """Distributions over the whole vocabulary."""
 
     logits_CV: Array
-    """float64 logits after temperature, up to a constant per row; -inf for tokens of probability 0."""
+    """float64 logits after temperature, up to a constant per row; -inf for tokens with probability 0."""
 
 
 def log_softmax(logits_CV: Array) -> Array:
@@ -40,7 +40,8 @@ def log_softmax(logits_CV: Array) -> Array:
 
 
 def kl_terms(logp: Array, logq: Array) -> Array:
-    """Return h of KL(p || q) per token, from logprobs; +inf where only q is 0. scipy.special.kl_div cancels for small d."""
+    """Return the KL(p || q) term h per token, given logprobs; +inf where only q is 0. Unlike scipy.special.kl_div it
+    does not cancel for small d."""
     with np.errstate(invalid="ignore", over="ignore"):
         d, p, q = logp - logq, np.exp(logp), np.exp(logq)
         # For small d the terms p ln(p / q) and q - p are of size d and nearly cancel: their sum is about p d^2 / 2.
@@ -51,7 +52,7 @@ def kl_terms(logp: Array, logq: Array) -> Array:
 
 
 def js_terms(logp: Array, logq: Array) -> Array:
-    """Return h of the Jensen-Shannon divergence per token, from logprobs."""
+    """Return the Jensen-Shannon term h per token, given logprobs."""
     with np.errstate(invalid="ignore"):
         # h = (p + q) / 4 * ((1 + r) ln(1 + r) + (1 - r) ln(1 - r)) with r = (p - q) / (p + q).
         r = np.tanh((logp - logq) / 2)
@@ -60,12 +61,12 @@ def js_terms(logp: Array, logq: Array) -> Array:
 
 
 def tv_terms(logp: Array, logq: Array) -> Array:
-    """Return h of the total variation per token, from logprobs."""
+    """Return the total variation term h per token, given logprobs."""
     return np.abs(np.exp(logp) - np.exp(logq)) / 2
 
 
 def entropy(logp: Array) -> Array:
-    """Return [C] entropies of rows of logprobs."""
+    """Return the [C] entropy of each row of logprobs, nats."""
     from scipy.special import entr
 
     return entr(np.exp(logp)).sum(axis=1)
@@ -79,10 +80,10 @@ def even_entropy(r: Array) -> Array:
 
 
 def compare_full(a: Full, b: Full) -> dict[str, Array]:
-    """Return all measures of rows that are full on both sides.
+    """Return all measures for rows in which both sides have the full vocabulary.
 
-    If the vocabulary sizes differ (one is padded), divergences are conditional on the common part, and the mass of each side
-    outside it is a separate column. Entropy and argmax are of each side's whole distribution.
+    If the vocabulary sizes differ (one is padded), divergences are conditional on the common part, and the mass that
+    each side has outside it is a separate column. Entropy and argmax refer to the whole distribution on each side.
     """
     vocab_a, vocab_b = a.logits_CV.shape[1], b.logits_CV.shape[1]
     whole_a, whole_b = log_softmax(a.logits_CV), log_softmax(b.logits_CV)
@@ -112,7 +113,8 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return [C] the largest |difference| of logits, after centring each row on the tokens with mass on both sides."""
+    """Return [C] the largest absolute difference between the logits, after centring each row on the tokens with mass on
+    both sides."""
     with np.errstate(invalid="ignore"):
         d = np.where(both, logp - logq, 0.0)
         count = both.sum(axis=1, keepdims=True)
@@ -121,5 +123,5 @@ def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
 
 
 def unknown(values: Array, where: Array) -> Array:
-    """Return values as a masked array, masked (NULL) at `where`."""
+    """Return values as a masked array, masked (NULL) where `where` is True."""
     return np.ma.masked_array(values, mask=where)  # type: ignore[no-untyped-call]

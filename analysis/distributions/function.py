@@ -1,4 +1,4 @@
-"""SQL function that compares captured distributions; its dependencies are imported at the first call."""
+"""SQL function that compares captured distributions. Its dependencies are imported at the first call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .measures import MEASURES
 
 COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
-"""Group, first row, contract, policy version, attempt."""
+"""SQL types of the group, first row, contract, policy version and attempt."""
 
 
 class ComparedDistributions:
-    """Comparison of captured distributions in SQL; NumPy and Zarr are imported at the first call."""
+    """Compares captured distributions for SQL queries; NumPy and Zarr are imported at the first call."""
 
     def __init__(self, sources: Sequence[Source]):
         self._sources = sources
@@ -28,7 +28,7 @@ class ComparedDistributions:
 
     @property
     def error(self) -> TimTraceError | None:
-        """Error of the last comparison; DuckDB passes on only its text."""
+        """The error raised by the last comparison; DuckDB passes on only its text."""
         if self._pairs is None or self._pairs.error is None:
             return None
         kind, message = self._pairs.error
@@ -36,7 +36,8 @@ class ComparedDistributions:
         return error
 
     def define(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Register `compare_distributions`, which returns a list of measures per row, with a connection."""
+        """Register the SQL function `compare_distributions`, which returns a list of measures per row, on a
+        connection."""
 
         def compare(
             run: Any, count: Any,

@@ -1,4 +1,4 @@
-"""Compute logits from captured hidden states and the head weights of the scoring version.
+"""Compute logits from captured hidden states and the head weights of the policy version that scored them.
 
 Shapes: C tokens, H hidden width, V vocabulary.
 """
@@ -23,12 +23,12 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Weights of a head, rounded as in the pass, and the operations after its matrix product."""
+    """Weights of an output head, rounded as in the pass, and the operations that follow the matrix product."""
 
     weight_VH: Array
     bias_V: Array | None
     dtype: str
-    """torch's name of the dtype of the projection."""
+    """torch's name for the dtype of the projection."""
     scale: float | None
     softcap: float | None
     logits_dtype: str | None
@@ -36,8 +36,9 @@ class Head:
     def logits(self, hidden_CH: Array) -> Array:
         """Return [C, V] logits before temperature.
 
-        Products are accumulated in float32 (float64 for a float64 pass) and rounded to the pass's dtype wherever the pass
-        rounded. Only the summation order of its kernel may differ, which can change a logit in the last place.
+        Products are accumulated in float32 (float64 for a float64 pass) and rounded to the dtype of the pass wherever
+        the pass rounded. Only the summation order may differ from that of the pass's kernel, which can change the last
+        bit of a logit.
         """
         logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
         if self.bias_V is not None:
@@ -52,7 +53,7 @@ class Head:
 
 
 class Heads:
-    """Heads of a trace by version; the most recent one is cached."""
+    """Output heads of a trace by policy version; the most recently used one is cached."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -60,7 +61,7 @@ class Heads:
         self._held: tuple[Any, Head] | None = None
 
     def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
-        """Return the head described by a contract's `head`, at a version of a training attempt.
+        """Return the head described in a contract's `head`, for a policy version and training attempt.
 
         Raises WeightsMissing, DamagedTrace.
         """
@@ -101,14 +102,15 @@ class Heads:
 
 
 def numbers(tensor: Tensor) -> Array:
-    """Return a tensor's values; bfloat16 as float32."""
+    """Return the values of a tensor; bfloat16 is converted to float32."""
     if tensor.dtype == BFLOAT16:
         return widen(tensor.bits, BFLOAT16)
     return tensor.bits.view(np.dtype(tensor.dtype))
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Round values to a dtype, to nearest with ties to even; returns float32, or float64 for float64."""
+    """Return values rounded to a dtype, to nearest with ties to even, as float32, or as float64 if the dtype is
+    float64."""
     if dtype == "float64":
         return values.astype(np.float64)
     if dtype != BFLOAT16:

@@ -1,4 +1,4 @@
-"""Columns of compared distributions, shared by the SQL function and its implementation."""
+"""Columns produced by comparing distributions, shared between the SQL function and its implementation."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ MEASURES: dict[str, str] = {
     "mass_beyond_b": "DOUBLE",
     **{f"{name}_{end}": "DOUBLE" for name in _BOUNDED for end in ("low", "high")},
 }
-"""Column of a compared token -> its SQL type."""
+"""Column for a compared token -> its SQL type."""

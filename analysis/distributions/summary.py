@@ -1,4 +1,4 @@
-"""Statistics of the captured distributions of two passes, by run, step or sequence."""
+"""Compute statistics over the captured distributions of two passes, by run, step or sequence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _DIVERGENCES = ("tv", "js", "kl_ab", "kl_ba")
 
 
 def has_captured(database: Database, pair: Pair) -> bool:
-    """Return True if any sequence has distributions of both passes; reads none of them."""
+    """Return True if any sequence has captured distributions from both passes; the distributions themselves are not
+    read."""
     query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
     rows = database.connection.execute(query).fetchall()
     return bool(rows and rows[0][0])
 
 
 def summary(database: Database, pair: Pair, by: str) -> Rows:
-    """Return the statistics of a pair: exact columns if all tokens have them, else bounds."""
+    """Return the statistics of a pair of passes: exact columns if all tokens have exact measures, otherwise bounds."""
     rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(pair)})")
     is_exact = all(row["mean_tv"] is not None for row in rows.dicts())
     ends = {f"{kind}_{name}_{end}" for name in _DIVERGENCES for kind in ("mean", "max") for end in ("low", "high")}

@@ -1,6 +1,7 @@
-"""Distributions known fully, or as top-K with the mass of the tail, as intervals of probability.
+"""Represent distributions, known fully or as top-K with the mass of the tail, as probability intervals.
 
-Shapes: C rows, K listed tokens, M columns: the tokens listed by either side, or the whole vocabulary if one side is full.
+Shapes: C rows, K listed tokens, M columns: the tokens listed by either side, or the whole vocabulary if one side is
+full.
 """
 
 from __future__ import annotations
@@ -12,69 +13,69 @@ import numpy as np
 from .divergence import Array, Full, entropy, log_softmax
 
 MAX_LOGIT = 64.0
-"""Largest logit before temperature whose rounding the intervals cover."""
+"""Largest logit before temperature whose rounding error the intervals cover."""
 _ULP = 2.0**-23
 _LARGEST_VOCABULARY = 2.0**31
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions known as K tokens and the mass of the others."""
+    """Distributions known only as the probabilities of K tokens and the total mass of all others."""
 
     ids_CK: Array
     logprobs_CK: Array
-    """float64, nats."""
+    """float64 logprobs of the listed tokens, nats."""
     tail_C: Array
-    """float64, log of the mass of the unlisted tokens, nats."""
+    """float64 logarithm of the total mass of the unlisted tokens."""
     temperature: float = 1.0
-    """Temperature by which the logits were divided; it scales their rounding error."""
+    """Temperature by which the logits were divided; the rounding error scales with it."""
 
     def slack(self, logprobs: Array | float) -> Array:
-        """Return the maximum error of captured logprobs, nats."""
+        """Return the maximum error of each captured logprob, nats."""
         finite = np.where(np.isfinite(logprobs), np.abs(logprobs), 0.0)
         return np.asarray(_ULP * (MAX_LOGIT / min(self.temperature, 1.0) + 4 * finite))
 
     @property
     def intervals(self) -> tuple[Array, Array]:
-        """[C, K] smallest and largest probability of each listed token."""
+        """[C, K] smallest and largest possible probability of each listed token."""
         p_CK, slack_CK = np.exp(self.logprobs_CK), self.slack(self.logprobs_CK)
         return p_CK * np.exp(-slack_CK), np.minimum(p_CK * np.exp(slack_CK), 1.0)
 
     @property
     def tail(self) -> tuple[Array, Array]:
-        """[C] smallest and largest mass of all unlisted tokens."""
+        """[C] smallest and largest possible mass of all unlisted tokens."""
         t_C, lost = np.exp(self.tail_C), float(self.slack(0.0))
         slack_C = self.slack(self.tail_C)
         low, high = self.intervals
         least = np.maximum(t_C * np.exp(-slack_C) - lost, 1 - high.sum(axis=1))
         most = np.minimum(t_C * np.exp(slack_C) + lost, 1 - low.sum(axis=1))
-        # If the least probable listed token has no mass, neither do the others.
+        # If the least probable listed token has no mass, the unlisted tokens have none either.
         most = np.where(high.min(axis=1) == 0, 0.0, np.clip(most, 0.0, 1.0))
         return np.clip(least, 0.0, most), most
 
 
 @dataclass(frozen=True, slots=True)
 class PartialDistribution:
-    """Probability intervals of one side on M columns."""
+    """Probability intervals of one side over M columns."""
 
     lo_CM: Array
-    """Smallest probability of listed tokens; 0 for the others."""
+    """Smallest possible probability of each listed token; 0 for the others."""
     hi_CM: Array
-    """Largest probability of listed tokens; 0 for the others."""
+    """Largest possible probability of each listed token; 0 for the others."""
     listed_CM: Array
-    """bool: True for listed tokens."""
+    """bool: True if the side lists the token."""
     tail_lo_C: Array
-    """Smallest mass of all unlisted tokens, whether or not they have a column."""
+    """Smallest possible mass of all unlisted tokens, whether or not these have a column."""
     tail_hi_C: Array
-    """Largest mass of all unlisted tokens."""
+    """Largest possible mass of all unlisted tokens."""
     cap_C: Array
-    """Largest probability of an unlisted token."""
+    """Largest possible probability of an unlisted token."""
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
-    """Return both sides on shared columns, and True if there may be tokens outside these.
+    """Return both sides on shared columns, and True if there may be tokens outside these columns.
 
-    The vocabulary size of a top-K side is unknown and is taken from a full side if there is one.
+    The vocabulary size of a top-K side is unknown; it is taken from the other side if that one is full.
     """
     if isinstance(a, TopK) and isinstance(b, TopK):
         return *_merged(a, b), True
@@ -101,13 +102,14 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
         np.put_along_axis(target, part.ids_CK, values, axis=1)
     tail_lo, tail_hi = part.tail
     cap = np.minimum(high_CK.min(axis=1), tail_hi)
-    # No token is outside these columns, so the tail is at most the cap times the unlisted columns.
+    # No token is outside these columns, so the tail is at most the cap times the number of unlisted columns.
     tail_hi = np.minimum(tail_hi, (~listed_CM).sum(axis=1) * cap)
     return PartialDistribution(lo_CM, hi_CM, listed_CM, np.minimum(tail_lo, tail_hi), tail_hi, cap)
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Return columns for a's list, then b's; a token in both uses a's column, and b's column is 0 on both sides."""
+    """Return shared columns: those in a's list, then those in b's. A token in both lists uses a's column, and its
+    column in b's part is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -127,7 +129,7 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return [C, K] the column of each token of b: its index in a's list, or one after that list."""
+    """Return [C, K] the column of each token in b's list: its index in a's list, or one past the end of that list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride
@@ -142,7 +144,7 @@ def _places(ids_a: Array, ids_b: Array) -> Array:
 
 
 def is_broken(side: Full | TopK) -> Array:
-    """Return [C] bool: True for rows with NaN or without any mass."""
+    """Return [C] bool: True for rows that contain NaN or have no mass."""
     if isinstance(side, Full):
         return np.isnan(log_softmax(side.logits_CV)).any(axis=1)
     return (
@@ -151,7 +153,7 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """Return [C] the id of the most probable token, and whether another may be as probable."""
+    """Return [C] the id of the most probable token, and [C] bool: True if another token may be at least as probable."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]
@@ -161,7 +163,7 @@ def argmax(side: Full | TopK) -> tuple[Array, Array]:
 
 
 def entropy_bounds(side: Full | TopK, other: Full | TopK) -> tuple[Array, Array]:
-    """Return [C] lower and upper bounds of the entropy, nats."""
+    """Return [C] lower and upper bounds on the entropy, nats."""
     if isinstance(side, Full):
         exact = entropy(log_softmax(side.logits_CV))
         return exact, exact

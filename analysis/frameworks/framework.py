@@ -1,4 +1,4 @@
-"""Base class of frameworks: their options and logged numbers."""
+"""Base class of all frameworks, with their options and the numbers that they log."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Framework:
 
     name: ClassVar[str]
     version: ClassVar[str]
-    """The release whose definitions these are."""
+    """The framework release that the definitions were taken from."""
     source: ClassVar[str]
-    """The framework's files with the definitions."""
+    """The framework's source files that contain the definitions."""
     columns: ClassVar[str] = ""
-    """SQL that replaces {columns} in the macros."""
+    """SQL that is inserted for {columns} in the macros."""
 
     def __post_init__(self) -> None:
         for option, value in ((option, getattr(self, option.name)) for option in fields(self)):
@@ -42,40 +42,42 @@ class Framework:
         self.check()
 
     def check(self) -> None:
-        """Raise InvalidOption for options that cannot be combined."""
+        """Raise InvalidOption if the options cannot be combined."""
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        """Return one row per run or step; `by` is `run` or `step`, pass a of the pair the trainer, b the rollout.
+        """Return one row per run or per step, as `by` (`run` or `step`) requests. Pass a of the pair is the trainer,
+        pass b the rollout.
 
-        `only` names the columns of the macro `<name>_<by>s` to compute; empty for all.
+        `only` names the columns of the macro `<name>_<by>s` to compute; if it is empty, all are computed.
         """
         rows = database.ask(call(self.name.replace("-", "_"), pair, by, only, **options_of(self)))
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
 
     def is_unlogged(self, column: str) -> bool:
-        """Return True if the framework does not log this number with these options."""
+        """Return True if the framework does not log a column with its current options."""
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return calls of the macros that read tokens; all numbers follow from their rows, which have run, step and seq_id.
+        """Return the calls of macros that read tokens. All numbers follow from the rows of these macros, which have
+        run, step and seq_id.
 
-        Different options may require reading tokens again. A macro may build on those before it.
+        Other options may require reading the tokens again. A macro may use the macros listed before it.
         """
         return ()
 
     def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
-        """Yield macro -> the rows of its call, in an order independent of the threads."""
+        """Yield macro name -> the rows of its call, in an order that does not depend on threads."""
         for call in self.row_calls(pair):
             database.connection.use_threads()
             query = f"SELECT * FROM {call} ORDER BY ALL"
             yield call.split("(")[0], database.connection.sql(query).to_arrow_table()
 
     def token_medians(self, pair: Pair) -> TokenMedians | None:
-        """Return those numbers that are medians over all tokens; None without any."""
+        """Return the medians over all tokens among the framework's numbers; None if there are none."""
         return None
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
-        """Return caveats on these numbers for these traces, one sentence each."""
+        """Return caveats on the framework's numbers for the open traces, one sentence each."""
         return []
 
 
@@ -84,35 +86,35 @@ class TokenMedians:
     """Medians over all tokens, which cannot be computed from sums."""
 
     macro: str
-    """The macro that computes them: run, step, and one column per median."""
+    """Name of the macro that computes the medians; it returns run, step, and one column per median."""
     tokens: str
-    """Call of the macro with the values: one row per token, with run, step and seq_id."""
+    """Call of the macro that returns the token values: one row per token, with run, step and seq_id."""
     columns: Mapping[str, str]
-    """Median column -> token column."""
+    """Name of a median -> name of the column with its token values."""
 
 
 def option_field(
     default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), at_least: float | None = None
 ) -> Any:
-    """Declare an option of a framework: default, help, name of the value, and allowed values."""
+    """Declare an option of a framework by its default, its help text, the name of its value, and the allowed values."""
     metadata = {"help": help, "metavar": metavar or "|".join(choices) or None, "choices": choices, "at_least": at_least}
     return field(default=default, metadata=metadata)
 
 
 def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: Any) -> str:
-    """Return a query of the macro `<macro>_steps` or `<macro>_runs`, for all columns or some."""
+    """Return a query that calls the macro `<macro>_steps` or `<macro>_runs`, for all of its columns or some of them."""
     columns = ", ".join(f'"{name}"' for name in only) or "*"
     arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
     return f"SELECT {columns} FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
 
 
 def options_of(framework: Framework) -> dict[str, Any]:
-    """Return option -> value."""
+    """Return option name -> value of a framework."""
     return {field.name: getattr(framework, field.name) for field in fields(framework)}
 
 
 def literals(values: Iterable[Any]) -> str:
-    """Render values as arguments of a macro."""
+    """Render values as arguments for an SQL macro."""
     return ", ".join(literal(value) for value in values)
 
 

@@ -1,4 +1,4 @@
-"""NeMo-RL's numbers of the difference between the generation's logprobs and the policy's."""
+"""NeMo-RL's numbers for the difference between generation and policy logprobs."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemoRl(Framework):
-    """Options of NeMo-RL's clipped policy-gradient loss that affect these numbers."""
+    """Options of NeMo-RL's clipped policy-gradient loss that affect the numbers."""
 
     reference_policy_kl_type: str = option_field(
         "k3", "Estimator of the two KL errors (k3).", choices=("k1", "k2", "k3")
     )
-    """Estimator of gen_kl_error and policy_kl_error."""
+    """KL estimator used for gen_kl_error and policy_kl_error."""
     sequence_level_importance_ratios: bool = option_field(False, "Use sequence-level ratios.")
-    """Use ratios of sequences instead of tokens."""
+    """True to take ratios per sequence instead of per token."""
     truncated_importance_sampling_type: str | None = option_field(None, "Truncation.", choices=TRUNCATIONS)
-    """Treatment of ratios outside the bounds; None keeps them."""
+    """How ratios outside the bounds are treated; None keeps them unchanged."""
     truncated_importance_sampling_ratio: float | None = option_field(None, "Its upper bound.", metavar="C")
-    """Upper bound."""
+    """Upper bound of the importance ratio."""
     truncated_importance_sampling_ratio_min: float | None = option_field(None, "Its lower bound.", metavar="C")
-    """Lower bound; None means 0, which only `tis` allows."""
+    """Lower bound of the importance ratio; None means 0, which only `tis` allows."""
     train_micro_batch_size: int = option_field(
         1, "Sequences per micro-batch; scales the mean of sequence ratios (1).", metavar="N", at_least=1
     )
-    """Sequences per micro-batch; NeMo-RL's mean of sequence ratios is too large by this factor."""
+    """Number of sequences per micro-batch; NeMo-RL reports a mean of sequence ratios that is too large by this
+    factor."""
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
     )
-    """Mask sequences whose mean of exp(|d|) exceeds it; None masks none."""
+    """Threshold on a sequence's mean of exp(|d|), above which the sequence is masked; None masks no sequence."""
     ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E", at_least=0)
     """The policy's ratio is clamped to at least 1 - ratio_clip_min."""
     ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E", at_least=0)
     """The policy's ratio is clamped to at most 1 + ratio_clip_max."""
     disable_ppo_ratio: bool = option_field(False, "Use logprobs instead of ratios (REINFORCE).")
-    """REINFORCE: the logprob inside the loss replaces the ratio."""
+    """True for REINFORCE, where the logprob inside the loss replaces the ratio."""
 
     name: ClassVar[str] = "nemo-rl"
     version: ClassVar[str] = "0.7.0"

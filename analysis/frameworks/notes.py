@@ -1,4 +1,4 @@
-"""Notes on a framework's numbers for a trace."""
+"""Caveats on the numbers of a framework for a trace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ORDER BY run, dtype
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
 ) -> list[str]:
-    """Say which runs lack a pass, or a column of it, so that these numbers are NULL; empty if none."""
+    """Report which runs lack a pass, or a column of the pass, so that some numbers are NULL; empty if no run does."""
     query = _SCORED.format(scored=quoted(scored), column=column)
     known = {run for (run,) in database.connection.execute(query).fetchall()}
     lacking = [source.run for source in database.sources if source.run not in known]
@@ -54,10 +54,12 @@ def masked_out(
     rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:
-    """Warn of NaN and infinities on tokens that do not count, for a framework that multiplies by the mask; empty without any.
+    """Warn of NaN and infinities on masked tokens, for frameworks that multiply values by the mask; empty if there are
+    none.
 
-    NaN * 0 and inf * 0 are NaN, which spoils its sums; here these tokens are left out. With `rejects`, the framework's options
-    may also mask tokens that are not finite. `effect` describes the result in its numbers.
+    NaN * 0 and inf * 0 are NaN, which makes the framework's sums NaN, whereas tim-trace leaves these tokens out. With
+    `rejects`, options of the framework may also mask tokens that are not finite. `effect` describes what happens to the
+    framework's numbers.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),
@@ -75,7 +77,8 @@ def masked_out(
 
 
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
-    """Name the runs whose contract shows that the framework averaged logprobs in half precision."""
+    """Name the runs whose contract shows that the framework averaged logprobs in half precision; empty if there are
+    none."""
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
     return [
         f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 digits; "
@@ -85,7 +88,7 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Name the options a run was trained with, if they differ from those given."""
+    """Name the options that a run was trained with, where they differ from the given ones."""
     told = []
     for source in database.sources:
         trained = read_hyperparameters(database, source.run)

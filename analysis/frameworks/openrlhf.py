@@ -1,4 +1,4 @@
-"""OpenRLHF's numbers of the difference between vLLM's logprobs and the trainer's."""
+"""OpenRLHF's numbers for the difference between vLLM and trainer logprobs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRlhf(Framework):
-    """Options of OpenRLHF's policy loss that affect its ratio and clip."""
+    """Options of OpenRLHF's policy loss that affect the ratio and its clip."""
 
     policy_loss_type: str = option_field("ppo", "Token-level or sequence-level ratios (ppo).", choices=("ppo", "gspo"))
-    """Ratios of tokens (`ppo`), or the geometric mean of a sequence's (`gspo`)."""
+    """Ratios per token (`ppo`), or their geometric mean over a sequence (`gspo`)."""
     eps_clip_low_high: tuple[float, float] = option_field(
         (0.2, 0.2), "Ratios are clipped to 1 - E and 1 + E (0.2 0.2).", metavar="E E"
     )
-    """(low, high): the ratio is clipped to [1 - low, 1 + high]."""
+    """Pair (low, high): the ratio is clipped to [1 - low, 1 + high]."""
     is_correction_enable: bool = option_field(False, "With gspo, divide by the rollout's logprobs.")
-    """With gspo, ratios divide by the rollout's logprobs instead of the trainer's old ones."""
+    """True if, with gspo, ratios divide by the rollout's probabilities instead of the trainer's old ones."""
 
     name: ClassVar[str] = "openrlhf"
     version: ClassVar[str] = "0.11.0"

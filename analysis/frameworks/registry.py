@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 
 _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
-"""Option type -> its cast in a macro call. Integers and booleans have none: DuckDB rejects aggregates next to such a cast."""
+"""Option type -> cast appended to its value in a macro call. Integers and booleans have none, because DuckDB rejects
+aggregates next to such a cast."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
-    """Name of a framework -> its class, imported on first use."""
+    """Name of a framework -> its class, which is imported when it is first used."""
 
     def __getitem__(self, name: str) -> type[Framework]:
         found: type[Framework] = _module(name).FRAMEWORK
@@ -50,7 +51,8 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Return a framework with the given options; None, and another framework's False, count as not given."""
+    """Return a framework with the given options. None counts as not given, and so does False for an option of another
+    framework."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
@@ -63,38 +65,38 @@ def framework_of(name: str, options: dict[str, Any]) -> Framework:
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    """Raise InvalidOption for framework options without a framework."""
+    """Raise InvalidOption if options of a framework are given without naming a framework."""
     for key, value in options.items():
         if value is not None and value is not False:
             raise InvalidOption(f"needs a framework; {_whose(key)}", option=key)
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidOption for an unknown framework."""
+    """Raise InvalidOption if no framework has this name."""
     if name not in FRAMEWORKS:
         raise InvalidOption(f"got {name!r}; use {', '.join(FRAMEWORKS)}", option="like")
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """Return the names of a framework's options."""
+    """Return the names of the options that a framework has."""
     return tuple(field.name for field in fields(FRAMEWORKS[name]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredOption:
-    """An option of a framework, for the command line."""
+    """An option of a framework, as the command line declares it."""
 
     framework: str
     name: str
     type: Any
-    """Type of a value other than None: str, float, int, bool, or a tuple of these."""
+    """Type of the option's value when it is not None: str, float, int, bool, or a tuple of these."""
     default: Any
     help: str
     metavar: str | None
 
 
 def declared_options() -> list[DeclaredOption]:
-    """Return the options of every framework; imports all their modules."""
+    """Return the options of every framework, which imports all framework modules."""
     return [one for name in FRAMEWORKS for one in _declared(name)]
 
 
@@ -110,7 +112,8 @@ def _declared(name: str) -> Iterator[DeclaredOption]:
 
 
 def macro_files() -> list[MacroFile[Database]]:
-    """The macros of each framework, whose module is imported when a query names one of them."""
+    """Return the macro files of the frameworks; a framework's module is imported only when a query names one of its
+    macros."""
     return [
         MacroFile(name=name, sql=macros(name), define=partial(_define, name), is_listed=False) for name in FRAMEWORKS
     ]
@@ -124,7 +127,7 @@ def _define(name: str, database: Database) -> None:
 
 
 def _with_options(name: str) -> str:
-    """Return a framework's SQL with its options filled in for {parameters} of macros and {options} of calls."""
+    """Return the SQL of a framework, with its options inserted for {parameters} in macros and {options} in calls."""
     every = list(_declared(name))
     filled = {
         "parameters": ", ".join(f"{one.name} := {literal(one.default)}" for one in every),
@@ -139,13 +142,13 @@ def _with_options(name: str) -> str:
 
 @cache
 def macros(name: str) -> str:
-    """Return a framework's SQL file as is, without filling in {parameters}, {options} and {columns}."""
+    """Return the SQL file of a framework unchanged, without replacing {parameters}, {options} and {columns}."""
     return _files()[name].read_text(encoding="utf-8")
 
 
 @cache
 def _files() -> dict[str, Path]:
-    """Return framework -> its SQL file."""
+    """Return name of a framework -> its SQL file."""
     folders = [Path(folder) for folder in import_module(__package__).__path__]
     files = [folder / f"{name}.sql" for folder in folders for _, name, _ in pkgutil.iter_modules([str(folder)])]
     return {file.stem.replace("_", "-"): file for file in files if file.exists()}

@@ -1,7 +1,8 @@
-"""Per-sequence rows of a framework's numbers, read once, so that leaving out sequences needs no tokens.
+"""Keep per-sequence rows of a framework's numbers, read once, so that sequences can be left out without reading tokens
+again.
 
-The rows of a framework's macros that read tokens are kept in temporary tables, which replace these macros; left-out sequences
-are filtered from the tables.
+The rows returned by the framework's token-reading macros are stored in temporary tables, which replace the macros.
+Sequences that are left out are filtered from these tables.
 """
 
 from __future__ import annotations
@@ -24,24 +25,26 @@ _BIN = """
 CASE WHEN isnan({x}) THEN 2000000 WHEN {x} = 0 THEN 0
      ELSE sign({x}) * (1000000 + greatest(-700000, least(700000, floor(log2(abs({x})) * 512)))) END::INTEGER
 """
-"""Bin number of a value, ascending with it; bins are 1/512 octave wide. NaN is the largest, as in DuckDB."""
+"""SQL for the bin number of a value, ascending with the value; bins are 1/512 octave wide. NaN sorts above all numbers,
+as in DuckDB."""
 _OF_NAN = 2_000_000
 
 
 class SequenceRows:
-    """The kept rows of a framework, which replace its macros until closed."""
+    """Stored rows of a framework's token-reading macros, which replace these macros until `close` is called."""
 
     def __init__(self, database: Database, medians: TokenMedians | None):
         self._database, self._medians = database, medians
         self._parameters: dict[str, str] = {}
 
     def keep(self, macro: str, rows: pa.Table) -> None:
-        """Make a macro return these rows."""
+        """Replace a macro by one that returns the given rows."""
         self._make_table(f"kept_{macro}", rows)
         self._stand_in(macro, f"SELECT * FROM temp.kept_{macro}")
 
     def without_parts(self, parts: pa.Table) -> Iterator[None]:
-        """Leave out one part of the sequences at a time; `parts` has sequence keys and the number of their `part`.
+        """Leave out one part of the sequences after the other; `parts` contains the sequence keys and the number of
+        each sequence's `part`.
 
         Tokens are read once more if the numbers include medians over tokens.
         """
@@ -60,7 +63,7 @@ class SequenceRows:
             yield
 
     def close(self) -> None:
-        """Restore the macros that read tokens."""
+        """Restore the original macros, which read tokens."""
         for macro in self._parameters:
             self._database.connection.execute(f"DROP MACRO TABLE temp.{macro}")
             self._database.connection.execute(f"DROP TABLE temp.kept_{macro}")
@@ -81,7 +84,7 @@ class SequenceRows:
         connection.execute(f"CREATE OR REPLACE TEMP MACRO {macro}({self._parameters[macro]}) AS TABLE {query}")
 
     def _medians_without(self, medians: TokenMedians, num_parts: int) -> pa.Table:
-        """Return the medians of each run without each part, num_parts rows per run."""
+        """Return the medians of each run with each part left out in turn, num_parts rows per run."""
         connection = self._database.connection
         runs = sorted(source.run for source in self._database.sources)
         found = {
@@ -102,7 +105,8 @@ class SequenceRows:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[SequenceRows]:
-    """Read the rows that a framework's numbers of a pair need; inside the context the numbers read no tokens."""
+    """Read the rows that determine a framework's numbers for a pair of passes; inside the context, computing the
+    numbers reads no tokens."""
     rows = SequenceRows(database, framework.token_medians(pair))
     try:
         for macro, table in framework.sequence_rows(database, pair):
@@ -119,9 +123,11 @@ def _parameters(connection: Connection, macro: str) -> str:
 
 
 def _lower_medians(connection: Connection, tokens: str, column: str, run: str, num_parts: int) -> list[float | None]:
-    """Return the lower median of a run's token values without each part, [num_parts]; NULL are ignored.
+    """Return the lower median of a run's token values with each part left out in turn, [num_parts]; NULL values are
+    ignored.
 
-    Reads twice: counts in narrow bins locate the medians, then only the values in those bins are gathered.
+    Tokens are read twice: counts in narrow bins first locate the medians, then only the values in those bins are
+    collected.
     """
     within = f"{tokens} JOIN temp.left_out USING ({', '.join(KEYS)}) WHERE run = ? AND {column} IS NOT NULL"
     bin = _BIN.format(x=column)

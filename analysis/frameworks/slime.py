@@ -1,4 +1,4 @@
-"""slime's numbers of the difference between the engine's logprobs and the trainer's."""
+"""slime's numbers for the difference between engine and trainer logprobs."""
 
 from __future__ import annotations
 
@@ -22,58 +22,60 @@ _OF_MIS = (
     "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize", "use_rs", "rs_level",
     "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold",
 )  # fmt: skip
-"""Options without effect unless use_tis is given."""
+"""Options that have no effect unless use_tis is given."""
 
 _OF_MODES = {
     "truncate": {"mis_tis_truncate_fraction"},
     "clip": {"mis_tis_clip_fraction_low", "mis_tis_clip_fraction_high"},
     "mask": {"mis_tis_mask_fraction_low", "mis_tis_mask_fraction_high"},
 }
-"""tis_mode -> numbers logged only in this mode."""
+"""Value of tis_mode -> numbers that are logged only in this mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options of slime's truncated importance sampling and averaging, followed by those of mis.py in its examples.
+    """Options of slime's truncated importance sampling and averaging, followed by the options of mis.py from slime's
+    examples.
 
-    Defaults of the latter are from the mis.yaml next to it.
+    Defaults of the mis.py options are taken from the mis.yaml next to that file.
     """
 
     tis_clip: float = option_field(2.0, "Upper bound (2.0).", metavar="C")
-    """Upper bound of a token's ratio."""
+    """Upper bound of the ratio of a token."""
     tis_clip_low: float = option_field(0.0, "Lower bound (0).", metavar="C")
-    """Lower bound of a token's ratio."""
+    """Lower bound of the ratio of a token."""
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
-    """Average over tokens instead of over sequence means."""
+    """True to average over all tokens instead of over the means of sequences."""
     use_tis: bool = option_field(False, "Weights and rejections of the example mis.py.")
-    """Include weights and rejections of mis.py; otherwise only its mismatch metrics, as with get_mismatch_metrics."""
+    """True to include the weights and rejections of mis.py; otherwise only its mismatch metrics are computed, as with
+    get_mismatch_metrics."""
     tis_level: str = option_field("token", "Level of the weights (token; mis.py).", choices=LEVELS)
-    """Weights per `token`, per `sequence`, or the `geometric` mean over a sequence."""
+    """Level of the weights: per `token`, per `sequence`, or the `geometric` mean over a sequence."""
     tis_mode: str = option_field(
         "truncate", "Treatment of weights beyond the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)
     )
     """`truncate` clamps weights to the upper bound, `clip` to both bounds; `mask` rejects tokens outside them."""
     tis_lower_bound: float | None = option_field(None, "Lower bound of weights (1 / upper; mis.py).", metavar="C")
-    """Lower bound of weights; None: 1 / tis_upper_bound."""
+    """Lower bound of weights; None means 1 / tis_upper_bound."""
     tis_upper_bound: float = option_field(2.0, "Upper bound of weights (2.0; mis.py).", metavar="C")
     tis_batch_normalize: bool = option_field(True, "Normalize weights to mean 1 (on; mis.py).")
-    """Divide the weights by their mean."""
+    """True to divide the weights by their mean."""
     use_rs: bool = option_field(True, "Reject by weights (on; mis.py).")
-    """Reject tokens whose weight is outside rs_lower_bound and rs_upper_bound."""
+    """True to reject tokens whose weight is not between rs_lower_bound and rs_upper_bound."""
     rs_level: str = option_field("token", "Level of the rejections (token; mis.py).", choices=LEVELS)
-    """Level of the rejections, as tis_level."""
+    """Level at which rejections are decided, with the same values as tis_level."""
     rs_lower_bound: float | None = option_field(
         None, "Lower bound of kept weights (tis_lower_bound; mis.py).", metavar="C"
     )
-    """Lower bound of kept weights; None: tis_lower_bound."""
+    """Lower bound of accepted weights; None means tis_lower_bound."""
     rs_upper_bound: float | None = option_field(
         None, "Upper bound of kept weights (tis_upper_bound; mis.py).", metavar="C"
     )
-    """Upper bound of kept weights; None: tis_upper_bound."""
+    """Upper bound of accepted weights; None means tis_upper_bound."""
     rs_veto_threshold: float = option_field(
         1e-4, "Reject sequences with a token ratio below C (1e-4; 0: none; mis.py).", metavar="C", at_least=0
     )
-    """Reject sequences with a token ratio below it; 0 rejects none."""
+    """Threshold below which a single token ratio causes its sequence to be rejected; 0 rejects no sequence."""
 
     name: ClassVar[str] = "slime"
     version: ClassVar[str] = "0.3.1"
@@ -98,7 +100,7 @@ class Slime(Framework):
             )
 
     def _check_bounds(self) -> None:
-        """Raise InvalidOption for bounds that fail slime's assertions."""
+        """Raise InvalidOption if the bounds violate slime's assertions."""
         if self.tis_upper_bound <= 0:
             raise InvalidOption(f"got {self.tis_upper_bound:g}; give a number above 0", option="tis_upper_bound")
         tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound

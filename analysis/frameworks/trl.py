@@ -1,4 +1,4 @@
-"""TRL's numbers of the difference between vLLM's logprobs and the trainer's, and of what the loss clips."""
+"""TRL's numbers for the difference between vLLM and trainer logprobs, and for the tokens that the loss clips."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..trace.source import Pair
 
 CLIPPING = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
-"""Values of loss_type that clip on both sides."""
+"""Values of loss_type for which ratios are clipped on both sides."""
 
 _SAMPLING, _CLIPS, _CISPO, _MASK = "sampling/", "clip_ratio/", "cispo_clip_ratio", "off_policy_mask_ratio"
 
@@ -34,13 +34,14 @@ class Trl(Framework):
         metavar="MODE",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    """Level of the ratios, and whether those outside the bounds are clamped (truncate) or set to 0 (mask)."""
+    """Level at which ratios are taken, and whether ratios outside the bounds are clamped (truncate) or set to 0
+    (mask)."""
     vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound (3.0).", metavar="C")
-    """Upper bound of a ratio; infinity for none."""
+    """Upper bound of a ratio; infinity means no bound."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound.", metavar="C")
-    """Lower bound of a ratio; None for none."""
+    """Lower bound of a ratio; None means no bound."""
     trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
-    """`grpo` or `rloo`: the trainer whose loss is used."""
+    """The trainer whose loss is used, `grpo` or `rloo`."""
     loss_type: str = option_field(
         "dapo", "Loss type in TRL's names: dapo (the default), cispo, ...", metavar="TYPE",
         choices=(*CLIPPING, "cispo", "sapo", "vespo"),
@@ -48,25 +49,27 @@ class Trl(Framework):
     importance_sampling_level: str = option_field(
         "token", "Level of the loss's ratios (token).", choices=("token", "sequence")
     )
-    """Ratios per `token`, or their geometric mean per `sequence`."""
+    """Level of the ratios: per `token`, or the geometric mean per `sequence`."""
     epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E", at_least=0)
     """Ratios below 1 - epsilon are clipped."""
     epsilon_high: float | None = option_field(
         None, "Ratios are clipped above 1 + E, for cispo above E (epsilon).", metavar="E", at_least=0
     )
-    """Ratios above 1 + epsilon_high are clipped, for cispo above epsilon_high; None: epsilon."""
+    """Ratios above 1 + epsilon_high are clipped; with cispo, ratios above epsilon_high. None means epsilon."""
     delta: float | None = option_field(None, "Largest ratio of the loss.", metavar="C", at_least=0)
-    """Upper bound of the ratio for any advantage; None for none."""
+    """Upper bound of the ratio regardless of the sign of the advantage; None means no bound."""
     off_policy_mask_threshold: float | None = option_field(
         None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
     )
-    """Drop sequences with a negative advantage and mean(rollout - current) above it; None drops none."""
+    """Threshold on a sequence's mean of rollout - current logprobs, above which the sequence is dropped if its
+    advantage is negative; None drops no sequence."""
     logging_steps: int | None = option_field(
         None, "Rows as TRL logs them, means over N steps.", metavar="N", at_least=1
     )
-    """Rows as TRL logs them, means over this many steps; None: one row per step, its sequences as one batch."""
+    """Number of steps per row: TRL logs means over this many steps. None gives one row per step, whose sequences count
+    as one batch."""
     logging_first_step: bool = option_field(False, "Log the first step separately.")
-    """Log the first step separately."""
+    """True to log the first step in a row of its own."""
 
     name: ClassVar[str] = "trl"
     version: ClassVar[str] = "1.16.0"
@@ -138,7 +141,7 @@ class Trl(Framework):
         return column == _MASK and self.off_policy_mask_threshold is None
 
     def _effective(self) -> dict[str, object]:
-        """Return the options as TRL records them, without those implied by others."""
+        """Return the options as TRL records them, without options that are implied by others."""
         options = options_of(self)
         options["epsilon_high"] = self.epsilon if self.epsilon_high is None else self.epsilon_high
         options["logging_steps"] = 1 if self.logging_steps is None else self.logging_steps

@@ -1,4 +1,4 @@
-"""verl's off-policy numbers, importance-sampling weights and rejections."""
+"""verl's off-policy metrics, importance-sampling weights and rejections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-"""Allowed parts of `rollout_rs`."""
+"""Values allowed as parts of `rollout_rs`."""
 
 _PREFIX = "rollout_corr/rollout_rs_"
 
@@ -33,19 +33,19 @@ class Verl(Framework):
     """Options of verl's rollout correction."""
 
     rollout_is: str | None = option_field(None, "Importance-sampling weights.", choices=("token", "sequence"))
-    """Importance-sampling weights per `token` or per `sequence`; None for none."""
+    """Level of the importance-sampling weights, `token` or `sequence`; None means no weights."""
     rollout_is_threshold: str = option_field(
         "2.0", "Cut weights (TIS; 2.0) or mask them (IcePop).", metavar="UPPER|LOWER_UPPER"
     )
-    """Maximum weight (TIS), or `lower_upper`: weights outside become 0 (IcePop)."""
+    """Maximum weight (TIS), or bounds written as `lower_upper`, outside which weights become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = option_field(False, "Normalize weights to mean 1.")
-    """Divide the weights by their mean."""
+    """True to divide the weights by their mean."""
     rollout_rs: str | None = option_field(None, "Rejections, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
-    """Comma-separated names of REJECTIONS; None for none."""
+    """Comma-separated elements of REJECTIONS; None means no rejections."""
     rollout_rs_threshold: str | None = option_field(
         None, "One bound for all or one each; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
     )
-    """One bound for all rejections, or one each; for k1 `lower_upper`, bounds on 1 / rho."""
+    """Either one bound for all rejections or one bound for each; for k1, `lower_upper` gives both bounds on 1 / rho."""
 
     name: ClassVar[str] = "verl"
     version: ClassVar[str] = "0.9.0"
@@ -98,7 +98,7 @@ class Verl(Framework):
         return told
 
     def _unlogged(self) -> set[str]:
-        """Return the columns that verl does not log with these options."""
+        """Return the columns that verl does not log with the chosen options."""
         names = set()
         if "_" not in self.rollout_is_threshold:
             names.add("rollout_corr/rollout_is_oob_ratio")
@@ -111,7 +111,7 @@ FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:
-    """Pivot rows per group and option to one row per group, with columns `<option>_<statistic>`."""
+    """Return one row per group, with columns `<option>_<statistic>`, from rows per group and option."""
     from ..rows import Rows
 
     found: dict[tuple[object, ...], dict[str, object]] = {}
@@ -153,7 +153,7 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
 
 
 def _check_bounds(option: str, text: str) -> None:
-    """Raise InvalidOption unless the text is `upper` or `lower_upper`, both above 0."""
+    """Raise InvalidOption unless a text has the form `upper` or `lower_upper`, with bounds above 0."""
     try:
         bounds = [float(part) for part in text.split("_", 1)]
     except ValueError:
@@ -167,7 +167,7 @@ def _check_bounds(option: str, text: str) -> None:
 def register(connection: duckdb.DuckDBPyConnection) -> None:
     """Register the function `verl_sums(old FLOAT[], rollout FLOAT[], mask BOOLEAN[])` on a connection.
 
-    An empty mask counts every token. A token without a logprob in either list is left out of all sums.
+    With an empty mask every token counts. A token without a logprob in one of the lists is left out of all sums.
     """
     from .verl_sums import STRUCT, verl_sums
 

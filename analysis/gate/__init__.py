@@ -1,1 +1,1 @@
-"""Conditions on a run, for the checks of training code."""
+"""Check conditions on the numbers of a run, for use in the CI of training code."""

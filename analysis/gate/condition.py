@@ -1,4 +1,4 @@
-"""A condition on a number of a run, such as `verl.k3_kl>1e-3`."""
+"""Parse a condition on a number of a run, such as `verl.k3_kl>1e-3`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from ...schemas.errors import InvalidOption
 
 OWN = "tim"
-"""Source name of tim-trace's own statistics; other sources are frameworks."""
+"""Source name of tim-trace's own statistics in a condition; all other source names are frameworks."""
 
 CHECK = "check"
-"""The condition that fails if the comparison is not valid."""
+"""Name of the condition that fails if the comparison has a fault."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -27,25 +27,27 @@ _FORM = re.compile(r"\s*(?P<source>[a-z][a-z0-9-]*)\.(?P<metric>[^\s<>=]+)\s*(?P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A bound on a number; the gate fails if the number is beyond it."""
+    """A bound on a number; the gate fails if the number is beyond the bound."""
 
     text: str
     """The condition as given."""
     source: str
     """`tim`, or the framework that defines the number."""
     metric: str
-    """Name of the number, or the last part of it."""
+    """Full name of the number, or the part of it after the last `/`."""
     sign: str
     """`>`, `>=`, `<` or `<=`."""
     bound: float
 
     def holds(self, value: float) -> bool:
-        """Return True if the gate fails for a value. NaN and infinities always fail: they prove nothing."""
+        """Return True if a value violates the condition. NaN and infinities always count as violations, because they
+        prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
 
 def parse_condition(text: str) -> Condition:
-    """Read `<tim or a framework>.<metric> <sign> <number>`. Raises InvalidOption."""
+    """Parse a condition `<source>.<metric><sign><number>`, where the source is `tim` or a framework. Raises
+    InvalidOption."""
     found = _FORM.fullmatch(text)
     try:
         bound = float(found["bound"]) if found else math.nan
@@ -60,7 +62,8 @@ def parse_condition(text: str) -> Condition:
 
 
 def metric_named(condition: Condition, names: list[str]) -> str:
-    """Return the full name of a condition's metric: an exact match, or the only name ending in `/metric`. Raises InvalidOption."""
+    """Return the full name of a condition's metric: an exact match, or the only name that ends in `/metric`. Raises
+    InvalidOption."""
     if condition.metric in names:
         return condition.metric
     ends = [name for name in names if name.endswith(f"/{condition.metric}")]

@@ -99,7 +99,8 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """Return True if all of the interval fails or none of it; a value shared by every group needs no interval."""
+    """Return True if the whole interval violates the condition, or none of it does. A value shared by every group needs
+    no interval."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1

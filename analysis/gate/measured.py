@@ -1,4 +1,4 @@
-"""Measure numbers of a run, with intervals over groups of sequences."""
+"""Measure numbers of a run, with confidence intervals over groups of sequences."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, left_out
 TAILS = {
     "k2": 0.86, "k3": 0.89, "rms_d": 0.86, "ess_token": 0.84, "ess_sequence": 0.75, "chi2_token": 0.92, "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Number that a few tokens can dominate -> measured coverage of a 95 % interval in such runs (logit errors without a fourth
-moment): benchmarks/coverage.py, docs/evidence/intervals.md."""
+"""Number that a few tokens can dominate -> measured coverage of its 95 % interval in runs whose logit errors have no
+fourth moment: benchmarks/coverage.py, docs/evidence/intervals.md."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -49,31 +49,31 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""Possible range of a number and its interval."""
+"""Number -> lower and upper limit that the number and the ends of its interval cannot exceed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A number of a run."""
+    """A measured number of a run, with its interval."""
 
     metric: str
     """Full name of the number."""
     value: float
     interval: Interval | NoInterval | None
-    """None for a count."""
+    """Confidence interval, or why there is none; None for a count."""
     how: str
     """How the interval was computed, or why there is none."""
 
 
 class Run:
-    """A run whose numbers are measured."""
+    """A run whose numbers are to be measured."""
 
     def __init__(self, trace: str | os.PathLike[str], pair: str, confidence: float, progress: Progress):
         self._trace, self._pair, self._names = trace, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return condition -> its metric, with value and interval."""
+        """Return condition -> its metric with value and interval."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
@@ -81,11 +81,11 @@ class Run:
         return found
 
     def left_out(self) -> str:
-        """Say which tokens the numbers exclude; empty if none."""
+        """Say which tokens the numbers exclude; empty if none is excluded."""
         return left_out(open_database(self._trace), self._names)
 
     def _own(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return numbers of `stats`."""
+        """Return the numbers that conditions with source `tim` refer to."""
         database = open_database(self._trace)
         asked = _Asked(conditions, stats(database, pair=self._pair, progress=self._progress))
         found = [
@@ -104,7 +104,7 @@ class Run:
         return asked.answered(found)
 
     def _like(self, name: str, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return numbers of a framework with jackknife intervals; tokens are read once, into sums per sequence."""
+        """Return a framework's numbers with jackknife intervals. Tokens are read once, into sums per sequence."""
         database = open_database(self._trace)
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
@@ -123,7 +123,8 @@ class Run:
         return asked.answered(self._jackknifed(asked.values, without, unit_N))
 
     def _of_captured(self, database: Database, values: dict[str, float]) -> list[Measured]:
-        """Return numbers of distributions and routing; the jackknife rereads the captured data for each part."""
+        """Return numbers of the captured distributions and routing. The jackknife reads the captured data again for
+        each omitted part."""
         sequences, unit_N = self._scored(database)
 
         def parts() -> Iterator[None]:
@@ -136,7 +137,8 @@ class Run:
         )
 
     def _without(self, parts: Iterator[None], numbers: Callable[[], Rows], sequences: pa.Table) -> list[dict[str, Any]]:
-        """Return the numbers without each part; none if all remaining tokens are masked."""
+        """Return the numbers with each part of the sequences omitted in turn; none if all remaining tokens are
+        masked."""
         without = []
         with self._progress("resampling", _num_parts(sequences)) as advance:
             for _ in parts:
@@ -161,7 +163,8 @@ class Run:
         return found
 
     def _quantile(self, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Return a quantile of |d| whose interval inverts that of the share of tokens above `value` (Woodruff 1952)."""
+        """Return a quantile of |d| with its interval, obtained by inverting the interval of the share of tokens above
+        `value` (Woodruff 1952)."""
         connection = open_database(self._trace).connection
         tokens = f"pair_tokens({quoted_pair(self._names)}, NULL, NULL, NULL)"
         query = f"""
@@ -182,7 +185,8 @@ class Run:
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
     def _scored(self, database: Database) -> tuple[pa.Table, np.ndarray]:
-        """Return the sequences that both passes scored, sorted by run, step and seq_id, with their `part`; and their groups."""
+        """Return the sequences scored by both passes, sorted by run, step and seq_id, with the `part` and the group
+        that each belongs to."""
         query = f"""
             SELECT run, step, seq_id, {unit("s")} AS unit FROM sequences AS s
             SEMI JOIN (SELECT run, step, seq_id FROM scores WHERE "pass" = ?) AS a USING (run, step, seq_id)
@@ -195,7 +199,7 @@ class Run:
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
-    """Return those of `values` that follow from sums or maxima of sequences, with intervals."""
+    """Return intervals for those of `values` that are computed from sums or maxima over sequences."""
     num_groups = numbered(columns.unit_N)[1]
     statistics = {name: FROM_SUMS[name] for name in values if name in FROM_SUMS}
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
@@ -219,9 +223,11 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return the probabilities whose quantiles bound a quantile's interval, from the tokens above its value.
+    """Return two probabilities whose quantiles are the ends of a quantile's interval, given the number of tokens above
+    its value.
 
-    If too few groups have a token above it, the upper one is 1: the interval ends at the largest value.
+    If too few groups have a token above the value, the upper probability is 1, so the interval ends at the largest
+    value.
     """
 
     def share(totals: Totals) -> Array:
@@ -242,7 +248,7 @@ def _num_parts(sequences: pa.Table) -> int:
 
 
 class _Asked:
-    """The metrics of some conditions, and their values."""
+    """The metrics that some conditions refer to, and their values."""
 
     def __init__(self, conditions: list[Condition], rows: Rows):
         (row,) = rows.dicts()
@@ -260,7 +266,7 @@ class _Asked:
 
 
 def _number_of(row: dict[str, Any], metric: str) -> float:
-    """Return a number of a run; NaN if missing."""
+    """Return a number from a row of statistics; NaN if it is missing."""
     value = row.get(metric)
     return math.nan if value is None else float(value)
 

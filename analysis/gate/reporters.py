@@ -1,4 +1,4 @@
-"""Render a gate's verdicts as text, JUnit XML and Markdown for CI pages."""
+"""Render the verdicts of a gate as text, JUnit XML and Markdown for CI pages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _COLUMNS = ("condition", "verdict", "value", "interval", "how")
 
 
 def gated_text(gated: Gated, width: int | None = None) -> str:
-    """Render the outcomes as a table, one row per condition."""
+    """Render the verdicts as a table with one row per condition."""
     return to_text(table(gated.verdicts), width)
 
 
 def junit_xml(gated: Gated, trace: str) -> bytes:
-    """Render one test case per condition, a failure if the value violates it."""
+    """Render JUnit XML with one test case per condition, which is a failure if the value violates the condition."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     counts = {"tests": str(len(gated.verdicts)), "failures": str(failures), "errors": "0", "skipped": "0"}
     suites = ElementTree.Element("testsuites", {"name": SUITE} | counts)
@@ -43,7 +43,7 @@ def _sentence(verdict: Verdict) -> str:
 
 
 def summary_markdown(gated: Gated, trace: str) -> str:
-    """Render a heading with the overall result, and one row per condition."""
+    """Render Markdown with the overall result as a heading, and one table row per condition."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     count = len(gated.verdicts)
     title = f"{failures} of {count} conditions failed" if failures else f"{count} of {count} conditions passed"

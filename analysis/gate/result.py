@@ -19,24 +19,25 @@ class Verdict:
     condition: str
     """The condition as given."""
     metric: str
-    """Full name of the number; `check` for the validity of the comparison."""
+    """Full name of the number; `check` for the condition that the comparison has no fault."""
     value: float
-    """Value over the run; for `check` the number of faults found."""
+    """Value of the number over the run; for `check` the number of faults found."""
     low: float | None
-    """Ends of the interval over groups; None without one: `how` says why."""
+    """Lower end of the interval over groups; None without an interval, in which case `how` says why."""
     high: float | None
     bound: float | None
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound, or is expected but missing."""
     fails: bool
-    """True if the value violates the condition, or excludes tokens and so proves nothing; decides the exit code."""
+    """True if the value violates the condition, or proves nothing because tokens are excluded from it. Determines the
+    exit code."""
     how: str
     """How the interval was computed; for `check` the faults found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gated(Table):
-    """The outcome of every condition, in order."""
+    """The verdicts on all conditions, in the order given."""
 
     _text = "tim_trace.analysis.gate.reporters:gated_text"
 

@@ -17,10 +17,11 @@ from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
 from ..trace.source import Pair
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
-"""Column of `stats` that is a maximum -> the column of each sequence's maximum."""
+"""Column of `stats` that is a maximum -> the column with the maximum of each sequence."""
 
 MOST_NULL = 0.5
-"""Maximum share of counted tokens without a logprob in both passes; beyond it a number does not represent the run."""
+"""Maximum share of counted tokens that lack a logprob in one of the passes; above it a number does not represent the
+run."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 """Column of `stats` that is a quantile of |d| -> its probability."""
@@ -31,23 +32,23 @@ COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceColumns:
-    """Columns of the statistics, for each sequence with a comparable token."""
+    """Columns of the statistics, with one element per sequence that has a comparable token."""
 
     values: dict[str, Array]
-    """Name -> [N] columns whose sums are the totals of FROM_SUMS."""
+    """Name -> [N] column; the statistics follow from the totals of these columns."""
     largest: dict[str, Array]
-    """Name in LARGEST -> [N] maxima."""
+    """Column named in the values of LARGEST -> [N] maximum of each sequence."""
     unit_N: np.ndarray
-    """[N] number of the group."""
+    """[N] index of the group that each sequence belongs to."""
 
     @classmethod
     def of_sums(cls, sums: dict[str, Array], unit_N: np.ndarray) -> SequenceColumns:
-        """Build from [N] columns of schemas.sums."""
+        """Build the columns from [N] columns of schemas.sums."""
         return cls(values=addable(sums), largest={name: sums[name] for name in LARGEST.values()}, unit_N=unit_N)
 
     @classmethod
     def read(cls, database: Database, pair: Pair) -> SequenceColumns:
-        """Read the columns of a pair from a trace."""
+        """Read the columns of a pair of passes from a trace."""
         names = ("num_tokens", *OF_DIFFERENCES, *OF_PROBABILITIES)
         query = f"""
             SELECT {", ".join(names)}, {unit("s")} AS unit
@@ -73,7 +74,8 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Say which tokens a pair's numbers exclude: any NaN or infinity, or NULL on most counted tokens; empty if none."""
+    """Say which tokens the numbers of a pair exclude: any with NaN or an infinity, or most counted tokens without a
+    logprob; empty if none."""
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]

@@ -1,1 +1,1 @@
-"""What the mismatch does to the objective that a run trained on."""
+"""Measure how the mismatch affects the objective that a run was trained on."""

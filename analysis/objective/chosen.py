@@ -1,4 +1,4 @@
-"""Choose the loss of the objective: the recorded one, with requested options on top."""
+"""Choose the loss to analyze: the recorded one, overridden by the requested options."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Name of a loss -> Loss fields used if neither the trace nor an option sets them. The bounds of gspo are from arXiv
-2507.18071 (section 5.1); that of cispo is TRL's recommendation, after arXiv 2510.13786."""
+"""Name of a loss -> fields of Loss used if neither the trace nor an option sets them. The bounds of gspo are from arXiv
+2507.18071 (section 5.1); the bound of cispo is TRL's recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, options: Mapping[str, Any]) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss and its origin, as codes of sentences.loss_basis.
+    """Return the loss and where it comes from, as codes of sentences.loss_basis.
 
-    `options` are `loss`, a name of LOSSES, and fields of a Loss; None keeps the recorded value, by default PPO's clip of 0.2.
-    Raises InvalidOption.
+    `options` may contain `loss`, a key of LOSSES, and fields of Loss. An option of None keeps the recorded value;
+    without one, the loss is PPO with a clip of 0.2. Raises InvalidOption.
     """
     recorded, basis = _recorded(database)
     given = {name: value for name, value in options.items() if value is not None}
@@ -66,7 +66,8 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Reset the bounds of a loss, for a change of kind; denominator and correction are kept."""
+    """Return the loss with its bounds reset, for a change to another kind of loss; denominator and correction are
+    kept."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

@@ -1,4 +1,5 @@
-"""Concentration of the bias on few terms, from counts and sums of |b| in bins an eighth of an octave wide."""
+"""Measure how far the bias is concentrated on few terms, from counts and sums of |b| in bins an eighth of an octave
+wide."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ import numpy as np
 from ..statistics.estimators import Array
 
 _SHIFT = 20
-"""Drops all but the sign, exponent and three mantissa bits of a float32: eight bins per octave."""
+"""Number of low bits dropped from a float32, which leaves the sign, the exponent and three mantissa bits: eight bins
+per octave."""
 
 _LOWEST = (127 - 60) << 3
-"""The bin of 2^-60; smaller values count as 0."""
+"""Bin number of 2^-60; smaller values count as 0."""
 
 NUM_BINS = 100 << 3
 """Number of bins, from 2^-60 to 2^40."""
@@ -20,31 +22,31 @@ NUM_BINS = 100 << 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concentration:
-    """Concentration of sum |b| on few terms. A term is the unit the loss clips: a token or a sequence."""
+    """How far sum |b| is concentrated on few terms. A term is what the loss clips: a token or a sequence."""
 
     half: float
-    """Smallest share of the terms that accounts for half of sum |b|."""
+    """Smallest share of the terms that together account for half of sum |b|."""
     ninety: float
-    """Smallest share of the terms that accounts for 90 %."""
+    """Smallest share of the terms that together account for 90 % of sum |b|."""
     top_thousandth: float
-    """Share of sum |b| in the top 0.1 % of the terms."""
+    """Share of sum |b| contributed by the largest 0.1 % of the terms."""
 
 
 CARRIED = {"half": "terms_for_half", "ninety": "terms_for_ninety", "top_thousandth": "in_top_thousandth"}
-"""Field of a Concentration -> its column name in tables."""
+"""Field of Concentration -> its column name in tables."""
 
 
 def bins_of(size: Array) -> np.ndarray:
-    """Return the [T] bin of each |b|; bin 0 for zero and negligible values."""
+    """Return the [T] bin number of each |b|; 0 for zero and for values below 2^-60."""
     bits = size.astype(np.float32).view(np.int32) >> _SHIFT
     return np.clip(bits - _LOWEST, 0, NUM_BINS - 1)
 
 
 def concentration(bins: np.ndarray, num_terms: int) -> Concentration | None:
-    """Compute the concentration from [2, NUM_BINS] counts and sums of |b|; None if no term has a bias.
+    """Return the concentration, given [2, NUM_BINS] counts and sums of |b|; None if no term has a bias.
 
-    Terms in the same bin count as equal, so shares are off by at most 9 %, and exact if the bin at the threshold holds one
-    term.
+    Terms in one bin are treated as equally large, so shares have an error of at most 9 %; they are exact if the bin at
+    the threshold contains a single term.
     """
     counts, sums = bins[:, np.flatnonzero(bins[0])[::-1]]
     total = sums.sum()
@@ -69,7 +71,7 @@ def concentration(bins: np.ndarray, num_terms: int) -> Concentration | None:
 
 @dataclass(slots=True, kw_only=True)
 class Carried:
-    """Concentration of the bias in each update, i.e. (step, inner iteration), and over the run."""
+    """Concentration of the bias in each update, i.e. (step, inner iteration), and over the whole run."""
 
     of_update: dict[tuple[int, int], Concentration | None] = field(default_factory=dict)
     run_bins: np.ndarray = field(default_factory=lambda: np.zeros((2, NUM_BINS)))
@@ -79,13 +81,13 @@ class Carried:
 
     @property
     def of_run(self) -> Concentration | None:
-        """Concentration over all updates."""
+        """Concentration over the updates of the whole run."""
         return concentration(self.run_bins, self.num_terms)
 
     def add(self, number: int, updates: list[tuple[int, int]], bins: np.ndarray, num_terms: np.ndarray) -> None:
-        """Add a batch of step range `number`: [U, 2, NUM_BINS] counts and sums, and [U] numbers of terms.
+        """Add a batch from step range `number`: [U, 2, NUM_BINS] counts and sums of |b|, and [U] numbers of terms.
 
-        Updates of earlier ranges count as complete.
+        All updates of earlier step ranges must be complete when a new range begins.
         """
         if number != self._range:
             self.close()
@@ -95,7 +97,7 @@ class Carried:
             self._open[update] = (before + found, known + int(terms))
 
     def close(self) -> None:
-        """Finish all updates added so far."""
+        """Compute the concentration of all updates added before the call."""
         for update in sorted(self._open):
             bins, num_terms = self._open[update]
             self.of_update[update] = concentration(bins, num_terms)

@@ -28,18 +28,18 @@ class FigureFormula:
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """Data it needs: MISMATCH, DRIFT or ADVANTAGE (see pass_roles), CLIP or LINEAR."""
+    """Data that the figure needs: MISMATCH, DRIFT or ADVANTAGE (see pass_roles), or a kind of loss, CLIP or LINEAR."""
     of_correction: bool = False
-    """True if it is meaningful only for a loss with a correction."""
+    """True if the figure is meaningful only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """Possible range of the value; intervals are cut to it."""
+    """Possible range of the value; ends of intervals are limited to this range."""
     in_tails: float | None = None
-    """Measured coverage of a 95 % interval in runs dominated by a few tokens, if below 90 %: benchmarks/coverage.py,
-    docs/evidence/intervals.md."""
+    """Measured coverage of the 95 % interval in runs dominated by a few tokens; None if it is at least 90 %. See
+    benchmarks/coverage.py and docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:
-        """Its meaning, and the coverage of its interval if that is low."""
+        """The meaning of the figure, and the coverage of its interval if that is low."""
         if self.in_tails is None:
             return self.meaning
         return (
@@ -72,7 +72,8 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return the formula of a covariance. Totals are centred near the means (see `totals_of`), which avoids cancellation."""
+    """Return a formula for a covariance. Totals are centred near the means (see `totals_of`), which avoids
+    cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -82,7 +83,7 @@ def _variance(name: str) -> Callable[[Totals], Array]:
 
 
 def _correlation(t: Totals) -> Array:
-    """Return the correlation of A rho* and d, from centred totals (see `totals_of`)."""
+    """Return the correlation between A rho* and d, given centred totals (see `totals_of`)."""
     return pearson_of_totals(
         t["terms_known"],
         t["off_weighed"],
@@ -113,13 +114,13 @@ def _to_clipped(t: Totals) -> Array:
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
-"""Need of a figure that is meaningful only for a loss that clips."""
+"""Marks figures that are meaningful only for a loss that clips."""
 LINEAR = "linear"
-"""Need of a figure that is meaningful only if f is rho A except for a clip."""
+"""Marks figures that are meaningful only if the loss term f is rho A, apart from a clip."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
-"""Bounds of figures."""
+"""Possible ranges of figures: sizes, shares, and signed shares."""
 
 FIGURES: Mapping[str, FigureFormula] = {
     "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how much the mismatch raises the objective"),
@@ -166,11 +167,12 @@ FIGURES: Mapping[str, FigureFormula] = {
     "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: the error of REINFORCE's gradient if all gradients were equal"),
     "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean of its absolute value", bounds=_SIZE),
 }  # fmt: skip
-"""Figure -> its formula, from arXiv 2605.14220, 2602.04879 (bad updates) and 2512.01374 (mismatch and drift)."""
+"""Name of a figure -> its formula, from arXiv 2605.14220, 2602.04879 (bad updates) and 2512.01374 (mismatch and
+drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
-    """Return the figures that the recorded data allows for a loss."""
+    """Return the figures that can be computed for a loss from the recorded data."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     known = known if loss.kind in (SAPO, VESPO) else known | {LINEAR}
@@ -180,9 +182,10 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 
 
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
-    """Return [N] columns that sum to totals, of the whole run or of each group `place_N`.
+    """Return [N] columns whose totals determine the figures, over the whole run or in each group given by `place_N`.
 
-    Squares and products are centred on the median of the group's sequence means, so that totals do not cancel.
+    Squares and products are centred on the median of the sequence means in each group, which avoids cancellation in the
+    totals.
     """
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
@@ -201,7 +204,8 @@ def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str
 
 
 def _around(columns: Mapping[str, Array], one: str, other: str, num_N: Array, place_N: np.ndarray) -> dict[str, Array]:
-    """Return [N] sums of two values, their squares and product, centred on the median of the means in each group."""
+    """Return [N] sums of two values, of their squares and of their product, centred on the median of the sequence means
+    in each group."""
     off = {name: off_median(columns[f"mean_{name}"], num_N, place_N) for name in (one, other)}
     found = {f"off_{name}": num_N * off_N for name, off_N in off.items()}
     for name, off_N in off.items():
@@ -211,13 +215,13 @@ def _around(columns: Mapping[str, Array], one: str, other: str, num_N: Array, pl
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Return name -> figure for each element of the totals; NaN if the divisor is 0."""
+    """Return name -> figure for each element of the totals; NaN if a divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 
 
 def summed(columns: Mapping[str, Array], places: np.ndarray, number: int) -> dict[str, Array]:
-    """Sum [N] columns by group: [number]."""
+    """Return [number] sums of [N] columns, one per group."""
     found = {name: np.bincount(places, values, minlength=number) for name, values in columns.items()}
     return {name: values.astype(np.float64) for name, values in found.items()}
 

@@ -15,13 +15,13 @@ from .sentences import CANNOT, NOTES, loss_basis, verdict_sentence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A figure over the run."""
+    """A figure over the run, with its interval."""
 
     name: str
     value: float | None
-    """None if the divisor is 0."""
+    """Value of the figure; None if its divisor is 0."""
     low: float | None
-    """Ends of the interval over groups; None without an interval."""
+    """Lower end of the interval over groups; None without an interval."""
     high: float | None
     no_interval: str | None
     """Why there is no interval; None if there is one."""
@@ -39,7 +39,7 @@ class Objective(Result):
     """The analyzed steps, as given."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
-    """Origin of the loss: codes of sentences.loss_basis."""
+    """Where the loss comes from: codes of sentences.loss_basis."""
     passes: tuple[str, str, str]
     """Passes used as the trainer at the sampling weights, the engine, and the policy inside the loss."""
     num_updates: int
@@ -47,15 +47,16 @@ class Objective(Result):
     num_rows: int
     """Sequences that went through the loss, counted once per inner iteration; divisor of the loss's sequence means."""
     num_sequences: int
-    """Those of `num_rows` with at least one token that counts and has a finite logprob in every pass."""
+    """Sequences in `num_rows` with at least one token that counts in the loss and has a finite logprob in every
+    pass."""
     num_tokens: int
     num_terms: int
-    """Terms with an advantage; a term is the unit of the loss's ratio, a token or a sequence."""
+    """Number of terms with an advantage. A term is what the loss takes one ratio for: a token or a sequence."""
     num_nan: int
-    """Tokens with a NaN in a pass, excluded from all figures; same for infinities in `num_inf`."""
+    """Number of tokens with NaN in any pass, which all figures exclude. `num_inf` is the same for infinities."""
     num_inf: int
     num_groups: int
-    """Groups resampled for the intervals."""
+    """Number of groups that are resampled to obtain the intervals."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
     """Direction, size and location of the bias: codes of sentences.VERDICT."""
@@ -66,7 +67,7 @@ class Objective(Result):
     figures: dict[str, Estimate]
     """Name -> figure over the run; see figures.FIGURES."""
     concentration: Concentration | None
-    """Concentration of sum |b| on few terms; None without a bias."""
+    """How far sum |b| is concentrated on few terms; None without a bias."""
     steps: Rows
     """One row per update: step, iteration, and the figures."""
 
@@ -87,10 +88,10 @@ class Objective(Result):
 
     @property
     def loss_from(self) -> str:
-        """Origin of the loss, in words."""
+        """Where the loss comes from, in words."""
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
-        """Return a figure of the run; None if it has no value."""
+        """Return the value of a figure over the run; None if the figure has no value."""
         estimate = self.figures.get(name)
         return None if estimate is None else estimate.value

@@ -1,4 +1,4 @@
-"""The terms of a loss, i.e. the tokens or sequences it takes a ratio of, and their sums by sequence.
+"""The terms of a loss, i.e. the tokens or sequences that it takes ratios for, and sums of terms per sequence.
 
 Shapes: T tokens, N sequences, K terms (T or N).
 """
@@ -15,27 +15,28 @@ from ..statistics.loss import clamped_exp, contribution, correction_weight, is_c
 from ..statistics.moments import centred, co_moment
 
 SIDES = ("positive", "negative")
-"""Signs of an advantage."""
+"""Signs of an advantage, as used in column names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Log-ratios of tokens; 0 for a token that does not count."""
+    """Log-ratios between passes, per token; 0 for tokens that do not count in the loss."""
 
     d_T: Array
-    """train - rollout, nats."""
+    """Logprob difference train - rollout, nats."""
     drift_T: Array
-    """current - train, nats."""
+    """Logprob difference current - train, nats."""
     advantage_T: Array
-    """0 if missing."""
+    """Advantage of each token; 0 if missing."""
     counts_T: np.ndarray | None
-    """bool: True if the token counts and every pass has a finite value; None if all do."""
+    """bool: True if the token counts in the loss and has a finite logprob in every pass; None if this holds for all
+    tokens."""
     known_T: np.ndarray | None
-    """bool: True if the token counts and has an advantage; None if all do."""
+    """bool: True if the token counts and has an advantage; None if this holds for all tokens."""
     num_N: Array
-    """Counted tokens of each sequence."""
+    """Number of counted tokens in each sequence."""
     known_N: Array
-    """Counted tokens with an advantage, per sequence."""
+    """Number of counted tokens with an advantage in each sequence."""
     advantage_N: Array
     """Mean advantage over the tokens of each sequence."""
     has_one: bool
@@ -50,32 +51,33 @@ class Differences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """Terms of a loss, as [K] arrays."""
+    """The terms of a loss, as [K] arrays."""
 
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """The used ratio, multiplied by the correction if the loss applies it there (vespo)."""
+    """The ratio that the loss uses, multiplied by the correction if the loss applies the correction to the ratio
+    (vespo)."""
     term_d: Array
-    """d of the term, nats."""
+    """Logprob difference d of the term, nats."""
     weight: Array | float
-    """Weight of the loss's correction; 1 if it is part of the ratio."""
+    """Weight from the loss's correction; 1 if the correction is part of the ratio."""
     advantage: Array
     tokens: Array | float
-    """Number of tokens that a term represents."""
+    """Number of tokens that a term stands for."""
     sign_N: Array | None
-    """Sign of the advantage shared by the terms of each sequence; None if signs differ within a sequence."""
+    """Sign of the advantage, common to all terms in a sequence; None if signs differ within a sequence."""
     known_N: Array
-    """Number of terms with an advantage, per sequence."""
+    """Number of terms with an advantage in each sequence."""
     known: np.ndarray | None
-    """bool: True if the term has an advantage; None if all do."""
+    """bool: True if the term has an advantage; None if all terms have one."""
     starts_N: np.ndarray
     """Index of each sequence's first term."""
     lengths_N: np.ndarray
-    """Number of terms of each sequence."""
+    """Number of terms in each sequence."""
 
     def sums(self, loss: Loss) -> tuple[dict[str, Array], Array]:
-        """Return name -> [N] sums over the terms of each sequence, and [K] |bias| as the loss applied it."""
+        """Return name -> [N] sums over the terms of each sequence, and the [K] |bias| with the loss as applied."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         plain = (used - true) * self.tokens
         size_K = np.abs(plain)
@@ -92,16 +94,17 @@ class LossTerms:
         return found | self._signed("used", used * self.tokens) | self._clips(loss) | self._moments(), size_K
 
     def applied(self, loss: Loss) -> Array:
-        """Return the [K] bias w f(rho_used) - f(rho*) as the loss applied it, times the tokens per term."""
+        """Return the [K] bias w f(rho_used) - f(rho*) with the loss as applied, times the number of tokens per term."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         return np.asarray((self._corrected(loss, used) - true) * self.tokens)
 
     def _unclipped(self) -> Array:
-        """Return [K] A (w rho_used - rho*): the bias of the importance-weighted objective, without the loss's clip."""
+        """Return [K] A (w rho_used - rho*): the bias of the importance-weighted objective without the clip of the
+        loss."""
         return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
-        """Return [K] w f(rho_used) as the loss applied it, from f(rho_used)."""
+        """Return [K] w f(rho_used) with the loss as applied, given f(rho_used)."""
         if self.ratio_applied is not self.ratio_used:
             used = contribution(loss, self.ratio_applied, self.advantage)
         return np.asarray(self.weight * used)
@@ -133,7 +136,7 @@ class LossTerms:
         return np.add.reduceat(values_K, self.starts_N)
 
     def _signed(self, name: str, values_K: Array) -> dict[str, Array]:
-        """Return sums over terms with A > 0 and with A < 0."""
+        """Return separate sums over the terms with A > 0 and those with A < 0."""
         if self.sign_N is None:
             sides = [np.where(self.advantage > 0, values_K, 0.0), np.where(self.advantage < 0, values_K, 0.0)]
             positive, negative = (self._total(side) for side in sides)
@@ -143,7 +146,7 @@ class LossTerms:
         return {f"{name}_positive": positive, f"{name}_negative": negative}
 
     def _count(self, name: str, flags_K: np.ndarray) -> dict[str, Array]:
-        """Count flagged terms by the sign of the advantage; fast if few are flagged."""
+        """Return separate counts of flagged terms with A > 0 and A < 0; fast if few terms are flagged."""
         flagged = np.flatnonzero(flags_K)
         row = np.searchsorted(self.starts_N, flagged, "right") - 1
         above = self.advantage[flagged] > 0
@@ -154,7 +157,7 @@ class LossTerms:
 
 
 def terms_of(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return the terms of some sequences under a loss."""
+    """Return the terms that a loss has for some sequences."""
     if loss.kind == VESPO:
         return _of_products(loss, tokens)
     return _of_tokens(loss, tokens) if loss.level == TOKEN else _of_sequences(loss, tokens)
@@ -175,7 +178,7 @@ def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return one term per sequence; a per-token correction is averaged."""
+    """Return one term per sequence; corrections per token are averaged over the sequence."""
     term_d_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N) for log_T in (tokens.d_T, tokens.drift_T)
     )
@@ -191,7 +194,8 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return vespo's term per sequence: the product of its token ratios, each within +-20 nats, and of correction weights."""
+    """Return vespo's term for each sequence: the product of the token ratios, each limited to +-20 nats, and of the
+    correction weights."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)
@@ -211,7 +215,7 @@ def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
 def _one_each(
     tokens: Differences, true: Array, used: Array, applied: Array, term_d_N: Array, weight: Array | float
 ) -> LossTerms:
-    """Return the terms of whole sequences."""
+    """Build terms that each stand for a whole sequence."""
     has_N = tokens.known_N > 0
     return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=applied, term_d=term_d_N, weight=weight, advantage=tokens.advantage_N,
@@ -221,7 +225,8 @@ def _one_each(
 
 
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
-    """Return rho* = current / rollout and the ratio that the loss uses, from their logarithms."""
+    """Return rho* = current / rollout and the ratio that the loss uses, given log rho* and the drift current -
+    train."""
     true = clamped_exp(log_true)
     used = log_used(loss, log_true, drift)
     return true, true if used is log_true else clamped_exp(used)

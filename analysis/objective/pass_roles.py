@@ -1,4 +1,5 @@
-"""Choose the passes used as trainer at the sampling weights, engine, and policy inside the loss; and read their rows."""
+"""Choose the passes to use as trainer at the sampling weights, as engine, and as policy inside the loss, and read their
+rows."""
 
 from __future__ import annotations
 
@@ -15,20 +16,21 @@ from ..trace.database import Database
 from ..trace.tokens import PassRows, token_query
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
-"""Data a figure needs: both sides at the sampling weights; the policy inside the loss and the trainer's; advantages."""
+"""Data that figures need. MISMATCH: trainer and engine logprobs at the sampling weights; DRIFT: logprobs of the policy
+inside the loss and of the trainer; ADVANTAGE: advantages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRoles:
-    """The passes to read, and the questions they can answer."""
+    """The passes to read, and the questions that they can answer."""
 
     train: str
     rollout: str
     current: str
-    """The pass inside the loss; same as `train` if not recorded."""
+    """Name of the pass inside the loss; equal to `train` if that pass was not recorded."""
     loss: Loss
     known: frozenset[str]
-    """Subset of MISMATCH, DRIFT and ADVANTAGE that the trace has data for."""
+    """Those of MISMATCH, DRIFT and ADVANTAGE for which the trace has data."""
     notes: tuple[Statement, ...]
     """Caveats: codes of sentences.NOTES."""
     cannot: tuple[Statement, ...]
@@ -36,7 +38,8 @@ class PassRoles:
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Return the passes to read, substituting for passes not recorded; None if no usable pass was recorded."""
+    """Return the passes to read, with substitutes for passes that were not recorded; None if no usable pass was
+    recorded."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -70,21 +73,23 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the distinct names of the passes to read; `now` is `train` if the loss has no separate pass."""
+    """Return the distinct names of the passes to read; there is no `now` if the policy inside the loss has no pass of
+    its own."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterator[pa.RecordBatch]:
-    """Yield batches of all sequences that went through the loss in some steps, including those without tokens or logprobs."""
+    """Yield batches of all sequences that went through the loss in some steps, including sequences without tokens or
+    logprobs."""
     yield from database.connection.batches(_query(sides, steps))
 
 
 def _query(sides: PassRoles, steps: range) -> str:
-    """Return the query with one row per sequence and inner iteration of the loss's pass.
+    """Return the query with one row per sequence and inner iteration of the pass inside the loss.
 
-    `sequence`, `unit` (its group) and `micro_batch` are numbers, which are faster than names. `is_whole` is true if the
-    response has tokens and every pass has one logprob per token.
+    `sequence`, `unit` (the group of the sequence) and `micro_batch` are returned as numbers, which are faster than
+    names. `is_whole` is true if the response has tokens and every pass has one logprob per token.
     """
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"

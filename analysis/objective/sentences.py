@@ -1,4 +1,4 @@
-"""Sentences of an objective, by code."""
+"""Sentences that describe the objective, looked up by code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VERDICT: Mapping[str, str] = {
     "instead of {relative_bias_signed}, and without cancelling {uncorrected_relative_abs_bias_percent} instead of "
     "{relative_abs_bias_percent}.",
 }
-"""Code of a part of the verdict -> the sentence."""
+"""Code of a statement in the verdict -> its sentence."""
 
 _WAYS = {
     "up": "the loss overstates it",
@@ -80,7 +80,7 @@ NOTES: Mapping[str, str] = {
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Return code of the loss's origin -> the words."""
+    """Return code of where the loss comes from -> its description."""
     how = f"set it with {option('loss', 'KIND')} and its bounds"
     return {
         "recorded": "as recorded",
@@ -92,7 +92,7 @@ def loss_basis() -> Mapping[str, str]:
 
 
 def verdict_sentence(part: Statement, confidence: float) -> str:
-    """Render a part of the verdict."""
+    """Render one statement of the verdict as a sentence."""
     values = part.values
     words = {f"{name}_percent": f"{value * 100:.3g} %" for name, value in values.items() if isinstance(value, float)}
     words |= {f"{name}_signed": f"{value * 100:+.3g} %" for name, value in values.items() if isinstance(value, float)}
@@ -113,7 +113,7 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
 
 
 def _how_far(values: Mapping[str, Measured]) -> str:
-    """Say how far the mismatch changes a ratio that contains it, and what share of the terms is clipped."""
+    """Describe how far the mismatch changes a ratio that contains it, and what share of the terms is clipped."""
     parts = []
     if "mean_abs_d" in values:
         parts.append(f"it changes a token's ratio by {values['mean_abs_d']:.3g} nats on average")

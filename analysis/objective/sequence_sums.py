@@ -1,7 +1,7 @@
-"""Each sequence's sums for the figures.
+"""Compute the sums of each sequence that the figures need.
 
-Shapes: T concatenated tokens of N sequences; K terms, see loss_terms; C columns. A sequence's sums depend on its own tokens
-only, so they are bitwise the same in any batch.
+Shapes: T concatenated tokens of N sequences; K terms, see loss_terms; C columns. The sums of a sequence depend only on
+its own tokens, so they are bitwise the same in any batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for sid
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, LossTerms]:
-    """Return the [C, N] sums of COLUMNS, the [K] |bias| as the loss applied it, and the terms."""
+    """Return the [C, N] sums named in COLUMNS, the [K] |bias| with the loss as applied, and the terms."""
     found, parts = compared(tokens)
     found |= {
         "sum_d": parts.total(parts.d_T), "sum_abs_d": parts.total(np.abs(parts.d_T)),
@@ -66,7 +66,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return token counts and log-ratios; 0 for tokens that do not count."""
+    """Return the log-ratios and counts of the tokens; log-ratios are 0 for tokens that do not count."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -97,7 +97,8 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
-    """Count bad updates (arXiv 2602.04879): tokens pushed down although their probability already dropped by 0.5 or more."""
+    """Return counts of bad updates (arXiv 2602.04879): tokens with a negative advantage although their probability
+    already fell by at least 0.5."""
     train_T, rollout_T, now_T = _passes(tokens)
     likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
@@ -109,6 +110,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return logprobs of the trainer, the engine and the policy inside the loss; the trainer's if a pass is missing."""
+    """Return the logprobs of the trainer, the engine and the policy inside the loss; the trainer's replace those of a
+    missing pass."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)

@@ -1,6 +1,7 @@
-"""Sums of every sequence, in one pass over the tokens.
+"""Compute the sums of every sequence while reading the tokens once.
 
-Shapes: R rows (sequence and inner iteration), N of them comparable; U updates (step and inner iteration), K terms, C columns.
+Shapes: R rows (sequence and inner iteration), of which N are comparable; U updates (step and inner iteration), K terms,
+C columns.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ TOKEN_MEANS = ("token_mean", "batch_token_mean", "micro_token_mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSums:
-    """Sums as [N] arrays, one element per comparable row, in a fixed order."""
+    """Sums as [N] arrays with one element per comparable row, in a fixed order."""
 
     unit_N: np.ndarray
-    """Number of the group (group_id and step), or of the sequence if it has no group."""
+    """Number of the group (group_id and step) that the row belongs to, or of the sequence itself if it has no group."""
     updates: list[tuple[int, int]]
     """[U] (step, inner iteration)."""
     update_N: np.ndarray
-    """Index in `updates`."""
+    """Index in `updates` of the update that the row belongs to."""
     share_N: Array
-    """Factor of the loss on each token's term within its update."""
+    """Factor that the loss applies to each token's term within its update."""
     num_rows_U: np.ndarray
-    """Sequences that went through the loss, including those without a comparable token."""
+    """Number of sequences that went through the loss, including sequences without a comparable token."""
     micro_batches_known: bool
     """True if the micro-batch of every sequence was recorded."""
     columns: dict[str, Array]
-    """The sums of sequence_sums.COLUMNS."""
+    """Column named in sequence_sums.COLUMNS -> [N] sums."""
     carried: Carried
-    """Concentration of the bias."""
+    """How far the bias is concentrated on few terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +62,24 @@ class _Batch:
     """The sums of a batch of sequences."""
 
     number: int
-    """Index of the step range it belongs to."""
+    """Index of the step range that the batch belongs to."""
     keys: dict[str, np.ndarray]
-    """Name in _KEYS -> [R]."""
+    """Name in _KEYS -> [R] keys."""
     is_whole_R: np.ndarray
-    """bool: True if the row's logprobs are comparable, i.e. it is one of the N."""
+    """bool: True if the logprobs of the row are comparable, which makes it one of the N rows."""
     num_tokens_R: np.ndarray
-    """Tokens that count in the loss."""
+    """Number of tokens that count in the loss."""
     columns_CN: np.ndarray
     updates: list[tuple[int, int]]
     bins: np.ndarray
     """[U, 2, NUM_BINS] counts and sums of |bias|."""
     num_terms: np.ndarray
-    """[U] terms with an advantage."""
+    """[U] number of terms with an advantage."""
     num_read: int
 
 
 def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress) -> SequenceSums:
-    """Read every token once and sum by sequence."""
+    """Read every token once, and return the sums of every sequence."""
     batches: list[_Batch] = []
     carried = Carried()
     tokens = tokens_by_step(database)
@@ -119,13 +120,13 @@ def _concatenated(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """Return the sorted distinct (step, inner iteration) pairs, and the index of each element's pair."""
+    """Return the sorted distinct (step, inner iteration) pairs, and the index in them for each row."""
     pairs, place_N = np.unique(np.stack([step_N, iteration_N]).astype(np.int64), axis=1, return_inverse=True)
     return [(int(step), int(iteration)) for step, iteration in pairs.T], place_N.reshape(-1)
 
 
 def _of_range(database: Database, unit: tuple[PassRoles, int, range]) -> Iterator[_Batch]:
-    """Yield the sums of a step range; ranges of different units are disjoint."""
+    """Yield the sums of one step range; the ranges of different units do not overlap."""
     sides, number, steps = unit
     with ThreadPoolExecutor(num_threads()) as pool:
         yield from mapped(pool, partial(_of_batch, sides, number), read_batches(database, sides, steps))
@@ -153,7 +154,7 @@ def _of_batch(sides: PassRoles, number: int, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Return [R] tokens that the loss counts, by the mask only."""
+    """Return [R] the number of tokens that the loss counts according to the mask alone."""
     lengths_R: np.ndarray = rows.column("num_response_tokens").to_numpy().astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -164,7 +165,8 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 
 def _bin(bins: np.ndarray, size_K: Array, update_N: np.ndarray, lengths_N: np.ndarray) -> None:
-    """Add counts and sums of term sizes by update and bin; `lengths_N` is the number of terms per sequence."""
+    """Add term sizes to the counts and sums in `bins`, by update and size; `lengths_N` is the number of terms per
+    sequence."""
     low, high = int(update_N.min()), int(update_N.max())
     place_K = bins_of(size_K)
     if high > low:
@@ -176,25 +178,26 @@ def _bin(bins: np.ndarray, size_K: Array, update_N: np.ndarray, lengths_N: np.nd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """[R] arrays over every row that went through the loss; its divisors count all of them."""
+    """[R] arrays over all rows that went through the loss, which determine the divisors of the loss."""
 
     update_R: np.ndarray
-    """Index of the update."""
+    """Index of the update that the row belongs to."""
     num_tokens_R: np.ndarray
-    """Tokens that count in the loss, by the mask only."""
+    """Number of tokens that count in the loss according to the mask alone."""
     micro_batch_R: np.ndarray
     """Number of the micro-batch; 0 if not recorded."""
 
     @property
     def num_rows_U(self) -> np.ndarray:
-        """Sequences of each update."""
+        """Number of sequences in each update."""
         return np.bincount(self.update_R)
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the [R] factor of the loss on each token's term; with aggregation `sequence`, on each sequence's term.
+    """Return the [R] factor that the loss applies to each token's term or, with aggregation `sequence`, to each
+    sequence's term.
 
-    An update whose micro-batches were not all recorded counts as one batch.
+    An update in which some micro-batches were not recorded is treated as one batch.
     """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
@@ -217,7 +220,8 @@ def knows_micro_batches(rows: LossRows) -> np.ndarray:
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return [R] tokens in the row's micro-batch times the number of micro-batches in its update."""
+    """Return [R] the number of tokens in the row's micro-batch, times the number of micro-batches in the row's
+    update."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

@@ -11,7 +11,7 @@ from .concentration import CARRIED
 from .judged import Objective
 
 NUM_WORST = 5
-"""Number of steps shown by default."""
+"""Number of steps with the largest bias that are shown by default."""
 
 STEP_COLUMNS = (
     "step", "iteration", "num_tokens", "bias", "abs_bias", "skew", "relative_bias", "relative_abs_bias", "flipped",
@@ -27,7 +27,8 @@ _CARRIED = {
 
 
 def objective_text(found: Objective, width: int | None = None, by: str = "run") -> str:
-    """Render an objective: the verdict, the run's figures with intervals, and the worst or all steps."""
+    """Render an objective: the verdict, the figures over the run with intervals, and either the worst steps or all
+    steps."""
     found = shown(found)
     parts = [wrapped(" ".join(found.verdict), "", width), _loss(found, width)]
     parts += [wrapped(f"cannot be answered: {sentence}", "", width) for sentence in found.cannot]
@@ -40,7 +41,7 @@ def objective_text(found: Objective, width: int | None = None, by: str = "run") 
 
 
 def objective_json(found: Objective) -> dict[str, Any]:
-    """Return an objective for JSON: codes with their sentences, and every number of every step."""
+    """Return an objective as JSON data: codes with their sentences, and all numbers of every step."""
     rendered = {name: getattr(found, name) for name in ("verdict", "notes", "cannot", "loss_from")}
     return asdict(found) | {"steps": found.steps} | rendered
 

@@ -1,4 +1,4 @@
-"""The verdict on an objective's figures, as codes and numbers."""
+"""Judge the figures of an objective; the verdict consists of codes and numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from .concentration import Concentration
 from .judged import Estimate, Objective
 
 SMALL, LARGE = 0.001, 0.05
-"""Shares of sum |f(rho*)|: a bias below SMALL is negligible, from LARGE on it is large. Our convention: in an advantage, a
-difference of noisy rewards, 0.1 % is invisible and 5 % is visible."""
+"""Limits for the bias as a share of sum |f(rho*)|: below SMALL it is negligible, from LARGE upwards it is large. The
+limits are tim-trace's own convention: advantages are differences of noisy rewards, in which 0.1 % is invisible and 5 %
+is visible."""
 
 
 def verdict(
     loss: Loss, figures: Mapping[str, Estimate], carried: Concentration | None, steps: Rows, num_tokens: int
 ) -> tuple[Statement, ...]:
-    """Return direction, size and location of the bias, as codes of sentences.VERDICT."""
+    """Return the direction, size and location of the bias, as codes of sentences.VERDICT."""
     if not num_tokens:
         return (Statement(code="no_tokens"),)
     relative, size = figures.get("relative_bias"), figures.get("relative_abs_bias")
@@ -42,9 +43,10 @@ def verdict(
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return the sign of the bias if its interval excludes 0, and its size or that of the noise.
+    """Return the sign of the bias with its size if its interval excludes 0, otherwise the size of the noise.
 
-    A clip that limits f(rho*) raises b whatever the mismatch is, so a sign that `unclipped` does not share is not reported.
+    A clip that limits f(rho*) raises b whatever the mismatch is, so a sign is not reported if the bias without the clip
+    (`unclipped`) has a different one.
     """
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}
@@ -58,12 +60,12 @@ def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = N
 
 
 def is_opposed(relative: Estimate, unclipped: Estimate | None) -> bool:
-    """Return True if the bias with and without the loss's clip have opposite signs."""
+    """Return True if the bias with the loss's clip and the bias without it have opposite signs."""
     return unclipped is not None and (relative.value or 0.0) * (unclipped.value or 0.0) < 0
 
 
 def _unclipped(unclipped: Estimate | None) -> Iterator[Statement]:
-    """Yield the bias without the clip."""
+    """Yield the statement on the bias without the clip."""
     if unclipped is not None and unclipped.value is not None:
         values: dict[str, Measured] = {"relative_bias": unclipped.value}
         if unclipped.low is not None and unclipped.high is not None:
@@ -72,7 +74,7 @@ def _unclipped(unclipped: Estimate | None) -> Iterator[Statement]:
 
 
 def _in_ratio(loss: Loss, figures: Mapping[str, Estimate]) -> Statement:
-    """Return the statement for a loss that uses the true ratio: how far mismatch and clip affect it."""
+    """Return the statement for a loss that uses the true ratio: how far mismatch and clip affect this ratio."""
     found = {name: figures[name].value for name in ("mean_abs_d", "clipped") if name in figures}
     values: dict[str, Measured] = {name: value for name, value in found.items() if value is not None}
     return Statement(code="in_ratio", values=values | {"terms": _terms(loss)})
@@ -83,7 +85,7 @@ def _size(share: float, below_small: str, between: str, from_large: str) -> str:
 
 
 def _signs(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
-    """Yield how much tokens of each advantage sign are over-credited or over-punished."""
+    """Yield statements on how far tokens with positive and negative advantages are over-credited or over-punished."""
     by_sign = {name: figures[name].value for name in ("relative_positive", "relative_negative")}
     values = {name: value for name, value in by_sign.items() if value}
     if values:
@@ -91,7 +93,7 @@ def _signs(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 
 
 def _where(loss: Loss, carried: Concentration | None, steps: Rows) -> Iterator[Statement]:
-    """Yield the concentration of the bias, and the update with the largest one."""
+    """Yield statements on how concentrated the bias is, and on the update with the largest bias."""
     if carried is not None:
         values: dict[str, Measured] = {"half": carried.half, "ninety": carried.ninety, "terms": _terms(loss)}
         yield Statement(code="concentration", values=values)
@@ -129,7 +131,7 @@ def _correction(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 
 
 def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
-    """Yield what ratios show without advantages."""
+    """Yield statements on the ratios of a run without advantages."""
     yield Statement(code="not_answerable")
     token, sequence = figures.get("mean_abs_d"), figures.get("mean_abs_sum_d")
     if token is not None and sequence is not None and token.value is not None and sequence.value is not None:
@@ -139,7 +141,7 @@ def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 def nothing_read(
     trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float, steps_asked: str
 ) -> Objective:
-    """Return the answer for a trace with logprobs of one side or none."""
+    """Return the result for a trace that has logprobs of only the trainer, only the engine, or neither."""
     return Objective(
         trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,

@@ -1,4 +1,4 @@
-"""Struct types returned to SQL by Python functions."""
+"""Struct types that Python functions return to SQL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ARROW = {"INTEGER": pa.int32(), "BIGINT": pa.int64(), "DOUBLE": pa.float64(), "B
 
 
 def struct_sql(types: Mapping[str, str]) -> str:
-    """Return the SQL type of a struct with these fields.
+    """Return the SQL type of a struct, given field name -> SQL type.
 
     >>> struct_sql({"num": "BIGINT", "mean": "DOUBLE"})
     'STRUCT(num BIGINT, mean DOUBLE)'
@@ -20,5 +20,5 @@ def struct_sql(types: Mapping[str, str]) -> str:
 
 
 def struct_fields(types: Mapping[str, str]) -> list[pa.Field]:
-    """Return the same fields in Arrow."""
+    """Return the Arrow fields of a struct, given field name -> SQL type."""
     return [pa.field(name, ARROW[kind]) for name, kind in types.items()]

@@ -1,1 +1,1 @@
-"""A trace as one database: its views, its tokens and the sums that are kept of them."""
+"""Open traces as one database, with views of their tables, their tokens, and the sums stored for them."""

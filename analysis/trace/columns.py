@@ -1,4 +1,4 @@
-"""Which optional columns of a trace have a value."""
+"""Find out which optional columns of a trace contain values, and read its hyperparameters and contracts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .database import Database, cached
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalColumns:
-    """Which optional columns of the sequences have a value."""
+    """Which optional columns of the `sequences` table contain a value."""
 
     mask: bool
     advantage: bool
-    """One for a whole response."""
+    """True if the trace has one advantage per response."""
     advantages: bool
-    """One for each token."""
+    """True if the trace has one advantage per token."""
 
 
 def sequence_columns(database: Database, run: str | None = None) -> OptionalColumns:
-    """Look which optional columns of the sequences of a run have a value; of all runs where none is named."""
+    """Return which optional columns of `sequences` contain a value, in one run, or in any run if `run` is None."""
     return OptionalColumns(
         mask=_has(database, "sequences", "response_mask", run),
         advantage=_has(database, "sequences", "advantage", run),
@@ -35,14 +35,15 @@ def sequence_columns(database: Database, run: str | None = None) -> OptionalColu
 def passes_with(
     database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
 ) -> frozenset[str]:
-    """Passes whose scores have a value of a column, `of` these alone; `first_use`: at iteration 0."""
+    """Return the passes with a score that has a value in a column; `of` limits the search to some passes, `first_use`
+    to iteration 0."""
     names = scored_passes(database) if of is None else of
     return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
 
 
 @cached
 def scored_passes(database: Database) -> list[str]:
-    """Return the passes that have scores, by name."""
+    """Return the names of the passes that have scores, sorted."""
     return [name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()]
 
 
@@ -50,7 +51,7 @@ def scored_passes(database: Database) -> list[str]:
 def _has(
     database: Database, table: str, column: str, run: str | None, pass_name: str | None = None, first_use: bool = False
 ) -> bool:
-    """Whether a row has a value; it reads no more than it takes to find one."""
+    """Return True if any selected row has a value in a column; the query stops at the first such row."""
     terms = [f"{column} IS NOT NULL"]
     if run is not None:
         terms.append(f"run = {quoted(run)}")
@@ -70,13 +71,15 @@ ORDER BY logged_at
 
 
 def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
-    """Name, without its prefix -> number or text; of one that was recorded twice the last. None asks all that is open."""
+    """Return hyperparameter name, without its prefix -> number or text; if a name was recorded repeatedly, the last
+    value. If `run` is None, all open runs are read."""
     rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
     return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
 
 
 def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
-    """A contract as path -> text, as `model.attention`; lists and what is empty stay one value."""
+    """Return a contract as dotted path -> text, e.g. `model.attention`; lists and empty values are not split
+    further."""
     if isinstance(contract, dict) and contract:
         found: dict[str, str] = {}
         for name, part in contract.items():
@@ -86,5 +89,5 @@ def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
 
 
 def field_text(value: Any) -> str:
-    """A field's value as text."""
+    """Return the value of a contract field as text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

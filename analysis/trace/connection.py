@@ -1,4 +1,4 @@
-"""DuckDB over traces: what it raises for their files becomes an error of ours that names the file."""
+"""Connect to DuckDB and translate its errors about trace files into tim-trace's own errors, which name the file."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from .macros import words_of
 Item = TypeVar("Item")
 
 _most: list[int] = []
-"""The limit, where there is one."""
+"""The thread limit set by `limit_threads`; empty without a limit."""
 
 
 def limit_threads(most: int) -> None:
-    """Let readings of this process use so many threads at most."""
+    """Limit the number of threads that any reading in this process uses."""
     _most[:] = [most]
 
 
 def num_threads() -> int:
-    """Threads of a reading: as many as there are cores, unless they were limited."""
+    """Return the number of threads for a reading: the number of CPU cores, or the limit if it is lower."""
     return min([os.cpu_count() or 1, *_most])
 
 
 def is_limited() -> bool:
-    """Whether they were."""
+    """Return True if `limit_threads` has set a limit."""
     return bool(_most)
 
 
 def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Results of a function, in the order of its items; a few items are taken ahead, not all of them."""
+    """Yield the results of a function in the order of its items; only a few items are submitted ahead of the result
+    being yielded."""
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -52,10 +53,10 @@ def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Ite
 Made = TypeVar("Made")
 
 BATCH_ROWS = 1024
-"""Rows that are handed to a thread at once."""
+"""Number of rows per batch given to a thread."""
 
 Explain = Callable[[Exception], TimTraceError]
-"""What an error says of the traces."""
+"""Function that returns the error to raise for an error that DuckDB raised."""
 
 
 Parameters = Sequence[Any] | Mapping[str, Any] | None
@@ -64,16 +65,16 @@ NOT_OF_FILES = (
     duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
     duckdb.NotImplementedException, duckdb.InterruptException,
 )  # fmt: skip
-"""What is wrong with the question, or ended by who asked it."""
+"""DuckDB errors caused by the query itself or by its interruption, never by the files of a trace."""
 
 
 def quoted(text: str) -> str:
-    """Return a text as a literal of SQL."""
+    """Return a text as an SQL string literal."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def quoted_pair(pair: tuple[str, str]) -> str:
-    """Return both passes of a pair as arguments of a macro."""
+    """Return the two passes of a pair as arguments for an SQL macro."""
     return f"{quoted(pair[0])}, {quoted(pair[1])}"
 
 
@@ -82,7 +83,8 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise Ctrl-C as Python does: DuckDB makes another error of it, in its own code and where it reads through Python."""
+    """Raise KeyboardInterrupt on Ctrl-C. DuckDB reports Ctrl-C as an error of its own, also when it reads files through
+    Python."""
     try:
         yield
     except Exception as error:
@@ -92,7 +94,8 @@ def interruptible() -> Iterator[None]:
 
 
 def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> Made:
-    """Run a query of somebody else's, which Ctrl-C ends at once: on the main thread DuckDB may go on without a look at it."""
+    """Run a user's own query so that Ctrl-C ends it at once; on the main thread DuckDB may not check for Ctrl-C while
+    it runs."""
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)
         try:
@@ -103,19 +106,21 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    """A DuckDB connection that is asked questions of our own. What it does not define is DuckDB's."""
+    """A DuckDB connection for tim-trace's own queries. Attributes that it does not define are those of DuckDB's
+    connection."""
 
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
         self._explain = explain
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None
-        """Makes macros known that a question names, given its words."""
+        """Function that defines the macros named in a query, given the query's words."""
         self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
-        """Has a question read the files that it needs; what it gives has the same question read them again."""
+        """Function that selects the files a query has to read; it returns a function that selects the same files
+        again."""
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
-        """Run statements, and return the last one's rows."""
+        """Run SQL statements and return the rows of the last one."""
         if isinstance(query, str):
             self.define_named(words_of(query))
             self.choose_files(query, parameters)
@@ -123,25 +128,26 @@ class Connection:
             return Result(self.raw.execute(query, parameters), self)
 
     def sql(self, query: str, params: Parameters = None) -> Result:
-        """A query whose rows are computed when they are asked for."""
+        """Return the result of a query; its rows are computed when they are fetched."""
         self.define_named(words_of(query))
         choose_again = self.choose_files(query, params)
         with self.explained():
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
-        """A query's rows, in batches that are computed by all threads while they are asked for."""
+        """Yield the rows of a query in batches; all threads compute ahead while the batches are consumed."""
         self.use_threads()
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
     def use_threads(self) -> None:
-        """Let the next questions be computed by all threads that this process may use."""
+        """Let DuckDB compute the next queries with all threads that this process may use."""
         self.execute(f"SET threads = {num_threads()}" if is_limited() else "RESET threads")
 
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Results of a function of batches of a query's rows, by several threads beside the reading; one at least."""
+        """Yield the results of a function applied to batches of a query's rows, computed by at least one thread besides
+        the one that reads."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:
@@ -153,7 +159,7 @@ class Connection:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise an error of ours in the place of one that the traces' files are the cause of."""
+        """Replace DuckDB errors caused by the files of the traces with errors of tim-trace."""
         try:
             with interruptible():
                 yield
@@ -171,13 +177,14 @@ _open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close what is open before the interpreter ends: DuckDB's threads read through Python, and abort the process then."""
+    """Close all open connections before the interpreter exits: DuckDB's threads read through Python and would abort the
+    process."""
     for connection in list(_open):
         connection.close()
 
 
 class Result:
-    """What a question gave."""
+    """The result of a query."""
 
     def __init__(self, raw: Any, connection: Connection, choose_again: Callable[[], None] = _nothing):
         self._raw, self._connection, self._choose_again = raw, connection, choose_again
@@ -204,14 +211,14 @@ class Result:
             return self._raw.to_arrow_table()
 
     def to_arrow_reader(self, batch_size: int) -> Batches:
-        """Batches of rows as they are computed."""
+        """Yield batches of rows as they are computed."""
         with self._connection.explained():
             self._choose_again()
             return Batches(self._raw.to_arrow_reader(batch_size), self._connection)
 
 
 class Batches:
-    """Batches of rows, each computed when it is asked for."""
+    """Batches of query rows; each batch is computed when it is requested."""
 
     def __init__(self, raw: Any, connection: Connection):
         self._raw, self._connection = raw, connection

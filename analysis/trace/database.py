@@ -1,4 +1,4 @@
-"""One or several traces as a DuckDB database: views and macros over the files, nothing copied."""
+"""Open one or several traces as a DuckDB database: views and macros over the files, without copying data."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ Asked = ParamSpec("Asked")
 Found = TypeVar("Found")
 
 _LOOK_EVERY_S = 0.1
-"""Seconds after which a running query is asked again how far it has come."""
+"""Interval between progress checks of a running query, in seconds."""
 
 
 class Database:
-    """Traces that are open for queries: a connection, the views of their tables, and their sums."""
+    """Traces open for queries: a connection, views of the tables of the traces, and stored or computed sums."""
 
     def __init__(
         self, traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, *, ray: str | None = None,
         catalogue: Callable[[], Catalogue[Database]] | None = None,
     ):  # fmt: skip
-        """Look at the traces and define their views; macros are defined when a query first names them.
+        """Examine the traces and define their views. A macro is defined when a query first names it.
 
-        A Source was looked at already, and files may have been taken out of it; a Database is opened again, with its sources.
-        Views hold `steps`, as parse_steps reads it, of each trace, and hyperparameters of earlier steps. `ray` is the cluster
-        among which readings of all tokens are divided: see spread. Without a `catalogue` there are only the macros of this
-        folder: `views.open_database` adds those of every feature.
+        A `traces` element may be a path; a Source, which is already examined and from which files may have been
+        removed; or a Database, whose sources are opened again. The views hold the `steps` of each trace, as parsed by
+        parse_steps, and the hyperparameters of earlier steps. `ray` is the address of a Ray cluster whose actors share
+        the readings of all tokens; see `spread`. Without a `catalogue` only the macros of this folder are available;
+        `views.open_database` adds those of every feature.
 
-        Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption where a trace has none of the steps.
+        Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
         """
         self.given: tuple[str, ...]
-        """The traces as they were named, for commands to copy."""
+        """The traces as the user named them, for use in suggested commands."""
         self.sources: list[Source]
         self.catalogue: Callable[[], Catalogue[Database]] = catalogue or core_catalogue
         looked_at = _looked_at(traces)
@@ -66,20 +67,22 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """What functions that a query calls ended with: DuckDB keeps the text alone of what they raise."""
+        """Functions that return the error raised by a Python function which a query called; DuckDB itself keeps only
+        the error's text."""
         self._defined: set[str] = set()
         self.steps = steps
-        """Steps that the views hold, as they were asked for."""
+        """The requested steps, as given."""
         self.kept_steps: dict[str, list[int]] = {}
-        """Run -> steps that the views hold; empty where they hold all."""
+        """Run -> steps that the views hold; empty if the views hold all steps."""
         self.memory: dict[Any, Any] = {}
-        """Answers of `cached` functions."""
+        """Results of functions decorated with `cached`."""
         self.progress: Progress = no_progress
-        """Notified by readings of all tokens of how many they have read: see `telling`."""
+        """Progress callback, notified of the number of tokens read so far whenever all tokens are read; see
+        `telling`."""
         self.ray = ray
         self.connection.register_filesystem(self.files)
-        self.connection.execute("SET parquet_metadata_cache = true")  # no file of a trace changes
-        if all(source.store.is_local for source in self.sources):  # reading ahead takes a megabyte of each list
+        self.connection.execute("SET parquet_metadata_cache = true")  # files of a trace never change
+        if all(source.store.is_local for source in self.sources):  # prefetching reads a megabyte per list column
             self.connection.execute("SET disable_parquet_prefetching = true")
         self.views = TableViews(self.connection, self.sources, self.files)
         self.sums = SumTables(self.connection, self.views, self.sources)
@@ -88,12 +91,13 @@ class Database:
         if steps != ALL_STEPS:
             self.kept_steps, condition = self.views.choose_steps(steps)
             self.sums.narrow(condition)
-        if not looked_at:  # who looked at one knows
+        if not looked_at:  # already examined sources were checked by the caller
             tell_damage(self.damaged)
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Tell a progress of what is read meanwhile. A reading that is kept, as `cached` does, tells whoever asked first."""
+        """Report reading progress to `progress` inside the context. A result shared through `cached` reports only to
+        its first caller."""
         before, self.progress = self.progress, progress
         try:
             yield
@@ -102,7 +106,7 @@ class Database:
 
     @contextmanager
     def following(self, what: str) -> Iterator[None]:
-        """Tell the progress how far the query that is run meanwhile has come, in percent, as DuckDB estimates it."""
+        """Report the estimated progress of the query run inside the context, in percent, as DuckDB estimates it."""
         if self.progress is no_progress:
             yield
             return
@@ -129,11 +133,12 @@ class Database:
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """What of the traces cannot be read or is missing and is in no answer, a sentence each."""
+        """One sentence per part of the traces that is unreadable or missing and therefore in no answer."""
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
-        """Raise DamagedTrace when a part of the traces is in no answer, unless answers from the rest are asked for."""
+        """Raise DamagedTrace if a part of the traces is unreadable or missing, unless `partial` accepts answers from
+        the rest."""
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify names them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
@@ -142,33 +147,34 @@ class Database:
             )
 
     def define_named(self, words: frozenset[str]) -> None:
-        """Define the macros and views that a query of these words needs, which were not defined before."""
+        """Define the macros and views named in a query, given its words, that are not defined yet."""
         for file in self.catalogue().needed(words):
             if file.name not in self._defined:
                 self._defined.add(file.name)
                 file.define(self)
 
     def reopened(self, source: Source | None = None) -> Database:
-        """Open the same steps of the traces again, or of one of them: what was kept meanwhile is seen."""
+        """Open the same steps of all traces, or of one of them, again, so that sums stored in the meantime are used."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Let the views hold all but these sequences, given by run, step and seq_id; nothing computed here is kept then.
+        """Exclude sequences, given by run, step and seq_id, from the views. Sums computed from then on are not stored
+        in the traces.
 
-        Another call leaves out others instead.
+        A further call replaces the excluded sequences.
         """
         self.views.leave_out(sequences)
         self.sums.forget()
         self._forget_answers()
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Let the views hold the sequences and scores of these steps alone, and what was logged at all steps."""
+        """Limit the views of sequences and scores to some steps; logged values of all steps remain."""
         self.views.keep_steps(steps)
         self.sums.distrust()
         self._forget_answers()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Answer from what was computed of a pair, for every sequence or every run, not from what the traces keep."""
+        """Use the computed sums of a pair, for every sequence or every run, instead of those stored in the traces."""
         self.sums.supersede(pair, runs=runs)
         self._forget_answers()
 
@@ -178,29 +184,30 @@ class Database:
             self.sums.define_lookup()
 
     def step_condition(self, run: str | None = None) -> str:
-        """Condition on `step` that holds for the steps of a run that the views hold; empty where they hold all."""
+        """Return an SQL condition on `step` that selects the steps of a run in the views; empty if the views hold all
+        steps."""
         if not self.kept_steps:
             return ""
         return step_condition(self.kept_steps[run or self.sources[0].run])
 
     def ask(self, query: str) -> Rows:
-        """A query's rows, with the same last digits every time.
+        """Return the rows of a query, computed so that repeated calls give bitwise identical results.
 
-        Raises DamagedTrace and its kin when the trace's Zarr groups do not hold what its scores name.
+        Raises DamagedTrace or a related error if the Zarr groups of a trace lack arrays that its scores refer to.
         """
-        # One thread adds in one order.
+        # A single thread adds in a fixed order.
         self.connection.execute("SET threads = 1")
         cursor = self.connection.execute(query)
         return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
 
     def damage(self, error: Exception) -> TimTraceError | None:
-        """The damage of the traces that an error of DuckDB comes from; None where none of their files is the cause."""
+        """Return the damage in the traces that caused a DuckDB error; None if no trace file caused it."""
         if self.files.error is not None:
             return self.files.error
         return None if _is_of_function(error) else _unreadable(self.sources, error)
 
     def _explained(self, error: Exception) -> TimTraceError:
-        """What an error of DuckDB says of the traces, where the query is one of ours."""
+        """Return the error to raise for a DuckDB error in one of tim-trace's own queries."""
         if self.files.error is None:
             for found in self.function_errors:
                 if (of_function := found()) is not None:
@@ -216,9 +223,9 @@ class Database:
 def cached(
     read: Callable[Concatenate[Database, Asked], Found],
 ) -> Callable[Concatenate[Database, Asked], Found]:
-    """Let a function of a database run once for each set of arguments, which must be hashable, while the database is open.
+    """Cache a function of a database by its arguments, which must be hashable, while the database is open.
 
-    Everybody who asks gets the same value: none may change it.
+    All callers share one result, which none of them may modify.
     """
 
     @wraps(read)
@@ -236,7 +243,8 @@ def macro_file(
     name: str, sql: str, register: Callable[[Database], object] | None = None, *, functions: tuple[str, ...] = (),
     is_listed: bool = True,
 ) -> MacroFile[Database]:  # fmt: skip
-    """A file of SQL, which is run after `register` has given the connection the `functions` and tables that it needs."""
+    """Return an SQL macro file. When it is defined, `register` first gives the connection the `functions` and tables
+    that the SQL uses."""
     define = partial(_define, sql, register)
     return MacroFile(name=name, sql=sql, define=define, functions=functions, is_listed=is_listed)
 
@@ -248,7 +256,7 @@ def _define(sql: str, register: Callable[[Database], object] | None, database: D
 
 
 def core_files() -> list[MacroFile[Database]]:
-    """The macros over tables and sums, without which no feature does."""
+    """Return the macros over tables and sums, which every feature needs."""
     names = ("macros", "pair", "context", "bounds", "triangle", "views", "loss", "objective")
     grouped = statistics_of_groups(sql_file("grouped_by_windows"))
     return [
@@ -261,7 +269,7 @@ def core_files() -> list[MacroFile[Database]]:
 
 @cache
 def core_catalogue() -> Catalogue[Database]:
-    """The catalogue of a database that was opened without any feature."""
+    """Return the macro catalogue of a database opened without any feature."""
     return Catalogue(core_files())
 
 
@@ -270,7 +278,7 @@ def _register_sums(database: Database) -> None:
 
 
 def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[Source]:
-    """The sources among what is to be opened."""
+    """Return the sources contained in the traces to open."""
     if isinstance(traces, Database):
         return traces.sources
     several = [traces] if isinstance(traces, (str, os.PathLike, Source)) else traces
@@ -278,12 +286,13 @@ def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[So
 
 
 def _is_of_function(error: Exception) -> bool:
-    """Whether a function of ours that DuckDB called raised it: for rows that it was given, not for a file."""
+    """Return True if the error was raised by a Python function that a query called, because of the rows passed to it
+    and not because of a file."""
     return isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error)
 
 
 def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:
-    """An error that names the first file that cannot be read, of those that have no checksums to tell."""
+    """Return an error that names the first unreadable file, among files without a checksum to verify."""
     for source in sources:
         for entries in source.snapshot.files.values():
             for entry in entries:

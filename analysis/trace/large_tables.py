@@ -1,7 +1,8 @@
-"""Tables of very many files: which of them a question needs is known of its plan, before any of them is read.
+"""Tables with very many files: determine from a query's plan which files it needs, before reading any of them.
 
-Writers say of each file which steps its rows have, and how many rows. A question is planned over files without rows or statistics, so that
-what DuckDB asks of `step` there follows from the question alone; then it is asked over the files that can have such rows.
+Writers record the steps and the number of rows of each file. A query is first planned over placeholder files without
+rows or statistics, so that the conditions on `step` in the plan follow from the query alone. Then the query is run over
+the files that can contain matching rows.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from ...tracer.trace_files import TraceFiles
 from .connection import Parameters
 
 MANY_FILES = 256
-"""A table of more files than this is large."""
+"""Number of files above which a table counts as large."""
 
 _PROBE_ROWS = 2
 _PLANNED = re.compile(r"\s*(SELECT|WITH|FROM|\()", re.IGNORECASE)
 _DEFINES = re.compile(r"\s*(CREATE\s+(OR\s+REPLACE\s+)?(VIEW|MACRO)|ALTER|SET|RESET)\b", re.IGNORECASE)
-"""A statement that asks for columns at most."""
+"""Matches statements that read at most the column names and types of a table."""
 _BOUND = re.compile(r"step\s*(=|>=|<=|>|<)\s*(-?\d+)")
 _IN = re.compile(r"(?:optional:\s*)?\(*step\s+IN\s*\((-?\d+(?:,\s*-?\d+)*)\)+")
 
 Steps = tuple[float, float]
-"""First and last step, both ends included; infinite where there is no bound."""
+"""First and last step, inclusive; infinite if there is no bound."""
 _ALL: Steps = (float("-inf"), float("inf"))
 
 
@@ -42,19 +43,20 @@ class _LargeTable:
     view: str
     pattern: str
     columns: str
-    """In SQL, as they are read of its files."""
+    """SQL expressions that read the columns from the files."""
     files: Sequence[TableFile]
     folder: str
-    """Before their paths in the names under which TraceFiles gives them."""
+    """Folder that precedes the paths of the files in the names used by TraceFiles."""
     no_columns: str = ""
-    """The same without a file: NULL of each one's type."""
+    """SQL expressions for the same columns without reading a file: NULLs of each column's type."""
 
     @property
     def marker(self) -> str:
         return f"planned {self.view}"
 
     def needed(self, wanted: list[Steps]) -> list[str]:
-        """Names of the files that may have rows of these steps; a file of which nobody says which it has may have any."""
+        """Return the names of the files that may contain rows of the given step ranges; files without recorded steps
+        always may."""
         return [
             f"{self.folder}/{file.relative}"
             for file in self.files
@@ -64,12 +66,12 @@ class _LargeTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChoice:
-    """What a question needs of the large tables."""
+    """The files of large tables that a query needs."""
 
     names: dict[str, list[str]]
-    """Pattern -> the files that it stands for."""
+    """File name pattern -> the files that it stands for."""
     counted: frozenset[str] = frozenset()
-    """Views of which the question needs no column, but the number of rows."""
+    """Views of which the query needs only the number of rows, and no column."""
 
 
 class LargeTables:
@@ -81,9 +83,10 @@ class LargeTables:
         self._counted: frozenset[str] = frozenset()
 
     def add(self, view: str, schema: pa.Schema, columns: str, folder: str, files: Sequence[TableFile]) -> None:
-        """Define a view of columns of files of this schema, of which none is read before a question needs it.
+        """Define a view of a large table; a file is read only once a query needs it.
 
-        `folder` stands before their paths in the names under which TraceFiles gives them.
+        `columns` are the SQL expressions for the columns, and `schema` is the schema of the files. `folder` precedes
+        the paths of the files in the names used by TraceFiles.
         """
         schema = pa.schema([field.with_nullable(True) for field in schema])
         for rows in (0, _PROBE_ROWS):
@@ -99,11 +102,11 @@ class LargeTables:
         table.no_columns = ", ".join(f'NULL::{of} AS "{name}"' for name, of, *_ in types)
 
     def choose_all(self) -> None:
-        """Let every question read all files, for whoever asks the connection itself."""
+        """Let every query read all files, for code that uses the raw connection."""
         self.take(self._all)
 
     def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:
-        """Let the next question read the files that it needs, and return which these are; None where it reads none."""
+        """Select the files that the next query needs, and return them; None if it reads no file of a large table."""
         if not self._tables:
             return None
         if _DEFINES.match(query):
@@ -116,7 +119,7 @@ class LargeTables:
         return choice
 
     def take(self, choice: FileChoice) -> None:
-        """Let the next question read these files."""
+        """Select the files that the next query reads."""
         if choice.counted != self._counted:
             self._counted = choice.counted
             for table in self._tables:
@@ -130,7 +133,7 @@ class LargeTables:
         return FileChoice(names={table.pattern: table.needed([_ALL]) for table in self._tables})
 
     def _planned(self, query: str, parameters: Parameters) -> FileChoice | None:
-        """What the question needs; None where its plan does not tell."""
+        """Return the files that a query needs; None if its plan cannot be determined."""
         for table in self._tables:
             self._probe(table)
             self._define(table, f" WHERE writer IS DISTINCT FROM '{table.marker}'")
@@ -139,7 +142,7 @@ class LargeTables:
             ((_, plan),) = self._connection.execute(f"EXPLAIN (FORMAT json) {query}", parameters).fetchall()
             scans = list(_scans(json.loads(plan)))
             asked = self._files.num_asked - before
-        except (duckdb.Error, ValueError):  # no question, or a wrong one: it is asked, and says so itself
+        except (duckdb.Error, ValueError):  # an invalid query: running it raises the error
             return None
         finally:
             for table in self._tables:
@@ -167,17 +170,17 @@ class LargeTables:
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """A reading of files in a plan."""
+    """A file scan in a query plan."""
 
     columns: list[str]
     conditions: list[str]
 
     @property
     def steps(self) -> Steps:
-        """The steps that its rows can have."""
+        """Range of steps that the rows of the scan can have."""
         if any(
             condition.count("'") % 2 for condition in self.conditions
-        ):  # a text with line breaks, which part conditions
+        ):  # DuckDB joins several conditions with line breaks
             return _ALL
         first, last = _ALL
         for condition in self.conditions:
@@ -187,7 +190,7 @@ class _Scan:
 
 
 def _steps_of(condition: str) -> Steps:
-    """The steps that a condition leaves, as far as it can be read.
+    """Return the range of steps that a condition allows, or an unbounded range if the condition cannot be interpreted.
 
     >>> _steps_of("((step >= 3) AND (step < 8))")
     (3, 7)
@@ -225,5 +228,5 @@ def _scans(plan: Any) -> Iterator[_Scan]:
 
 
 def _several(told: Any) -> list[str]:
-    """What a plan says once as a text, and of several as a list."""
+    """Return the entries of a query plan as a list; DuckDB stores a single entry as a plain string."""
     return [text for text in ([told] if isinstance(told, str) else told or []) if text]

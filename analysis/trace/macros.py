@@ -1,4 +1,4 @@
-"""The macros of SQL: a catalogue of the names that files define, and of the order in which files are defined."""
+"""Catalogue the SQL macros: which names each file defines, and the order in which files must be defined."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ _COMMENT = re.compile(r"--.*")
 _CALLED = re.compile(r"\b(\w+)\s*\(|\b(?:from|join)\s+(\w+)")
 _WORD = re.compile(r"[a-z_]\w*")
 LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions", "duckdb_views"})
-"""Words of queries that list tables, views and macros: every file that is listed is defined before them."""
+"""Words in queries that list tables, views or macros; every listed file is defined before such a query runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MacroFile(Generic[Owner]):
-    """SQL that defines macros and views, offered by one feature."""
+    """An SQL file that defines macros and views for one feature."""
 
     name: str
     sql: str
-    """Its text, in which the names are found that it defines and those that it needs."""
+    """The SQL text; the names that the file defines and uses are found in it."""
     define: Callable[[Owner], object]
-    """Makes them known to the connection of a database."""
+    """Function that defines the macros and views on the connection of a database."""
     functions: tuple[str, ...] = ()
-    """Functions in Python and tables that `define` makes known, too."""
+    """Names of Python functions and tables that `define` also registers."""
     is_listed: bool = True
-    """Whether a query that lists macros shows these."""
+    """True if queries that list macros include the macros of this file."""
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names that it defines, in lower case."""
+        """Names that the file defines, in lower case."""
         return frozenset(name.lower() for name in (*_DEFINED.findall(self.sql), *self.functions))
 
     @cached_property
     def calls(self) -> frozenset[str]:
-        """Names that its text calls or selects from, in lower case."""
+        """Names that the SQL text calls or selects from, in lower case."""
         found = _CALLED.findall(_COMMENT.sub("", self.sql).lower())
         return frozenset(called or selected for called, selected in found)
 
 
 class Catalogue(Generic[Owner]):
-    """Name of a macro, view or function -> the files that a query with this name needs."""
+    """Name of a macro, view or function -> the files that a query using the name needs."""
 
     def __init__(self, offered: Iterable[MacroFile[Owner]]):
         by_name = {file.name: file for file in offered}
@@ -57,7 +57,7 @@ class Catalogue(Generic[Owner]):
         }
         self._files = [by_name[name] for name in TopologicalSorter(needs).static_order()]
         every: dict[str, set[str]] = {}
-        for file in self._files:  # those that it needs come before it
+        for file in self._files:  # dependencies precede the files that need them
             every[file.name] = {file.name}.union(*(every[need] for need in needs[file.name]))
         self._needed = dict.fromkeys(
             LISTING, set().union(*(every[file.name] for file in self._files if file.is_listed))
@@ -67,22 +67,23 @@ class Catalogue(Generic[Owner]):
                 self._needed[word] = self._needed.get(word, set()) | every[file.name]
 
     def needed(self, words: frozenset[str]) -> list[MacroFile[Owner]]:
-        """Files that a query of these words needs, each after those that it needs itself."""
+        """Return the files that define the macros used in a query, in dependency order, given the query's words."""
         names = set().union(*(self._needed[word] for word in words & self._needed.keys()))
         return [file for file in self._files if file.name in names] if names else []
 
 
 @cache
 def sql_file(name: str) -> str:
-    """Read one of the .sql files of analysis."""
+    """Read an SQL file of the analysis package by its name without `.sql`."""
     return (files("tim_trace.analysis.sql") / f"{name}.sql").read_text(encoding="utf-8")
 
 
 def statistics_of_groups(rows: str) -> str:
-    """SQL of the statistics of groups of sequences, from a query of rows as group_statistics.sql says."""
+    """Return the SQL that computes statistics of groups of sequences; `rows` is a query for the columns listed in
+    group_statistics.sql."""
     return sql_file("group_statistics").format(rows=rows)
 
 
 def words_of(query: str) -> frozenset[str]:
-    """Words of a query, in lower case."""
+    """Return the words of a query, in lower case."""
     return frozenset(_WORD.findall(query.lower()))

@@ -1,10 +1,12 @@
-"""What the statistics of a pair need of each sequence, computed from its tokens: the columns of schemas.sums.
+"""Compute the per-sequence sums that the statistics of a pair of passes need, i.e. the columns of schemas.sums, from
+tokens.
 
-No column cancels: ratios exp(d) are added up relative to the largest of the sequence, and squares of probabilities around
-their mean, so that both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for computing the sample
-variance). Each sequence's sums depend on its own tokens alone: they have the same digits whatever is computed beside them.
+The sums avoid cancellation: ratios exp(d) are summed relative to the largest one in the sequence, and squared
+probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
+computing the sample variance). The sums of a sequence depend only on its own tokens, so they are bitwise the same in
+any batch.
 
-Shapes: T tokens of several sequences, one after the other; N sequences; B sequences of a block.
+Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in a block.
 """
 
 from __future__ import annotations
@@ -32,23 +34,24 @@ OF_DIFFERENCES = (
     "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "max_abs_d", "sum_expm1_d", "sum_expm1_2d", "peak_d", "sum_weight",
     "sum_weight2", "num_outside", "sum_prob_diff", "max_prob_diff",
 )  # fmt: skip
-"""Columns that `difference_sums` gives."""
+"""Columns computed by `difference_sums`."""
 
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
 )  # fmt: skip
-"""Columns that `probability_sums` gives."""
+"""Columns computed by `probability_sums`."""
 
 Sizes = list[tuple[str, int, np.ndarray]]
-"""Run, step and [T] |d| of the tokens that count and are finite in both passes, float64."""
+"""Run, step, and [T] float64 |d| of the tokens that count in the loss and have finite logprobs in both passes."""
 
 FUNCTION = "pair_sums_of"
-"""Name of the function in SQL."""
+"""Name of the SQL function."""
 
 BATCH_ROWS = 256
-"""Sequences that are handed to a thread at once, where they are long; some are waiting."""
+"""Maximum number of long sequences per batch given to a thread; several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Tokens that are handed to a thread at once, where sequences are short, in at most so many of these."""
+"""Number of tokens per batch given to a thread if sequences are short, and the maximum number of sequences in such a
+batch."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -57,57 +60,61 @@ _STRUCT = ", ".join(f"{name} {'BIGINT' if _TYPES[name] == pa.int64() else 'DOUBL
 _LOWER, _UPPER = float(np.log(0.8)), float(np.log(1.25))
 
 _TINY = -700.0
-"""Logprob below which exp loses digits, being next to the least number that a double holds."""
+"""Logprob below which exp loses precision, because its result is close to the smallest positive double."""
 
 _SERIES = 0.0625
-"""Size of d below which exp(d) - 1 - d is a series, in which it keeps all digits; to d^10 it is within 1e-18 of it."""
+"""Magnitude of d below which exp(d) - 1 - d is computed as a power series up to d^10, whose truncation error is at most
+1e-18 relative."""
 _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FiniteTokens:
-    """The tokens that count and have a finite logprob in both passes, and how many others there are."""
+    """Tokens that count in the loss and have a finite logprob in both passes, and the numbers of other tokens."""
 
     a_T: np.ndarray
     b_T: np.ndarray
     num_tokens_N: np.ndarray
     num_nan_N: np.ndarray
-    """Tokens with NaN in either pass."""
+    """Number of tokens with NaN in either pass."""
     num_inf_N: np.ndarray
-    """Tokens with an infinity in either pass and NaN in none."""
+    """Number of tokens with an infinity in either pass and NaN in neither."""
 
 
 def register(connection: duckdb.DuckDBPyConnection) -> None:
-    """Give a connection the function `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`: a struct of sums a sequence.
+    """Register the function `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns a struct of sums per
+    sequence.
 
-    An empty mask counts every token. A token without a logprob in one of both is not counted at all.
+    An empty mask counts every token. A token without a logprob in one of the passes is not counted at all.
     """
     lists = ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"]
     connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
 
 
 def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
-    """Keys and sums of what a query of `pair_lists` gives, as the function does, and |d|, beside the reading instead of within it."""
+    """Yield keys and sums of the sequences returned by a `pair_lists` query, with |d| of their tokens. Threads compute
+    them while the query is read."""
     return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
 
 
 def sizes_read(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[Sizes]:
-    """|d| of what a query of `pair_lists` gives."""
+    """Yield |d| of the tokens returned by a `pair_lists` query."""
     return connection.mapped_batches(pair_lists, _sizes_of_rows, _batch_rows(mean_tokens))
 
 
 def _batch_rows(mean_tokens: float) -> int:
-    """Sequences of a batch, whose tokens are so many in the mean."""
+    """Return the number of sequences per batch, given their mean number of tokens."""
     return max(BATCH_ROWS, min(int(BATCH_TOKENS / max(mean_tokens, 1)), MAX_BATCH_ROWS))
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
-    """Lists of logprobs of two passes and lists of bool, an element a sequence, as the tokens to compare."""
+    """Return the tokens to compare, given lists of logprobs of two passes and lists of mask values, one list per
+    sequence."""
     return finite(tokens_of({"a": a, "b": b}, mask=mask))
 
 
 def finite(tokens: Tokens) -> FiniteTokens:
-    """The tokens to compare of passes `a` and `b`."""
+    """Return the tokens to compare between the passes `a` and `b`."""
     counted = tokens.where(tokens.counted_T)
     a_T, b_T = counted.logprobs["a"], counted.logprobs["b"]
     finite_T = np.isfinite(a_T) & np.isfinite(b_T)
@@ -123,7 +130,7 @@ def finite(tokens: Tokens) -> FiniteTokens:
 
 
 def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:
-    """Name -> [N] column of schemas.sums; 0 in every sum of a sequence without a finite token."""
+    """Return name -> [N] column of schemas.sums; every sum of a sequence without a finite token is 0."""
     found = {"num_tokens": tokens.num_tokens_N, "num_nan": tokens.num_nan_N, "num_inf": tokens.num_inf_N}
     full_N = np.flatnonzero(tokens.num_tokens_N > 0)
     sums = {name: np.zeros(len(tokens.num_tokens_N)) for name in names if name not in found}
@@ -139,7 +146,8 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 
 
 def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Name of OF_DIFFERENCES -> [B], of d = a - b; a sequence's tokens begin at its start."""
+    """Return name in OF_DIFFERENCES -> [B] sums over d = a - b; `starts_B` is the index of each sequence's first
+    token."""
     d_T = a_T - b_T
     size_T = np.abs(d_T)
     peak_B = np.maximum.reduceat(d_T, starts_B)
@@ -160,10 +168,11 @@ def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, A
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Name of OF_PROBABILITIES -> [B]: what means follow from, and sums of squares and products around the means.
+    """Return name in OF_PROBABILITIES -> [B] sums that determine the means, and sums of squares and products around the
+    means.
 
-    Probabilities are taken relative to the largest of the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak), which
-    keeps the digits of their differences wherever they lie, near 1 and near 0 too.
+    Probabilities are taken relative to the largest one in the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak),
+    which keeps their differences precise for probabilities near 0 and near 1.
     """
     num_B = np.diff(np.append(starts_B, len(a_T))).astype(np.float64)
     sums: dict[str, Array] = {}
@@ -182,9 +191,9 @@ def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, 
 
 
 def prob_differences(a_T: Array, b_T: Array, growth_T: Array) -> Array:
-    """[T] |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, which keeps its digits for every d; growth = exp(d) - 1.
+    """Return [T] |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, precise for every d; `growth_T` is exp(d) - 1.
 
-    Where exp(b) is too small for a double it is max(exp(a), exp(b)) (1 - exp(-|d|)).
+    If exp(b) is too small for a double, the result is max(exp(a), exp(b)) (1 - exp(-|d|)).
 
     >>> a, b = np.array([-1.0, -1.0]), np.array([-1.0 - 2**-40, -3000.0])
     >>> with np.errstate(all="ignore"):
@@ -201,7 +210,7 @@ def prob_differences(a_T: Array, b_T: Array, growth_T: Array) -> Array:
 
 
 def expm1_minus(x: Array, growth: Array) -> Array:
-    """exp(x) - 1 - x, accurate for every x, where growth = exp(x) - 1.
+    """Return exp(x) - 1 - x, precise for every x, given growth = exp(x) - 1.
 
     >>> round(float(expm1_minus(np.array([1e-9]), np.expm1([1e-9]))[0]), 30)
     5.00000000167e-19
@@ -226,7 +235,7 @@ def _of_lists(a: Any, b: Any, mask: Any) -> pa.StructArray:
 
 
 def _of_rows(rows: pa.RecordBatch) -> tuple[pa.RecordBatch, Sizes]:
-    """Keys and sums of the sequences of `pair_lists`, and |d| of their tokens."""
+    """Return keys and sums of the sequences in `pair_lists` rows, and |d| of their tokens."""
     tokens = _finite_of_rows(rows)
     columns = [*(rows.column(name) for name in KEYS), *_arrays(tokens)]
     return pa.RecordBatch.from_arrays(columns, [*KEYS, *_COLUMNS]), _sizes(rows, tokens)
@@ -241,7 +250,7 @@ def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:
 
 
 def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
-    """Run, step and |d| of each stretch of rows of one step."""
+    """Return run, step and |d| for each group of consecutive rows with the same run and step."""
     abs_d_T = np.abs(tokens.a_T.astype(np.float64) - tokens.b_T)
     run_N, step_N = rows.column("run").dictionary_encode(), rows.column("step").to_numpy()
     ends_N = np.cumsum(tokens.num_tokens_N)
@@ -257,7 +266,7 @@ def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
 
 
 def _arrays(tokens: FiniteTokens) -> list[pa.Array]:
-    """Every column, with NULL in the sums of a sequence that has no finite token."""
+    """Return every column as an Arrow array, with NULL in the sums of sequences without a finite token."""
     sums = pair_sums(tokens)
     empty = pa.array(sums["num_tokens"] == 0)
     arrays = {name: pa.array(values).cast(_TYPES[name]) for name, values in sums.items()}

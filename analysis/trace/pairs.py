@@ -1,4 +1,4 @@
-"""Two passes by name, and why there is nothing to compare of them."""
+"""Parse the names of two passes, and explain why two passes cannot be compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .source import Pair
 
 
 def parse_pair(text: str) -> Pair:
-    """Read `a:b`."""
+    """Return the two pass names in `a:b`."""
     a, colon, b = text.partition(":")
     if not (a and colon and b) or ":" in b:
         raise InvalidOption(f"got {text!r}; write two passes as a:b, as train:rollout", option="pair")
@@ -21,13 +21,13 @@ def parse_pair(text: str) -> Pair:
 
 
 def num_scored(database: Database) -> dict[str, int]:
-    """Pass -> rows of scores with logprobs, for those that have any."""
+    """Return pass -> number of score rows with logprobs, for passes that have any."""
     query = 'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
     return dict(database.connection.execute(query).fetchall())
 
 
 def why_nothing(database: Database, pair: Pair) -> str:
-    """Say which pass is missing, and what can be compared instead."""
+    """Return an explanation of which pass is missing, and what can be compared instead."""
     counts = num_scored(database)
     where = ", ".join(source.run for source in database.sources)
     lacking = [name for name in pair if name not in counts]
@@ -46,7 +46,8 @@ def why_nothing(database: Database, pair: Pair) -> str:
 
 
 def _replay_gives(database: Database, name: str) -> str:
-    """How a replay scores what an engine sampled; empty where there is more or other than that, or nothing to score."""
+    """Return advice to replay the tokens that an engine sampled; empty unless only the rollout pass of one trace has
+    scores and there are tokens to score."""
     if len(database.sources) != 1 or name != ROLLOUT:
         return ""
     (counts,) = database.connection.execute(
@@ -64,7 +65,7 @@ def _replay_gives(database: Database, name: str) -> str:
 
 
 def _note(database: Database, passes: list[str]) -> str:
-    """What a contract says of a pass that has no scores, or none with a logprob."""
+    """Return the note in the contract of a pass without scores or logprobs, in parentheses; empty if there is none."""
     for name in passes:
         rows = database.connection.execute(
             "SELECT max(json_extract_string(contract_json, '$.logprobs_note')) FROM passes WHERE \"pass\" = ?", [name]
@@ -86,19 +87,20 @@ _COUNTS = """
 
 
 def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
-    """Pass of a sampled replay -> its sequences, and those that `train` has of the same steps; none of a pass that has all."""
+    """Return pass of a sampled replay -> its number of sequences, and that of `train` in the same steps; replays of all
+    sequences are omitted."""
     names = [name for (name,) in database.connection.execute(_SAMPLED).fetchall()]
     counts = {name: database.connection.execute(_COUNTS, {"name": name}).fetchall()[0] for name in names}
     return {name: found for name, found in counts.items() if found[0] < found[1]}
 
 
 def sample_sentence(number: int, total: int) -> str:
-    """How much of its steps a sampled pass has."""
+    """Return a phrase saying how many of the sequences in its steps a sampled pass contains."""
     return f"a sample: {number:,} of {total:,} sequences of its steps"
 
 
 def tell_sampled(database: Database, names: Iterable[str]) -> None:
-    """Warn of those passes of a comparison that are a sample."""
+    """Warn if any of the compared passes contains only a sample of the sequences."""
     asked = {name for name in names if name.startswith(REPLAY_PREFIX)}
     if asked:
         found = sampled_passes(database)

@@ -1,13 +1,14 @@
-"""Quantiles of |d|: exact ones of what is in memory, and of any number of tokens from a histogram that merges.
+"""Compute quantiles of |d|: exactly for values in memory, and for any number of tokens from histograms that can be
+merged.
 
-A histogram counts how many values agree in the upper bits of the double: sign, exponent and BITS of the mantissa. Each octave
-has 2^BITS bins, so that the middle of a bin is within ERROR of every value in it, relative to the value (the principle of
-Masson, Rim and Lee 2019, DDSketch, VLDB 12). Zero is a bin of its own. Counts are integers: histograms that are added
-up in any order are the histogram of all values.
+Each histogram bin counts the values whose doubles share the same upper bits: sign, exponent and the first BITS of the
+mantissa. An octave has 2^BITS bins, so the middle of a bin differs from every value in the bin by a relative error of
+at most ERROR (the principle of Masson, Rim and Lee 2019, DDSketch, VLDB 12). Zero has a bin of its own. Counts are
+integers, so merging histograms in any order gives the histogram of all values.
 
-The bound holds where |d| is 0 or a normal double. The difference of two float32 numbers is either.
+The error bound holds if |d| is 0 or a normal double, which is always so for the difference between two float32 numbers.
 
-Shapes: T tokens; B bins that are not empty, in ascending order.
+Shapes: T tokens; B non-empty bins, in ascending order.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ import numpy as np
 SHARES = (0.5, 0.95, 0.99)
 
 BITS = 9
-"""Bits of the mantissa that tell bins apart."""
+"""Number of mantissa bits that determine the bin."""
 ERROR = 2.0 ** -(BITS + 1)
-"""Relative error of a quantile that is taken from a histogram, at most: half of a bin's width over its lower end."""
+"""Maximum relative error of a quantile computed from a histogram: half the width of a bin divided by its lower end."""
 
 _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
-"""Values from which on an array with a place for every bin is faster than sorting."""
+"""Number of values above which counting in an array with one element per bin is faster than sorting."""
 _BLOCK_TOKENS = 1 << 20
-"""Values that are counted at once."""
+"""Number of values counted at once."""
 _GATHERED = 1 << 22
-"""Values after which equal ones are counted instead of kept."""
+"""Number of gathered values above which equal values are stored once with a count."""
 
 Cuts = tuple[float | None, ...]
-"""A quantile for each of SHARES; None where there is no value."""
+"""One quantile per element of SHARES; None without values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many values lie in each bin."""
+    """Number of values in each bin."""
 
     bins_B: np.ndarray
-    """int32, ascending."""
+    """int32 bin numbers, ascending."""
     counts_B: np.ndarray
-    """int64, above 0."""
+    """int64 number of values per bin, above 0."""
 
     @classmethod
     def of(cls, abs_d_T: np.ndarray) -> Histogram:
-        """Count values, which are finite and not negative."""
+        """Build the histogram of finite, non-negative values."""
         if len(abs_d_T) > _BLOCK_TOKENS:
             starts = range(0, len(abs_d_T), _BLOCK_TOKENS)
             return merged(cls.of(abs_d_T[start : start + _BLOCK_TOKENS]) for start in starts)
@@ -57,7 +58,7 @@ class Histogram:
         if len(bin_T) < _DENSE_TOKENS:
             bins_B, counts_B = np.unique(bin_T, return_counts=True)
             return cls(bins_B, counts_B)
-        # Zero is far below all others, and gets the place below the first of these.
+        # Bin 0 is far below all others, so it is moved to just below the lowest of them.
         first = int(np.where(bin_T == 0, np.iinfo(np.int32).max, bin_T).min()) - 1
         counts = np.bincount(np.maximum(bin_T - first, 0))
         places = np.flatnonzero(counts)
@@ -68,7 +69,7 @@ class Histogram:
         return int(self.counts_B.sum())
 
     def places(self) -> dict[int, int]:
-        """Bin of each rank that a quantile needs -> number of values before that bin."""
+        """Return bin -> number of values in lower bins, for each bin that contains a rank needed for a quantile."""
         if not len(self.bins_B):
             return {}
         ends_B = np.cumsum(self.counts_B)
@@ -76,13 +77,13 @@ class Histogram:
         return {int(self.bins_B[place]): int(ends_B[place] - self.counts_B[place]) for place in found}
 
     def cuts(self, largest: float = math.inf) -> Cuts:
-        """Quantiles within ERROR of the exact ones; none is above the largest value, where it is known."""
+        """Return the quantiles with a relative error of at most ERROR, limited to the largest value if it is known."""
         places = self.places()
         return _cuts(self.num_values, lambda rank: min(_middle(_bin_at(places, rank)), largest), linear)
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """The histogram of the values of all.
+    """Return the histogram of all values in several histograms.
 
     >>> merged([Histogram.of(np.array([0.5, 0.0])), Histogram.of(np.array([0.5]))]).counts_B.tolist()
     [1, 2]
@@ -97,12 +98,12 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
-    """[T] int32: the bin of each value; bins are in the order of values."""
+    """Return [T] int32 the bin of each value; bin numbers ascend with the values."""
     return (abs_d_T.view(np.int64) >> _SHIFT).astype(np.int32)
 
 
 class Gathered:
-    """The values in those bins of a histogram that hold the ranks of its quantiles."""
+    """The values in the bins of a histogram that contain the ranks of its quantiles."""
 
     def __init__(self, histogram: Histogram):
         self._num_values = histogram.num_values
@@ -111,22 +112,22 @@ class Gathered:
         self._num_kept = 0
 
     def add(self, abs_d_T: np.ndarray) -> None:
-        """Take some of the values that the histogram counts."""
+        """Add some of the values that the histogram counts."""
         bin_T = bins_of(abs_d_T)
         for bin, parts in self._parts.items():
-            values = abs_d_T[bin_T == bin] if bin else np.zeros(0)  # the bin of zeros holds nothing else
+            values = abs_d_T[bin_T == bin] if bin else np.zeros(0)  # bin 0 contains only zeros, which need no storing
             parts.append((values, np.ones(len(values), np.int64)))
             self._num_kept += len(values)
         if self._num_kept > _GATHERED:
             self.count()
 
     def count(self) -> None:
-        """Keep equal values once."""
+        """Replace repeated values by one value with a count."""
         self._parts = {bin: [_counted(parts)] for bin, parts in self._parts.items()}
         self._num_kept = 0
 
     def take(self, other: Gathered) -> None:
-        """Take what was gathered by the same histogram elsewhere."""
+        """Add the values that another Gathered collected for the same histogram."""
         for bin, parts in other._parts.items():
             self._parts[bin] += parts
             self._num_kept += sum(len(values) for values, _ in parts)
@@ -134,7 +135,7 @@ class Gathered:
             self.count()
 
     def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
-        """The exact quantiles, once every value was given."""
+        """Return the exact quantiles; requires that every value counted by the histogram was added."""
         counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
         ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
 
@@ -150,7 +151,7 @@ class Gathered:
 def quantiles(
     abs_d_T: np.ndarray, histogram: Histogram, interpolate: Callable[[float, float, float], float] | None = None
 ) -> Cuts:
-    """The exact quantiles of values, given their histogram.
+    """Return the exact quantiles of values, given their histogram.
 
     >>> values = np.array([0.0, 1.0, 2.0])
     >>> quantiles(values, Histogram.of(values))
@@ -162,17 +163,18 @@ def quantiles(
 
 
 def linear(below: float, above: float, share: float) -> float:
-    """Between two neighbours, as numpy.quantile interpolates."""
+    """Interpolate between two neighbouring values as numpy.quantile does."""
     return below + (above - below) * share
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Between two neighbours, with the digits of DuckDB's quantile_cont: of the sum of two products one is not rounded."""
+    """Interpolate between two neighbouring values with the same rounding as DuckDB's quantile_cont, which rounds only
+    one of the two products before adding them."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 
 def _counted(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Different values in order, and how many there are of each."""
+    """Return the distinct values in ascending order, and the number of times each occurs."""
     if not parts:
         return np.zeros(0), np.zeros(0, np.int64)
     values, value_P = np.unique(np.concatenate([values for values, _ in parts]), return_inverse=True)

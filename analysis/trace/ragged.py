@@ -1,6 +1,6 @@
-"""Lists of a value a token, one list a sequence, as flat arrays with the length of each sequence.
+"""Convert lists of one value per token, one list per sequence, to flat arrays with the length of each sequence.
 
-Shapes: T tokens of several sequences, one after the other; N sequences.
+Shapes: T tokens of several sequences, concatenated; N sequences.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ import pyarrow as pa
 from ..statistics.estimators import Array
 
 _BLOCK_TOKENS = 1 << 16
-"""Tokens that are worked on at once: few enough that the arrays stay in a core's cache."""
+"""Number of tokens processed at once, small enough for the arrays to stay in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
-"""Which sequences, which tokens, and where in these tokens each sequence begins."""
+"""Range of sequences, range of tokens, and the index of each sequence's first token within that range of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Tokens of sequences."""
+    """Tokens of several sequences, concatenated."""
 
     logprobs: dict[str, Array]
-    """Pass -> [T] nats; NaN where it has no value."""
+    """Pass -> [T] logprobs, nats; NaN for missing values."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: whether the loss counts the token and every pass that is needed has a value; None: all of them."""
+    """bool: True if the loss counts the token and every required pass has a logprob for it; None if this holds for all
+    tokens."""
     entropy_T: Array | None = None
-    """nats; NaN where there is none; None where it was not read."""
+    """Entropy, nats; NaN for missing values; None if it was not read."""
     advantage_N: Array | None = None
-    """One for all tokens of a sequence; NaN where there is none; None where it was not read."""
+    """Advantage shared by all tokens of a sequence; NaN for missing values; None if it was not read."""
     advantage_T: Array | None = None
-    """NaN where there is none; None where no sequence has one for each token."""
+    """Advantage per token; NaN for missing values; None if no sequence has one advantage per token."""
 
     @property
     def starts_N(self) -> np.ndarray:
-        """The first token of each sequence."""
+        """Index of each sequence's first token."""
         return np.asarray(np.cumsum(self.lengths_N) - self.lengths_N)
 
     @property
     def sequence_T(self) -> np.ndarray:
-        """Number of each token's sequence."""
+        """Index of the sequence that each token belongs to."""
         return np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
 
     def cut(self, sequences: slice, tokens: slice) -> Tokens:
-        """Some sequences with their tokens, numbers in float64."""
+        """Return the selected sequences with their tokens; numeric columns are float64."""
 
         def part(values_T: np.ndarray) -> np.ndarray:
             return values_T[tokens] if values_T.dtype == bool else values_T[tokens].astype(np.float64)
@@ -56,21 +57,21 @@ class Tokens:
         return self._mapped(part, self.lengths_N[sequences], lambda values_N: values_N[sequences])
 
     def where(self, kept_T: np.ndarray | None) -> Tokens:
-        """Only some of the tokens, with the same sequences; None: all of them."""
+        """Return the same sequences with only the selected tokens; None selects all tokens."""
         if kept_T is None or kept_T.all():
             return self
         lengths_N = np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N))
         return self._mapped(lambda values_T: values_T[kept_T], lengths_N, lambda values_N: values_N)
 
     def arranged(self, order_N: np.ndarray) -> Tokens:
-        """The sequences in another order."""
+        """Return the sequences in another order."""
         if (np.diff(order_N) == 1).all():
             return self
         starts_N = self.starts_N[order_N]
         places = list(zip(starts_N.tolist(), (starts_N + self.lengths_N[order_N]).tolist(), strict=True))
 
         def moved(values_T: np.ndarray) -> np.ndarray:
-            # Of whole sequences at once: an index of every token takes ten times as long.
+            # Slices of whole sequences are concatenated: an index per token takes ten times as long.
             return np.concatenate([values_T[start:end] for start, end in places])
 
         return self._mapped(moved, self.lengths_N[order_N], lambda values_N: values_N[order_N])
@@ -96,11 +97,12 @@ def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, optional: Collection[str] = (), entropy: Any = None,
     advantage: Any = None, advantages: Any = None,
 ) -> Tokens:  # fmt: skip
-    """Tokens from Arrow lists, an element a sequence: as many of each as the shortest list of a pass that is needed has.
+    """Build tokens from Arrow lists, one list per sequence. A sequence has as many tokens as its shortest list of a
+    required pass.
 
-    `mask` is lists of bool: the loss counts what it keeps, and every token of a sequence whose list is empty. Passes that
-    are `optional`, `entropy` and `advantages` have NaN where their lists are too short. `advantage` is one value a
-    sequence; a sequence with its own list of `advantages` has these instead.
+    `mask` contains lists of bool: the loss counts the tokens marked True, and every token of a sequence with an empty
+    list. `optional` passes, `entropy` and `advantages` are NaN where their lists are too short. `advantage` is one
+    value per sequence; a sequence with a list of `advantages` uses that list instead.
     """
     needed = {name: flat(lists) for name, lists in logprobs.items() if name not in optional}
     lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
@@ -122,7 +124,7 @@ def tokens_of(
 
 
 def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
-    """Sequences, each with a token, in blocks of about _BLOCK_TOKENS; a longer sequence is one alone."""
+    """Yield blocks of about _BLOCK_TOKENS tokens from non-empty sequences; a longer sequence is a block of its own."""
     ends_N = np.cumsum(num_tokens_N)
     starts_N = ends_N - num_tokens_N
     begin = 0
@@ -133,13 +135,13 @@ def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
 
 
 def flat(lists: Any) -> tuple[Any, np.ndarray]:
-    """The values of lists end to end, and how many each list has."""
+    """Return the concatenated values of lists, and the length of each list."""
     whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
     return whole.flatten(), np.diff(whole.offsets.to_numpy()).astype(np.int64)
 
 
 def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
-    """bool: whether a value is among the first `kept` of its list.
+    """Return a bool array: True if a value is among the first `kept` values of its list.
 
     >>> first(np.array([2, 3]), np.array([1, 3])).tolist()
     [True, False, True, True, True]
@@ -149,7 +151,7 @@ def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
 
 
 def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
-    """[T] bool: whether the loss counts a token; None: it counts all of them."""
+    """Return [T] bool: True if the loss counts a token; None if it counts all tokens."""
     values, known_N = flat(mask)
     if not len(values):
         return None
@@ -161,7 +163,7 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
 
 
 def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
-    """[T] values of lists, cut or filled up with NaN to these lengths."""
+    """Return [T] the values of lists, truncated or padded with NaN to the given lengths."""
     values, own_N = flat(lists)
     found: Array = values.to_numpy(zero_copy_only=False)
     if np.array_equal(own_N, lengths_N):
@@ -173,7 +175,7 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
 
 
 def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
-    """[T] each token's own advantage, else that of its sequence; None where no token has its own."""
+    """Return [T] each token's own advantage, or else its sequence's; None if no token has its own."""
     values, own_N = flat(advantages)
     if not len(values):
         return None

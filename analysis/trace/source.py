@@ -1,4 +1,4 @@
-"""A trace as the database asks it: what can be read of it, under a run's name, and the sums that are kept of it."""
+"""A trace as the database reads it: its readable files under a run's name, and the sums stored in it."""
 
 from __future__ import annotations
 
@@ -23,34 +23,35 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Edition of kept sums; those of another edition are computed again. Before 2, a run could have kept the sums of another run."""
+"""Version of the stored sums; sums of another version are computed again. Before version 2, a run could have stored the
+sums of another run."""
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 Pair = tuple[str, str]
-"""Two passes, a and b: d = logprob(a) - logprob(b)."""
+"""Two passes, a and b; d = logprob(a) - logprob(b)."""
 
 RUN_OF_FOLDER = "tim_trace_run"
-"""Name of the column that DuckDB reads from the name of a run's folder."""
+"""Name of the column that DuckDB derives from the folder name of a run."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Source:
-    """One trace, as it lies there at one moment."""
+    """A snapshot of one trace."""
 
     run: str
     """Name of the run in the `run` column."""
     snapshot: Snapshot
     newest: dict[int, int] = field(default_factory=dict)
-    """Step -> its newest attempt at training; empty where no run resumed."""
+    """Step -> its newest training attempt; empty if the run never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
-    """Kind of sums -> pair -> the file that is still right."""
+    """Kind of sums -> pair -> the valid file."""
     outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)
-    """Kind and pair -> paths of files in whose place a better one lies."""
+    """Kind and pair -> paths of superseded files."""
     covered: set[Pair] = field(default_factory=set)
-    """Pairs whose kept sums were made from all that can be read now."""
+    """Pairs whose stored sums were made from all rows that can be read now."""
     run_covered: set[Pair] = field(default_factory=set)
-    """Those of them of which what is of the whole run is kept as well."""
+    """Pairs in `covered` that also have stored sums over the whole run."""
 
     @property
     def store(self) -> Store:
@@ -66,7 +67,7 @@ class Source:
 
     @property
     def damaged(self) -> list[str]:
-        """What cannot be read or is missing and is in no answer, a sentence each."""
+        """One sentence per part that is unreadable or missing and therefore in no answer."""
         return self.snapshot.damaged
 
     @property
@@ -75,24 +76,24 @@ class Source:
         return self.snapshot.journals
 
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
-        """What an error says of a file that could not be read."""
+        """Return the error to raise for a file that could not be read."""
         return DamagedTrace(
             f"{self.store.shown(file.relative)}: cannot be read ({first_line(error)}); restore the file from a copy"
         )
 
     @property
     def is_live(self) -> bool:
-        """Whether a writer may still add to the trace."""
+        """True if a writer may still add to the trace."""
         return self.snapshot.is_live
 
     @property
     def segments(self) -> list[str]:
-        """Sealed segments of the tables that sums are made of, `<table>/<segment>`."""
+        """Sealed segments of the tables that sums are computed from, as `<table>/<segment>`."""
         return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.snapshot.files[table]]
 
     @property
     def passes(self) -> list[dict[str, Any]]:
-        """Every contract of every pass."""
+        """All contracts of all passes."""
         return [
             {
                 "run": self.run,
@@ -106,7 +107,7 @@ class Source:
         ]
 
     def files_by_columns(self, table: str) -> dict[tuple[str, ...], list[TableFile]]:
-        """The sealed files of a table, by the columns that they lack."""
+        """Return the sealed files of a table, grouped by the columns that they lack."""
         found: dict[tuple[str, ...], list[TableFile]] = {}
         for entry in self.snapshot.files[table]:
             found.setdefault(entry.lacking, []).append(entry)
@@ -114,12 +115,13 @@ class Source:
 
 
 def run_folder(run: str) -> str:
-    """Name of a folder of files of a run, which DuckDB reads as `_` and the run's name: some names alone mean NULL to it."""
+    """Return the folder name for the files of a run: `_` and the name of the run, because DuckDB reads some bare names
+    as NULL."""
     return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
 def open_source(url: str, run: str | None = None, *, examined: Examined | None = None) -> Source:
-    """Look at a trace: see tracer.snapshot.take_snapshot, which raises what this raises."""
+    """Examine a trace; raises what tracer.snapshot.take_snapshot raises."""
     store = Store(url)
     source = Source(run=run or store.name, snapshot=take_snapshot(store, examined=examined))
     source.newest = newest_attempts(source.snapshot)
@@ -128,7 +130,7 @@ def open_source(url: str, run: str | None = None, *, examined: Examined | None =
 
 
 def urls_of(traces: Traces) -> list[str]:
-    """The traces as they are named. Raises InvalidOption where none is."""
+    """Return the URLs of the traces as given. Raises InvalidOption if none is given."""
     urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
     if not urls:
         raise InvalidOption("got none; name one folder or several", option="traces")
@@ -136,7 +138,7 @@ def urls_of(traces: Traces) -> list[str]:
 
 
 def open_sources(traces: Traces) -> list[Source]:
-    """Look at every trace; runs of one name get a number behind it."""
+    """Examine every trace; runs with the same name get a numeric suffix."""
     sources: list[Source] = []
     names: set[str] = set()
     for url in urls_of(traces):
@@ -155,7 +157,8 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """Find, for each pair, the sums made from most of what is still there, and the pairs whose sums hold everything."""
+    """Find the stored sums of each pair that cover the most existing segments, and the pairs whose sums cover all
+    data."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
@@ -168,7 +171,7 @@ def find_sums(source: Source) -> None:
         if found is None:
             continue
         kind, pair, covers, read = found
-        # Another attempt at a step gives its sequences the same names, so that half of the segments tell nothing then.
+        # A new attempt at a step reuses the names of its sequences, so sums of only some segments would be ambiguous.
         fits = covers == current if source.newest else covers <= current
         known = best.get((kind, pair))
         if fits and (known is None or len(covers) >= known[0]):
@@ -190,7 +193,7 @@ def find_sums(source: Source) -> None:
 
 
 def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:
-    """What a file of sums says of itself: its kind, its pair, and the sealed files that it was made from."""
+    """Return the metadata of a file of sums: its kind, its pair, and the sealed files that it was made from."""
     return {
         MADE_OF: json.dumps(
             {"edition": _EDITION, "kind": kind, "pair": list(pair), "covers": sorted(segments)}
@@ -199,9 +202,9 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
-    """What a file of sums was made of; None for one that an earlier release made. Raises DamagedTrace.
+    """Return what a file of sums was made of; None if an earlier release wrote the file. Raises DamagedTrace.
 
-    A file is named for the checksum of its footer, so that it is known for what it is without anybody's account of it.
+    The file name contains the checksum of the footer, so the file can be verified without a manifest entry.
     """
     store = snapshot.store
     indexed = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])
@@ -223,5 +226,5 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
 
 
 def sums_file(kind: str, footer_hash: str) -> str:
-    """Path of a file of sums in the trace."""
+    """Return the path of a file of sums in the trace."""
     return f"{SUMS}/{kind}-{footer_hash}.parquet"

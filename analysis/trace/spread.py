@@ -1,4 +1,5 @@
-"""Readings of all tokens in parts: one after the other here, or by the actors of a Ray cluster."""
+"""Divide readings of all tokens into units, processed one after the other in this process or by the actors of a Ray
+cluster."""
 
 from __future__ import annotations
 
@@ -16,21 +17,24 @@ Unit = TypeVar("Unit")
 Made = TypeVar("Made")
 
 CPUS = 4
-"""That an actor takes: readings are done by threads, and each actor opens the trace once."""
+"""Number of CPUs per actor. Several are used because readings are multithreaded and each actor has to open the
+traces."""
 
 UNITS = 64
-"""Into which a reading is divided that is not large: actors that are done early find others left."""
+"""Minimum number of units that a reading on a cluster is divided into, so that actors that finish early find more
+work."""
 
 
 def spread(
     database: Database, function: Callable[[Database, Unit], Iterable[Made]], units: Sequence[Unit]
 ) -> Iterator[Made]:
-    """What a function of the database and each unit gives, in the order of the units.
+    """Yield the results of `function(database, unit)` in the order of the units.
 
-    It is computed when it is asked for; on a cluster (`database.ray`), where there is one, in any order, by actors that open the
-    traces for themselves. The function is one of a module, and what it takes and gives goes through pickle.
+    Results are computed lazily. With a cluster (`database.ray`), units are processed in any order by actors that open
+    the traces themselves. The function must be defined in a module, and its arguments and results must be picklable.
 
-    Raises InvalidOption where a trace is being recorded: actors would not see the same rows. Else what `run_units` raises.
+    Raises InvalidOption if a trace is being recorded, as actors would not see the same rows, and what `run_units`
+    raises.
     """
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))
@@ -50,12 +54,13 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Tokens of a unit: as many as are read at once here, and fewer on a cluster, so that each of its actors has some."""
+    """Return the number of tokens per unit: `most` in this process, and fewer on a cluster, so that every actor gets
+    work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 
 def places(database: Database) -> tuple[str, ...]:
-    """Where actors find the traces. Raises InvalidOption where one is being recorded."""
+    """Return the locations from which actors open the traces. Raises InvalidOption if a trace is being recorded."""
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(
@@ -69,7 +74,7 @@ def places(database: Database) -> tuple[str, ...]:
 
 
 class _Reader(Generic[Unit, Made]):
-    """What an actor does: it opens the traces once."""
+    """An actor's state: the traces, which it opens once."""
 
     def __init__(
         self, traces: tuple[str, ...], steps: str, catalogue: Callable[[], Catalogue[Database]],
@@ -85,4 +90,4 @@ class _Reader(Generic[Unit, Made]):
         return list(self._function(self._database, unit))
 
     def close(self) -> None:
-        """Nothing was written."""
+        """Do nothing, as a reader writes nothing."""

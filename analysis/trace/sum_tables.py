@@ -1,4 +1,5 @@
-"""The tables of sums: what traces keep of pairs, what was computed since they were opened, and which of both serves."""
+"""Tables of sums: those stored in traces, those computed since the traces were opened, and the choice between the
+two."""
 
 from __future__ import annotations
 
@@ -24,36 +25,38 @@ from .source import Pair, Source, made_of_metadata, run_folder, sums_file
 from .table_views import TableViews, define_view, no_rows, rows_of
 
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
-"""Kinds with one row or more per sequence, or many per step: computed ones are files, which may be larger than memory."""
+"""Kinds with one or more rows per sequence, or many rows per step; computed rows are written to files, as they may
+exceed memory."""
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
-"""Kinds of which computed ones are tables of DuckDB."""
+"""Kinds whose computed rows are in DuckDB tables."""
 
 SUMS_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
-"""How sums are written: options of pyarrow's ParquetWriter."""
+"""Options of pyarrow's ParquetWriter used for files of sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedFile:
-    """Computed sums of one run."""
+    """A file with computed sums of one run."""
 
     run: str
     kind: str
     pair: Pair
     path: Path
     relative: str
-    """Where a trace keeps it."""
+    """Path of the file relative to the trace's root when it is stored there."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Coverage:
-    """Pairs whose tables of sums hold every sequence or every run that the views hold -> whether these were computed here, not kept."""
+    """Pairs whose tables cover every sequence, or every run, in the views -> True if the sums were computed, False if
+    stored."""
 
     sequences: dict[Pair, bool] = field(default_factory=dict)
     runs: dict[Pair, bool] = field(default_factory=dict)
 
 
 class SumTables:
-    """Tables of sums of several traces, with the files that hold what was computed; these are removed with it."""
+    """Tables of sums for several traces. Temporary files with computed sums are deleted together with this object."""
 
     def __init__(self, connection: Connection, views: TableViews, sources: Sequence[Source]):
         self._connection = connection
@@ -63,13 +66,13 @@ class SumTables:
             for kind, pairs in source.sums.items()
             for pair, file in pairs.items()
         ]
-        """Kind, pair, run and URL of every file of sums that a trace keeps."""
+        """Kind, pair, and run with URL, for every file of sums stored in a trace."""
         self._coverage = Coverage(
             sequences=dict.fromkeys(set.intersection(*(source.covered for source in sources)), False),
             runs=dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False),
         )
         self._condition = ""
-        """Of the steps that the views hold; empty where they hold all."""
+        """SQL condition on `step` that selects the steps in the views; empty if the views hold all steps."""
         self.files: list[ComputedFile] = []
         self._folder: Path | None = None
         for spec in _IN_TABLES:
@@ -80,49 +83,50 @@ class SumTables:
         self._define()
 
     def covers(self, pair: Pair, *, runs: bool = False) -> bool:
-        """Whether the tables hold the sums of every sequence of a pair; `runs`: those of every run."""
+        """Return True if the tables contain the sums of every sequence of a pair or, with `runs`, of every run."""
         return pair in (self._coverage.runs if runs else self._coverage.sequences)
 
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
-        """Whether the sums of a pair were computed here, so that the tables hold none that a trace keeps."""
+        """Return True if the tables contain computed sums of a pair instead of stored ones."""
         return (self._coverage.runs if runs else self._coverage.sequences).get(pair, False)
 
     def begin(self, pair: Pair) -> None:
-        """Forget what was computed of a pair: the tables hold what the traces keep."""
+        """Discard the computed sums of a pair, so that the tables contain the stored ones."""
         self._coverage.sequences.pop(pair, None)
         self._coverage.runs.pop(pair, None)
         self._forget(pair)
         self._define()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Let what was computed serve for every sequence of a pair, or every run, in the place of what traces keep."""
+        """Use the computed sums of a pair, for every sequence or every run, instead of those stored in traces."""
         (self._coverage.runs if runs else self._coverage.sequences)[pair] = True
         self._define()
 
     def narrow(self, condition: str) -> None:
-        """Let the tables hold steps alone for which a condition holds; of whole runs they hold nothing that is kept."""
+        """Limit the tables to the steps selected by a condition; stored sums over whole runs are no longer used."""
         self._condition = condition
         self._coverage.runs.clear()
         self._define()
 
     def distrust(self) -> None:
-        """Let no sums serve that were kept or computed: the views hold other sequences now."""
+        """Stop using stored and computed sums, because the views now contain other sequences."""
         self._coverage = Coverage()
 
     def forget(self) -> None:
-        """Let no sums serve, and forget those that were computed."""
+        """Stop using any sums, and discard the computed ones."""
         self.distrust()
         self._forget()
         self._define()
 
     def kept(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
-        """A query for what the traces of some runs keep of a pair, whether the tables hold it or not."""
+        """Return a query for the sums of a pair stored for some runs, whether or not the tables currently include
+        them."""
         files = [file for *known, file in self._kept if known == [spec.name, pair] and file[0] in runs]
         return rows_of(files, _names(spec))
 
     @contextmanager
     def writing(self, source: Source, spec: Table, pair: Pair) -> Iterator[Callable[[pa.Table], None]]:
-        """Give a function that adds rows to the computed sums of a run; each call's are a row group."""
+        """Yield a function that appends rows to the computed sums of a run; each call writes one row group."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="tim-trace-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -136,7 +140,7 @@ class SumTables:
         self.files.append(ComputedFile(run=source.run, kind=spec.name, pair=pair, path=path, relative=relative))
 
     def define_lookup(self) -> None:
-        """Define the macros that read the tables where they cover a pair, and tokens where they do not."""
+        """Define the macros that read the tables for pairs that they cover, and tokens for other pairs."""
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
         self._connection.raw.execute(
             sql_file("lookup").format(
@@ -148,7 +152,7 @@ class SumTables:
         )
 
     def _forget(self, pair: Pair | None = None) -> None:
-        """Remove what was computed of a pair, or all."""
+        """Discard the computed sums of a pair, or of all pairs if `pair` is None."""
         where = "" if pair is None else f" WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}"
         for spec in _IN_TABLES:
             self._connection.execute(f"DELETE FROM computed_{spec.name}{where}")
@@ -158,7 +162,7 @@ class SumTables:
             file.path.unlink(missing_ok=True)
 
     def _define(self) -> None:
-        """Define the view of each kind: kept sums of pairs that were not computed here, and computed ones."""
+        """Define one view per kind of sums: computed sums, and stored sums of pairs without computed ones."""
         for spec in KINDS.values():
             columns = _names(spec)
             files = [
@@ -167,7 +171,7 @@ class SumTables:
                 if kind == spec.name
                 and not (self.is_computed(pair) or (spec in OF_RUNS and self.is_computed(pair, runs=True)))
             ]
-            if self._condition and spec in OF_RUNS:  # what is kept of a whole run is of all its steps
+            if self._condition and spec in OF_RUNS:  # stored sums over a whole run include all of its steps
                 files = []
             parts = [rows_of(files, columns)] if files else []
             if self._condition:
@@ -180,7 +184,7 @@ class SumTables:
 
 
 def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
-    """The schema of sums of all sealed rows of a trace, which says what they are made of."""
+    """Return the schema for sums of all sealed rows of a trace, with metadata that names the sealed files used."""
     return spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
 
 
@@ -189,5 +193,5 @@ def _names(spec: Table) -> str:
 
 
 def _listed(pairs: Collection[Pair]) -> str:
-    # Of no pair at all the list holds a name that none has: `x IN (NULL)` would be NULL.
+    # Without pairs the list holds a name that no pair has, because `x IN (NULL)` would be NULL.
     return ", ".join(quoted(f"{a} {b}") for a, b in sorted(pairs)) or "''"

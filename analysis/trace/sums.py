@@ -1,4 +1,4 @@
-"""Per-sequence sums of a pair: made from the tokens once, and kept beside the scores."""
+"""Per-sequence sums of a pair of passes: computed once from the tokens, and stored in the trace beside the scores."""
 
 from __future__ import annotations
 
@@ -45,36 +45,37 @@ Write = Callable[[pa.Table], None]
 MISMATCH: Pair = ("train", "rollout")
 
 CHUNK_TOKENS = 32 << 20
-"""Tokens that are worked on at once: their quantiles are taken in memory, 8 bytes each."""
+"""Number of tokens processed at once. Their quantiles are computed in memory, which takes 8 bytes per token."""
 
 CHUNK_SEQUENCES = 1 << 18
-"""Sequences that are worked on at once: their sums take 0.2 KB each."""
+"""Number of sequences processed at once; their sums take 0.2 KB per sequence."""
 
 EXACT_TOKENS = 32 << 20
-"""Tokens to compare of a run, up to which its quantiles are exact unless asked: they fit in memory, as a chunk does."""
+"""Maximum number of compared tokens in a run whose quantiles are exact by default; this many values fit in memory, as
+in a chunk."""
 
 
 Quantiles = tuple[Any, ...]
-"""Run and what the tables of quantiles hold behind the pair."""
+"""A run, and its values for the columns of a quantile table that follow the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkSums:
-    """What the tokens of a range of steps give."""
+    """Results computed from the tokens in a range of steps."""
 
     sums: pa.Table
-    """Of its sequences, in order."""
+    """Per-sequence sums, ordered by step."""
     histograms: pa.Table
-    """Of its steps."""
+    """Histograms of |d|, per step."""
     quantiles: list[Quantiles]
-    """Of its steps, exact ones."""
+    """Exact quantiles of |d|, per step."""
     sizes: list[np.ndarray]
-    """|d| of its tokens, where the quantiles of the run are taken of them; else none."""
+    """Arrays of |d| of all tokens, if the quantiles of the whole run are computed from them; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of steps of one run."""
+    """A range of steps in one run."""
 
     run: str
     first_step: int
@@ -82,22 +83,23 @@ class Chunk:
     num_tokens: int
     num_sequences: int
     is_missing: bool
-    """Whether its sums are computed; else they are kept ones."""
+    """True if the sums of the range have to be computed, False if they are stored in the trace."""
 
     def holds(self, step: int) -> bool:
-        """Whether a step is in the range."""
+        """Return True if the range contains a step."""
         return self.first_step <= step <= self.last_step
 
 
 Unit = tuple[Chunk, ...]
-"""What is worked on at once: a range of steps, or several runs as a whole."""
+"""Work processed at once: one range of steps, or several whole runs."""
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
-    """Make the database's tables of sums hold every sequence of a pair, and return whether anything was computed.
+    """Ensure that the tables of sums contain every sequence of a pair, and return whether anything was computed.
 
-    Only the tokens of steps that lack sums are read, once. `of_run` asks for quantiles over whole runs too: they are exact
-    up to EXACT_TOKENS, for which tokens are read again where the sums of some steps were there before.
+    Only steps without stored sums have their tokens read, once each. `of_run` also requests quantiles over whole runs.
+    These are exact for up to EXACT_TOKENS tokens; if sums were stored for only some steps, exact quantiles require a
+    second reading of the tokens.
     """
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
@@ -118,14 +120,14 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
 
 
 def _add_step_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
-    """Add the statistics of each step, from its sequences' sums."""
+    """Compute the statistics of each step from the sums of its sequences, and add them to the tables."""
     for unit in units:
         groups = f"group_statistics({quoted(pair[0])}, {quoted(pair[1])}, true, {_within(unit)})"
         _insert(database, STEP_STATISTICS, pair, f"SELECT run, step, {', '.join(STATISTICS)} FROM {groups}")
 
 
 def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
-    """Add the statistics of each run, from its sequences' sums."""
+    """Compute the statistics of each run from the sums of its sequences, and add them to the tables."""
     for runs in dict.fromkeys(tuple(chunk.run for chunk in unit) for unit in units):
         values = {"a": quoted(pair[0]), "b": quoted(pair[1]), "runs": _listed(runs)}
         database.connection.execute(sql_file("run_tops").format(**values))
@@ -134,7 +136,8 @@ def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -
 
 
 def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
-    """Add rows of run and the columns behind the pair to what was computed; one thread adds in one order."""
+    """Insert rows, with run and the columns that follow the pair, into a table of computed sums; a single thread adds
+    in a fixed order."""
     connection = database.connection
     connection.execute("SET threads = 1")
     columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
@@ -145,13 +148,13 @@ def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
-    """Write the sums, quantiles and histograms of every step, kept ones and those computed from tokens, in one order.
+    """Write the sums, quantiles and histograms of every step, both stored and newly computed ones, in a fixed order.
 
-    Adding up gives one result then, whatever was kept.
+    The fixed order makes totals identical whichever steps had stored sums.
     """
     database.sums.begin(pair)
     chunks = _marked_chunks(database, pair, steps)
-    # |d| of tokens is taken along where it is of a whole run, and is where the quantiles are made.
+    # |d| is retained only for runs read as a whole, and only in the process that computes the quantiles.
     whole = _whole_runs(chunks) if database.ray is None else set()
     missing = [chunk for chunk in chunks if chunk.is_missing]
     computed_chunks = spread(database, _compute, [(pair, unit, whole) for unit in _units(database, missing)])
@@ -183,7 +186,8 @@ def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Pro
 
 
 def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator[_ChunkSums]:
-    """The sums, histograms and quantiles of ranges of steps, and |d| of the tokens of those runs that want it."""
+    """Yield the sums, histograms and quantiles of each range of steps in a unit, with |d| of all tokens for the
+    requested runs."""
     pair, unit, wants_sizes = asked
     batches: list[pa.RecordBatch] = []
     sizes: dict[str, dict[int, list[np.ndarray]]] = {chunk.run: {} for chunk in unit}
@@ -211,7 +215,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
 
 
 def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
-    """The rows of each of some runs, without its name; those of one lie together."""
+    """Return run -> its rows, without the run column; rows of the same run must be contiguous."""
     found, start = {run: rows.slice(0, 0) for run in runs}, 0
     for counted in rows["run"].value_counts().to_pylist():
         found[counted["values"]] = rows.slice(start, counted["counts"])
@@ -220,27 +224,27 @@ def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
 
 
 def _of_steps(rows: pa.Table, chunk: Chunk) -> pa.Table:
-    """Those of a run's rows, which are in the order of steps, that are of a range."""
+    """Return the rows of a run, ordered by step, that are within a range of steps."""
     steps = rows["step"].to_numpy()
     first, end = np.searchsorted(steps, chunk.first_step), np.searchsorted(steps, chunk.last_step, side="right")
     return rows.slice(first, end - first)
 
 
 def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write_histograms: Write) -> None:
-    """Write what is kept of a range of steps, which stays right."""
+    """Copy the stored sums, histograms and quantiles of a range of steps, which are still valid."""
     connection = database.connection
     a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
     within = f"pass_a = {a} AND pass_b = {b} AND run = {run} AND step BETWEEN {chunk.first_step} AND {chunk.last_step}"
     for spec, write in ((SEQUENCE_SUMS, write_sums), (STEP_HISTOGRAMS, write_histograms)):
         columns = ", ".join(spec.schema.names)
         write(connection.sql(f"SELECT {columns} FROM {spec.name} WHERE {within} ORDER BY ALL").to_arrow_table())
-    # One statement reads the view before it writes.
+    # A single statement reads the whole view before it inserts rows.
     connection.execute(f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT * FROM {STEP_QUANTILES.name} WHERE {within}")
 
 
 @contextmanager
 def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
-    """The name under which queries read these rows meanwhile."""
+    """Yield the table name under which queries can read some rows while the context is open."""
     database.connection.register("new_rows", rows)
     try:
         yield "new_rows"
@@ -256,9 +260,10 @@ def _with_pair(rows: pa.Table, pair: Pair) -> pa.Table:
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Let the quantiles of runs be exact ones, for which the tokens of those that are not are read once more.
+    """Replace approximate quantiles of runs with exact ones, which requires another reading of the tokens of these
+    runs.
 
-    They are not kept: what the trace answers unasked does not depend on what was asked before.
+    Exact quantiles are not stored in the trace, so default results do not depend on earlier requests.
     """
     ensure(database, pair, progress=progress)
     query = "SELECT run FROM run_quantiles WHERE pass_a = ? AND pass_b = ? AND quantile_error > 0 ORDER BY run"
@@ -286,16 +291,17 @@ def _without_pair(spec: Table) -> pa.Schema:
 
 
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
-    """Keep the per-sequence sums of a pair beside the scores, so that statistics need not read tokens.
+    """Store the per-sequence sums of a pair beside the scores, so that statistics need not read tokens.
 
-    Returns whether sums were written: not when they were there, nor while a trace is live or where it is read-only.
+    Returns True if sums were written: they are not if they exist already, while a trace is live, or if it is read-only.
     """
     database = Database(traces)
     return ensure(database, pair, progress=progress) and keep(database, pair)
 
 
 def keep(database: Database, pair: Pair) -> bool:
-    """Write a pair's sums into every trace that is finished and writable, and return whether all of them were."""
+    """Write the sums of a pair into every finished, writable trace, and return True if every trace received its
+    sums."""
     if not database.views.is_whole:
         return False
     kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []
@@ -305,7 +311,7 @@ def keep(database: Database, pair: Pair) -> bool:
 
 
 def _computed_rows(database: Database, spec: Table, pair: Pair) -> dict[str, pa.Table]:
-    """Run -> the rows of a kind that were computed here."""
+    """Return run -> its computed rows in the table of one kind of sums."""
     assert spec not in IN_FILES
     rows = database.connection.sql(
         f"SELECT run, {', '.join(spec.schema.names)} FROM computed_{spec.name} WHERE pass_a = ? AND pass_b = ? ORDER BY ALL",
@@ -331,7 +337,7 @@ def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[s
 
 
 def _place(source: Source, file: ComputedFile) -> None:
-    """Keep a file of sums that was written for a trace."""
+    """Move a file of sums written for a trace to its place in that trace."""
     folder = Path(source.store.root)
     with unnamed_file(folder, SUMS) as temporary:
         shutil.copyfile(file.path, temporary)
@@ -340,7 +346,7 @@ def _place(source: Source, file: ComputedFile) -> None:
 
 
 def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
-    """Keep sums of a pair that are of all sealed rows of a local trace."""
+    """Store sums of a pair that were computed from all sealed rows of a local trace."""
     schema = sums_schema(source, pair, spec)
     folder = Path(source.store.root)
     with unnamed_file(folder, SUMS) as temporary:
@@ -351,13 +357,14 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Remove the sums in whose place better ones lay: what was used until now stays for who reads it just now."""
+    """Remove files of sums that had already been superseded earlier. The files in use until now remain, for processes
+    that are still reading them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 
 
 def _steps(database: Database, run: str | None = None) -> list[Chunk]:
-    """Every step of a run, or of all, which are in the order of the sources."""
+    """Return one chunk per step of a run, or of all runs if `run` is None; runs are in the order of the sources."""
     query = f"""
         SELECT run, step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences
         {"" if run is None else f"WHERE run = {quoted(run)}"} GROUP BY run, step ORDER BY run, step
@@ -371,7 +378,7 @@ def _steps(database: Database, run: str | None = None) -> list[Chunk]:
 
 
 def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> list[Chunk]:
-    """Ranges of all steps, cut where kept sums end or begin."""
+    """Return chunks that cover all steps, split where steps with stored sums alternate with steps without."""
     query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
     missing = {
@@ -396,12 +403,13 @@ def _missing(pair: Pair, chunk: Chunk) -> str:
 
 
 def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
-    """Tokens that are worked on at once, of these."""
+    """Return the number of tokens of these steps to process at once."""
     return unit_tokens(database, CHUNK_TOKENS, sum(step.num_tokens for step in steps))
 
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
-    """Join neighbouring steps of one kind to ranges of about so many tokens or CHUNK_SEQUENCES; a larger step is one alone."""
+    """Yield ranges of neighbouring steps that all have stored sums or all lack them, of up to `most_tokens` tokens and
+    CHUNK_SEQUENCES sequences. A larger step is a range of its own."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         chunk: Chunk | None = None
         for step in of_kind:
@@ -419,7 +427,7 @@ def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
-    """The runs of which every token is read, and fits in memory."""
+    """Return the runs all of whose tokens are to be read and fit in memory."""
     found = set()
     for run, of_run in groupby(chunks, key=lambda chunk: chunk.run):
         parts = list(of_run)
@@ -429,13 +437,14 @@ def _whole_runs(chunks: list[Chunk]) -> set[str]:
 
 
 def run_chunks(database: Database, run: str) -> list[Chunk]:
-    """The steps of a run in ranges that are worked on at once, here or on a cluster."""
+    """Return the steps of a run as ranges that are each processed at once, on this machine or on a cluster."""
     steps = _steps(database, run)
     return list(_joined(steps, _most_tokens(database, steps)))
 
 
 def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
-    """Join neighbouring runs to units of about the size of a chunk; a run of several chunks has a unit for each."""
+    """Return units of work: neighbouring small runs are combined up to the size of a chunk; each chunk of a larger run
+    is a unit."""
     most_tokens, num_chunks = _most_tokens(database, chunks), Counter(chunk.run for chunk in chunks)
     units: list[Unit] = []
     num_tokens = num_sequences = 0
@@ -451,7 +460,8 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """The runs that have none, once those are taken that traces keep and that are of all they hold."""
+    """Return the runs without quantiles of the whole run, after taking over stored quantiles that cover the whole
+    run."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -463,12 +473,12 @@ def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
 
 
 def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str]) -> None:
-    """Let what traces keep of runs be among what was computed here."""
+    """Copy the stored rows of some runs into the table of computed sums."""
     database.connection.execute(f"INSERT INTO computed_{spec.name} {database.sums.kept(spec, pair, runs)}")
 
 
 def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
-    """The exact quantiles of a run from |d| of all of its tokens, which stay in the parts in which they were read."""
+    """Return the exact quantiles of a run from |d| of all its tokens, without concatenating the arrays."""
     histogram = merged(Histogram.of(part) for part in sizes)
     gathered = Gathered(histogram)
     for part in sizes:
@@ -477,7 +487,8 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """The quantiles of a run from the histograms of its steps: exact ones up to EXACT_TOKENS, which reads tokens."""
+    """Return the quantiles of a run: exact for up to EXACT_TOKENS tokens, which reads them again, otherwise from step
+    histograms."""
     histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
         return _read_again(database, pair, run, progress)
@@ -487,7 +498,8 @@ def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress)
 
 
 def _read_again(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """The exact quantiles of a run's tokens: of the bins that hold these the values are read."""
+    """Return the exact quantiles of a run by reading its tokens again and gathering the values in the bins that contain
+    the quantiles."""
     histogram = _histogram_of(database, pair, run)
     if not histogram.num_values:
         return run, 0, *(None for _ in SHARES), 0.0
@@ -502,7 +514,7 @@ def _read_again(database: Database, pair: Pair, run: str, progress: Progress) ->
 
 
 def _gather(database: Database, unit: tuple[Pair, Chunk, Histogram]) -> Iterator[Gathered]:
-    """The values of a range of steps in the bins of the run's quantiles."""
+    """Yield the values from a range of steps that fall in the bins containing the quantiles of the run."""
     pair, chunk, histogram = unit
     gathered = Gathered(histogram)
     for sizes in sizes_read(database.connection, _lists(pair, (chunk,)), _mean_tokens((chunk,))):
@@ -522,7 +534,7 @@ def _histogram_of(database: Database, pair: Pair, run: str) -> Histogram:
 
 
 def _put_run_quantiles(database: Database, pair: Pair, rows: Sequence[Quantiles]) -> None:
-    """Let these be the quantiles of their runs; none where one has no token."""
+    """Replace the quantiles of some runs; a run without tokens gets none."""
     where = f"pass_a = ? AND pass_b = ? AND run IN {_listed(run for run, *_ in rows)}"
     database.connection.execute(f"DELETE FROM computed_{RUN_QUANTILES.name} WHERE {where}", [*pair])
     _put(database, RUN_QUANTILES, pair, [row for row in rows if row[1]])
@@ -540,7 +552,7 @@ def _lists(pair: Pair, unit: Unit) -> str:
 
 
 def _within(unit: Unit) -> str:
-    """The runs and the range of steps of a unit, as arguments of a macro."""
+    """Return the runs of a unit and its first and last step, as arguments for an SQL macro."""
     first, last = min(chunk.first_step for chunk in unit), max(chunk.last_step for chunk in unit)
     return f"{_listed(chunk.run for chunk in unit)}, {first}, {last}"
 
@@ -550,7 +562,7 @@ def _listed(runs: Iterable[str]) -> str:
 
 
 def _mean_tokens(unit: Unit) -> float:
-    """Tokens of a sequence."""
+    """Return the mean number of tokens per sequence in a unit."""
     return sum(chunk.num_tokens for chunk in unit) / max(sum(chunk.num_sequences for chunk in unit), 1)
 
 

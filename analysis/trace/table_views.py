@@ -1,4 +1,4 @@
-"""The tables of traces as views: which files, journals, steps and sequences a query reads."""
+"""Define the tables of traces as views, and choose the files, journals, steps and sequences that a query reads."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _PASSES_OF_SCORES = """
 
 
 class TableViews:
-    """Views of the tables of several traces, narrowed to the steps and sequences that are asked for."""
+    """Views of the tables of several traces, limited to the requested steps and sequences."""
 
     def __init__(self, connection: Connection, sources: Sequence[Source], files: TraceFiles):
         self._connection, self._sources, self._files = connection, sources, files
         self.large = LargeTables(connection.raw, files)
         self.is_whole = True
-        """Whether the views hold every sequence."""
+        """True if the views contain every sequence."""
         self._leaves_out = False
         for table in TABLES:
             self._define(TABLE_SPECS[table])
@@ -57,18 +57,20 @@ class TableViews:
         connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
 
     def add_file(self, source: Source, relative: str, file: VerifiedFile) -> RunFile:
-        """Let queries read a file of a trace, and return the name under which they do."""
+        """Register a file of a trace for queries, and return its run and the URL under which queries read it."""
         return source.run, self._files.add(f"{run_folder(source.run)}/{relative}", file)
 
     def choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
-        """Let a query read the files of large tables that it needs; what is returned lets it read them again."""
+        """Select the files of large tables that a query has to read, and return a function that selects the same files
+        again."""
         choice = self.large.choose(query, parameters)
         return lambda: None if choice is None else self.large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
-        """Narrow sequences, scores, logged values and contracts to some steps; return those of each run, and a condition that holds for them.
+        """Limit sequences, scores, logged values and contracts to the requested steps. Return the selected steps per
+        run, and an SQL condition that selects them.
 
-        Hyperparameters stay, which hold from the step that they were recorded at.
+        Hyperparameters of earlier steps remain, as they stay in effect until they are recorded again.
         """
         several = len(self._sources) > 1
         recorded = self._recorded_steps(steps)
@@ -87,13 +89,13 @@ class TableViews:
         return kept_steps, condition
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Narrow sequences and scores to these steps; what was logged stays."""
+        """Limit sequences and scores to some steps; logged values of all steps remain."""
         for name in ("sequences", "scores"):
             self._narrow(name, step_condition(steps))
         self.is_whole = False
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Leave these sequences out, given by run, step and seq_id, and no others that were left out before."""
+        """Exclude sequences, given by run, step and seq_id. A further call replaces the excluded sequences."""
         self._connection.register("left_out", sequences)
         if not self._leaves_out:
             for name in ("sequences", "scores"):
@@ -125,8 +127,8 @@ class TableViews:
         define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
-        """Columns of a table as they are read from files that lack some of them."""
-        # DuckDB itself says what it calls the types of Arrow's columns.
+        """Return the SQL for the columns of a table when reading files that lack some of them."""
+        # DuckDB maps the Arrow types to its own type names.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(
             f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
@@ -134,7 +136,8 @@ class TableViews:
         )
 
     def _add_large(self, index: int, source: Source, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
-        """Name of a view over many files, which reads those that a query needs."""
+        """Define a view over many files, of which each query reads only the ones it needs, and return the name of the
+        view."""
         lacking = entries[0].lacking
         view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
         schema = pa.schema([field for field in spec.schema if field.name not in lacking])
@@ -142,7 +145,7 @@ class TableViews:
         return view
 
     def _newest(self, parts: list[str]) -> list[str]:
-        """Rows of the newest attempt at training each step, where a run resumed."""
+        """Return a query for the rows of the newest training attempt at each step, for runs that were resumed."""
         if not parts or not any(source.newest for source in self._sources):
             return parts
         rows = [(source.run, *newest) for source in self._sources for newest in source.newest.items()]
@@ -155,7 +158,7 @@ class TableViews:
         ]
 
     def _recorded_steps(self, steps: str) -> dict[str, list[int]]:
-        """Run -> its recorded steps; only those of the range that a text names, where it names one."""
+        """Return run -> its recorded steps, limited to the requested range if `steps` specifies one."""
         within = named_range(steps)
         if within is not None:
             first, last = within
@@ -177,26 +180,27 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Condition on `step` that holds for these alone, of `recorded` ones where these are known.
+    """Return an SQL condition on `step` that selects exactly these steps; it may be shorter if the `recorded` steps are
+    given.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'
     >>> step_condition([3, 6])
     'step BETWEEN 3 AND 6 AND step IN (3, 6)'
     """
-    if isinstance(steps, range):  # of timestamps it may be too long to go through
+    if isinstance(steps, range):  # a range of timestamps may be too long to enumerate
         return f"step BETWEEN {steps.start} AND {steps.stop - 1}" if steps else "false"
     if not len(steps):
         return "false"
     first, last = min(steps), max(steps)
-    # The range lets DuckDB pass over row groups, which it does not for a long list.
+    # DuckDB can skip row groups outside a range, but not outside a long list.
     within = f"step BETWEEN {first} AND {last}"
     num_known = last + 1 - first if recorded is None else sum(first <= step <= last for step in recorded)
     return within if num_known == len(set(steps)) else f"{within} AND step IN ({', '.join(map(str, steps))})"
 
 
 def define_view(connection: Connection, name: str, parts: list[str], columns: str, schema: pa.Schema) -> None:
-    """Define a view of the rows of several queries; without any of them it has no rows."""
+    """Define a view that combines the rows of several queries; without queries the view is empty."""
     if not parts:
         connection.register(f"empty_{name}", no_rows(schema))
         parts = [f"SELECT NULL::VARCHAR AS run, {columns} FROM empty_{name}"]
@@ -204,15 +208,17 @@ def define_view(connection: Connection, name: str, parts: list[str], columns: st
 
 
 def no_rows(schema: pa.Schema) -> pa.Table:
-    """A table without rows; `empty_table` imports pandas, which takes a third of a second."""
+    """Return a table without rows. pyarrow's `empty_table` is avoided because it imports pandas, which takes 0.3
+    seconds."""
     return pa.Table.from_batches([], schema)
 
 
 def rows_of(files: Sequence[RunFile], columns: str) -> str:
-    """A query for columns of files and the run of each; files of several runs are one scan, with one plan."""
+    """Return a query for some columns of several files, and the run that each row belongs to. All files are read in a
+    single scan."""
     urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
     if len(runs) == 1:
         return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"
-    # DuckDB reads the name of the run from that of its folder, and opens no file of a run that a query leaves out.
+    # DuckDB takes the run from the folder name, and opens no file of a run excluded by a query.
     parsed = f"hive_partitioning = true, hive_types = {{'{RUN_OF_FOLDER}': VARCHAR}}"
     return f"SELECT substr({RUN_OF_FOLDER}, 2) AS run, {columns} FROM read_parquet({urls}, {parsed})"

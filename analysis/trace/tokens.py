@@ -1,4 +1,4 @@
-"""The one reader of tokens: sequences joined with their scores under some passes, as batches of rows or of flat arrays."""
+"""Read tokens: sequences joined with their scores under one or more passes, as batches of rows or as flat arrays."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _EMPTY = {"mask": "[]::BOOLEAN[]", "advantages": "[]::FLOAT[]"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRows:
-    """Rows of scores that are read beside a sequence."""
+    """Scores of one pass to read with each sequence."""
 
     name: str
     iteration: int | None = 0
-    """None: every inner iteration, a row each."""
+    """The inner iteration to read; None reads all of them, one row each."""
     scored: bool = True
-    """Whether the row needs logprobs; else the list may be empty."""
+    """True if the row must have logprobs; if False, the list of logprobs may be empty."""
     optional: bool = False
-    """Whether a sequence without such a row is read, too; its list is empty then."""
+    """True if sequences without scores of the pass are read as well, with an empty list of logprobs."""
     logprobs: bool = True
-    """Whether the logprobs themselves are read."""
+    """True if the logprobs are read."""
 
 
 def token_query(
@@ -36,15 +36,16 @@ def token_query(
     keys: str = "", lists: Sequence[str] = (), entropy: Sequence[str] = (), of_sequences: bool = False, where: str = "",
     order: str = "",
 ) -> str:  # fmt: skip
-    """SQL of one row a sequence; `tokens_of_rows` reads its lists.
+    """Return an SQL query with one row per sequence; `tokens_of_rows` converts its rows to tokens.
 
-    It has the logprobs of every pass under the pass's key in `passes`; `rows`, which are expressions over `s`, the
-    sequence, and the keys of passes; the `lists` mask and advantages, and the advantage; and the `entropy` of the first of
-    these passes that has one.
+    The columns are the logprobs of every pass, named by the keys of `passes`; the expressions in `rows`, which may use
+    `s` (the sequence) and the keys of `passes`; the `lists` mask and advantages, with the advantage per sequence; and
+    `entropy`, from the first of the named passes that has one.
 
-    Only sequences with a row of every pass that is not optional are read, of one run and some steps: a range is taken as a
-    whole. The table of sequences itself is read only where a list of it is asked for, or with `of_sequences`: its keys
-    cost a third of the time. `keys` is a condition on step and seq_id of every table, `where` one on the joined row.
+    Only sequences with a score under every non-optional pass are read, optionally of one run and some steps; a range of
+    steps includes every step within it. The table `sequences` is joined only if `lists` or `of_sequences` requires it,
+    as the join takes a third of the time. `keys` is a condition on step and seq_id applied to every table; `where` is a
+    condition on the joined row.
     """
     within = _within(run, steps, keys)
     columns = [*rows, *(_list(name, scored) for name, scored in passes.items() if scored.logprobs)]
@@ -72,7 +73,7 @@ def token_query(
 
 
 def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str], *, optional: Sequence[str] = ()) -> Tokens:
-    """Tokens of rows of `token_query`; those of `passes` are needed, `optional` ones not."""
+    """Return the tokens from rows of `token_query`; every pass in `passes` is required, those in `optional` are not."""
     names = rows.schema.names
 
     def column(name: str) -> object:
@@ -105,15 +106,15 @@ def _within(run: str | None, steps: Sequence[int] | None, keys: str) -> str:
 
 
 CHUNK_TOKENS = 32 << 20
-"""Tokens that are joined at once."""
+"""Maximum number of tokens joined at once."""
 
 CHUNK_STEPS = 1024
-"""Steps that are joined at once."""
+"""Maximum number of steps joined at once."""
 
 
 @cached
 def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]:
-    """Step -> response tokens, in order, of a run; of all runs where none is named."""
+    """Return step -> number of response tokens, ordered by step, in one run, or in all runs if `run` is None."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE $run IS NULL OR run = $run
         GROUP BY step ORDER BY step
@@ -122,7 +123,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 
 
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
-    """Ranges of steps that fit in memory, in order; a larger step is one alone.
+    """Yield ranges of steps whose tokens fit in memory, in order; a step that exceeds the limit is a range of its own.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]
@@ -140,7 +141,7 @@ def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> l
 
 
 def evenly_spaced(steps: Sequence[int], most: int) -> list[int]:
-    """Up to `most` evenly spaced steps, endpoints included; of one the first.
+    """Return up to `most` evenly spaced steps, including both endpoints; if `most` is 1, only the first.
 
     >>> evenly_spaced([1, 2, 3, 4, 5], 3)
     [1, 3, 5]
@@ -152,7 +153,7 @@ def evenly_spaced(steps: Sequence[int], most: int) -> list[int]:
 
 
 def evenly_within(steps: Sequence[int], most: int) -> list[int]:
-    """Up to `most` evenly spaced steps, endpoints included; of one the middle.
+    """Return up to `most` evenly spaced steps, including both endpoints; if `most` is 1, only the middle one.
 
     >>> evenly_within([1, 2, 3, 4, 5], 1)
     [3]
@@ -161,7 +162,8 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Up to `most` steps in evenly spaced pairs of neighbours, so that each can be compared with the next.
+    """Return up to `most` steps as evenly spaced pairs of neighbouring steps, so that each step can be compared with
+    the next.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]
@@ -174,7 +176,7 @@ def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
 
 
 def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) -> set[int]:
-    """Steps that fit in `max_tokens`, in order; at least one.
+    """Return steps, taken in the given order, whose tokens fit in `max_tokens`; at least one step.
 
     >>> fitting([3, 1, 2], {1: 5, 2: 1, 3: 4}, 6)
     {2, 3}
@@ -189,7 +191,7 @@ def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) ->
 
 
 def notable_first(steps: Sequence[int], notable: Sequence[int], most: int) -> tuple[list[int], list[int]]:
-    """Up to `most` steps: the notable ones among them, and others evenly spaced.
+    """Return up to `most` steps, as two lists: the notable steps, and evenly spaced other steps.
 
     >>> notable_first([1, 2, 3, 4, 5], [4, 9], 3)
     ([4], [1, 5])
