@@ -118,8 +118,7 @@ class TensorFile:
             self._held = dict(self._safetensors())
         else:
             value = read_pickled(self.path)
-            if isinstance(value, dict) and isinstance(value.get("meta"), dict) and "value" in value:  # as written by SGLang's
-            dumper
+            if isinstance(value, dict) and isinstance(value.get("meta"), dict) and "value" in value:  # SGLang's dumper
                 value = value["value"]
             self._held = dict(_tensors(value))
 

@@ -125,8 +125,7 @@ class Watcher:
         times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
         if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
             times.append(newest)
-        return max(0.0, time.time() - max(times)) if times else None  # the clocks of this machine and the recording machine
-        may differ
+        return max(0.0, time.time() - max(times)) if times else None  # clocks of two machines may differ
 
     def _rate(self, source: Source, steps: list[int]) -> tuple[float | None, str]:
         """Return the training rate in steps per minute, and the source of the figure."""
