@@ -351,7 +351,7 @@ def _arm_options(command: Any) -> Any:
 
 
 def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the value of --ray. If the value is the path of a trace, the error explains that --ray takes an address."""
+    """Return the value of --ray. Raises InvalidOption, with a hint, if the value is not an address."""
     from .tracer.cluster import check_address
 
     if value is not None:

@@ -97,8 +97,7 @@ def dash(place: int, *, is_side: bool = False) -> Any:
 
 def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
     """Label an axis, whose limits are already set, with plain numbers. A logarithmic axis has ticks at powers of ten if its
-    range
-    includes enough of them."""
+    range includes enough of them."""
     low, high = sorted(axis.get_view_interval())
     decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
     if decades < 0.6:
