@@ -1,8 +1,7 @@
 """Decode token ids with the tokenizer in the trace.
 
 Only the tokenizer's vocabulary is read, as data. The tokenizer is never built, so untrusted regular expressions and
-normalizers never
-run.
+normalizers never run.
 """
 
 from __future__ import annotations
