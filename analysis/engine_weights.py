@@ -80,7 +80,7 @@ class EngineTensor:
     cast: str | None
     """Intermediate dtype through which the trainer's tensor was cast on the way to the engine; None if not cast."""
     is_loaded: bool
-    """True if the engine holds the tensor it last received."""
+    """True if the engine holds the tensor that was last sent to the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class EngineFault:
     given_version: int | None
     """The version at which the engine last received the tensor; None if never."""
     is_loaded: bool
-    """True if the engine holds the tensor it last received."""
+    """True if the engine holds the tensor that was last sent to the engine."""
     num_tensors: int
     """Number of differing tensors at the version of the fault."""
     of_tensors: int

@@ -123,7 +123,7 @@ class TensorFile:
             self._held = dict(_tensors(value))
 
     def _safetensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
-        """Yield each tensor's name with its dtype, shape, and first and last byte offsets in the file."""
+        """Yield each tensor's name with its dtype, its shape, and the start and end of its bytes in the file."""
         total = self.path.stat().st_size
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
