@@ -85,7 +85,7 @@ class _Failure(click.ClickException):
     """A TimTraceError as a click exception."""
 
     def __init__(self, error: TimTraceError, options: Collection[str]):
-        """`options` are the command's options."""
+        """Create the error as shown to the user; `options` are the options of the command that failed."""
         flag = "" if error.option is None else "--" + error.option.replace("_", "-")
         super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
@@ -126,7 +126,8 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Release objects held by an error's frames: a DuckDB connection that outlives the interpreter complains on stderr."""
+    """Release objects held by an error's stack frames, since a DuckDB connection still open at interpreter exit prints an
+    error."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -331,7 +332,7 @@ _allow_kernel = click.option(
 
 
 def _by(*values: str, help: str = "What a row stands for.") -> Callable[[Any], Any]:
-    """`--by`, whose first value is its default."""
+    """Return the option `--by`; the first of `values` is the default."""
     return click.option("--by", default=values[0], type=click.Choice(values), help=help)
 
 
@@ -350,7 +351,7 @@ def _arm_options(command: Any) -> Any:
 
 
 def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the value of --ray; the error explains if it swallowed the path of a trace."""
+    """Return the value of --ray. Raises InvalidOption, with a hint, if the value is not an address."""
     from .tracer.cluster import check_address
 
     if value is not None:
@@ -1136,7 +1137,7 @@ _FOR_DUMPS = frozenset({"from_dumps", "by", "limit", "as_json", "as_csv", "is_wi
 
 
 def _given(*names: str) -> set[str]:
-    """Return the options given on the command line, among these names or all."""
+    """Return the options given on the command line, limited to `names` unless empty."""
     context = click.get_current_context()
     known = {parameter.name for parameter in context.command.params if isinstance(parameter, click.Option)}
     return {
@@ -1147,7 +1148,7 @@ def _given(*names: str) -> set[str]:
 
 
 def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: int, form: _Form) -> None:
-    """`locate --from-dumps`. Exit code 1: rounding does not explain everything."""
+    """Answer `locate --from-dumps`. Exit with code 1 if rounding does not explain every difference."""
     from dataclasses import asdict
 
     from .analysis.dumps.compare import dumps_rows, locate_dumps
@@ -1456,7 +1457,8 @@ def _one_line(sentence: str) -> str:
 
 
 def _told(error: TimTraceError, text: str) -> str:
-    """Return an error as one line; DuckDB's query errors keep their lines, indented after the first."""
+    """Return an error as one line of text. DuckDB's query errors keep their line breaks, with lines after the first
+    indented."""
     first, *others = text[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [text]
     return "\n  ".join([_one_line(first), *map(_one_line, others)])
 
@@ -1471,7 +1473,7 @@ def _stderr() -> TextIO:
 
 @contextmanager
 def _library_output_held_back() -> Iterator[None]:
-    """Suppress terminal output of libraries, but not our progress and warnings."""
+    """Suppress terminal output from libraries, but not the progress and warnings of tim-trace."""
     from .replay.library_output import library_output_held_back
 
     with library_output_held_back() as stream:
@@ -1571,7 +1573,7 @@ def _sampled(sample: Sample) -> str:
 
 
 def _attached(trace: str, found: Any) -> str:
-    """Return what was attached, and the next command."""
+    """Return a text that states what was attached, and the next command."""
     tokenizer = " and its tokenizer" if found.has_tokenizer else ""
     return (
         f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} of {found.folder} as version "

@@ -14,7 +14,7 @@ class Advice(str):
     command: str
     """Shell command; empty if no command applies."""
     remark: str
-    """Purpose of the command, or what to do if no command applies; empty if the command is self-explanatory."""
+    """Purpose of the command; if no command applies, advice on what to do; empty if the command is self-explanatory."""
 
     def __new__(cls, command: str = "", remark: str = "") -> Advice:
         made = super().__new__(cls, f"{command}  # {remark}" if command and remark else command or remark)
@@ -26,4 +26,4 @@ class Advice(str):
 
 
 NOTHING = Advice()
-"""No next step."""
+"""Advice for the case that there is no next step."""

@@ -1,4 +1,4 @@
-"""Merge the many files of a trace into few: fewer to open, and each step in one place."""
+"""Merge the many files in a trace into a few, so that readers open fewer files and each step is stored in one place."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ COLUMNS = ("table", "files_before", "files_after", "bytes_before", "bytes_after"
 FILE_SIZE = "512MB"
 
 _Sums = dict[tuple[str, Pair], pa.Table]
-"""(kind, pair) -> the stored sums."""
+"""(kind of sums, pair of passes) -> table of stored sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compaction(Result):
-    """The result of a compaction."""
+    """The result of compacting a trace."""
 
     _text = "tim_trace.analysis.compact:compaction_text"
 
     trace: str
-    """Folder or URL of the merged files."""
+    """Folder or URL of the compacted trace."""
     tables: Rows
-    """One row per table: files and bytes before and after, and files left alone (of open steps, of replays, or already large)."""
+    """One row per table: files and bytes before and after, and the number of files left unchanged because they hold open steps
+    or replays, or are already large."""
 
     @property
     def has_changed(self) -> bool:
-        """True if anything was merged."""
+        """Return True if any files were merged."""
         return any(row[1] for row in self.tables.rows)
 
 
@@ -85,7 +86,7 @@ def compact(
 
 
 def _kept_sums(trace: str) -> _Sums:
-    """Read the sums over all sealed rows, which stay valid after merging."""
+    """Read the stored sums that cover all sealed rows. Such sums stay valid after merging."""
     try:
         source = open_source(trace)
         return {
@@ -99,7 +100,7 @@ def _kept_sums(trace: str) -> _Sums:
 
 
 def _keep_sums(trace: str, sums: _Sums) -> None:
-    """Write sums for the merged rows, and an index of the new files."""
+    """Write the sums back for the merged rows, and index the new files."""
     try:
         source = open_source(trace)
         if source.is_live:

@@ -1,4 +1,4 @@
-"""Corrections of off-policy tokens: weights of ratios, and rejection of sequences."""
+"""Corrections for off-policy tokens: weights computed from ratios, and rejection of sequences."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ _INFINITY = math.inf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """A rule: weights from token or sequence ratios, and bounds that reject sequences.
+    """A correction rule: weights computed from token or sequence ratios, and bounds that reject sequences.
 
-    d = logprob(a) - logprob(b). The ratio is rho = exp(d) of a token, or exp(sum of d) of a sequence. All bounds are on d or
+    d = logprob(a) - logprob(b). The ratio is rho = exp(d) for a token, and exp(sum of d) for a sequence. All bounds are on d or
     rho; bounds that a framework puts on the inverse ratio are converted.
     """
 
     name: str
     rule: str
-    """Weight and bounds as the source writes them."""
+    """The rule's weight and bounds, in the notation of the publication or framework that defines the rule."""
     bound_on: str
-    """The ratio that the source bounds: a/b or b/a; empty without bounds."""
+    """Direction of the ratio that the rule's definition bounds: a/b or b/a; empty if the rule has no bounds."""
     kept: str
-    """Condition for keeping a token or sequence, in terms of rho = exp(d)."""
+    """Condition under which a token or sequence is kept, in terms of rho = exp(d)."""
     level: str = "none"
-    """Level of the weight's ratio: `token`, `sequence`, or `none` for a weight of 1."""
+    """Level at which the ratio for the weight is computed: `token`, `sequence`, or `none` for a constant weight of 1."""
     low: float = 0.0
-    """Ratios below it get a weight of 0."""
+    """Lower bound on the ratio; ratios below the bound get a weight of 0."""
     high: float = _INFINITY
-    """Ratios above it get `high` if the rule truncates, else 0."""
+    """Upper bound on the ratio; the weight for a larger ratio is `high` if the rule truncates, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
-    """Minimum sum of d of a kept sequence, nats; d clamped to +-20 nats."""
+    """Minimum sum of d for a sequence to be kept, nats; each d is clamped to +-20 nats."""
     sum_high: float = _INFINITY
     mean_low: float = -_INFINITY
-    """Minimum mean of d of a kept sequence, nats."""
+    """Minimum mean of d for a sequence to be kept, nats."""
     mean_high: float = _INFINITY
     k3_high: float = _INFINITY
-    """Maximum mean of exp(d) - 1 - d of a kept sequence, nats."""
+    """Maximum mean of exp(d) - 1 - d for a sequence to be kept, nats."""
     k2_high: float = _INFINITY
-    """Maximum d^2 / 2 of any token of a kept sequence, nats."""
+    """Maximum d^2 / 2 at any token for a sequence to be kept, nats."""
     token_low: float = 0.0
-    """Minimum ratio of any token of a kept sequence."""
+    """Minimum ratio at any token for a sequence to be kept."""
 
     @property
     def has_bounds(self) -> bool:
-        """True if the published bounds for a truncated sequence ratio apply to this rule."""
+        """Return True if the published bounds for a truncated sequence ratio apply to the rule."""
         neutral = Correction(
             name=self.name, rule=self.rule, bound_on=self.bound_on, kept=self.kept,
             level="sequence", high=self.high, truncates=True,
@@ -72,7 +72,8 @@ def published(
     geometric: tuple[float, float] = (0.999, 1.002),
     veto: float = 1e-4,
 ) -> list[Correction]:
-    """Return the published corrections, by default at their published thresholds; verl's presets keep verl's."""
+    """Return the published corrections, by default with their published thresholds. Presets from verl always use verl's
+    thresholds."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [
@@ -109,7 +110,7 @@ def published(
 
 
 def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], zones: str | None = None) -> None:
-    """Define the correction macros for these rules; `zones` is a query of zones already read."""
+    """Define the correction macros for some rules. `zones` is a query that returns zones already read."""
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]
     values: list[dict[str, Any]] = [
@@ -136,14 +137,15 @@ MACROS = MacroFile(
 
 
 def token_bounds(rules: Iterable[Correction]) -> Bounds:
-    """Return the lower and upper token bounds of all rules, ascending; they divide ratios into zones."""
+    """Return the lower and the upper token bounds from all rules, each ascending. The bounds divide ratios into zones."""
     of_tokens = [rule for rule in rules if rule.level == "token"]
     lows = {rule.low for rule in of_tokens if math.isfinite(rule.low)}
     return tuple(sorted(lows)), tuple(sorted({rule.high for rule in of_tokens if math.isfinite(rule.high)}))
 
 
 def _sequence_class(rules: list[Correction]) -> str:
-    """Return SQL that encodes, as one number, how many of the rules' bounds each sequence statistic exceeds."""
+    """Return an SQL expression for one number that encodes how many of the rules' bounds each statistic of a sequence
+    exceeds."""
     weighed = [rule for rule in rules if rule.level == "sequence"]
     bounds: dict[str, tuple[list[float], list[float]]] = {
         "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),
@@ -160,7 +162,7 @@ def _sequence_class(rules: list[Correction]) -> str:
 
 
 def _passed(value: str, lows: list[float], highs: list[float]) -> str:
-    """Return SQL that counts the lower bounds a value reaches and the upper bounds it exceeds."""
+    """Return an SQL expression that counts the lower bounds reached by a value and the upper bounds exceeded by the value."""
     passed = [f"({value} >= {low!r}::DOUBLE)::INTEGER" for low in sorted(set(lows)) if math.isfinite(low)]
     passed += [f"({value} > {high!r}::DOUBLE)::INTEGER" for high in sorted(set(highs)) if math.isfinite(high)]
     return " + ".join(passed) or "0"
@@ -181,7 +183,7 @@ def _sequence_tis(name: str, threshold: float, ratio: str) -> Correction:
 
 
 def _masked(name: str, weight: str, kept: str, ratio: str, **bounds: Any) -> Correction:
-    """Return a rule whose weight is 0 unless the bounds, written in `kept`, hold."""
+    """Return a rule with a weight of 0 for tokens or sequences outside the bounds; `kept` is the condition as text."""
     return Correction(name=name, rule=f"w = {weight} where {kept}, else 0", bound_on=ratio, kept=kept, **bounds)
 
 
@@ -198,7 +200,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """Return the presets of verl 0.9.0's RolloutCorrectionConfig; its k1 = -d bounds the inverse ratio."""
+    """Return the presets in verl 0.9.0's RolloutCorrectionConfig. Bounds on k1 = -d there are bounds on the inverse ratio."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

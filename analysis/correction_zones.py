@@ -1,8 +1,10 @@
-"""Group tokens by zone, the interval between rules' bounds that contains their ratio; corrections need nothing else.
+"""Group tokens by zone: the interval, between neighbouring bounds of the rules, that contains a token's ratio. All corrections
+are computed from these groups.
 
-A sequence's sums depend on its own tokens only, so they are bitwise the same in any batch.
+A sequence's sums depend on no other sequence's tokens, so they are bitwise identical in any batch.
 
-Shapes: T concatenated tokens of several sequences; G groups of a sequence's tokens by advantage sign and zone.
+Shapes: T concatenated tokens of several sequences; G groups, each with the tokens in one sequence that have the same advantage
+sign and zone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .trace.pair_sums import expm1_minus
 from .trace.ragged import Tokens, blocks, tokens_of
 
 FUNCTION = "correction_zones_of"
-"""Name of the SQL function."""
+"""Name of the SQL function that returns the groups."""
 
 KEYS = ("step", "seq_id", "iteration_a", "iteration_b")
 TYPES = {
@@ -29,21 +31,21 @@ TYPES = {
     "sum_ratio": "DOUBLE", "sum_ratio2": "DOUBLE", "sum_abs_growth": "DOUBLE", "sum_abs_advantage": "DOUBLE", "sum_d": "DOUBLE",
     "sum_c": "DOUBLE", "sum_k3": "DOUBLE", "max_k2": "DOUBLE", "min_ratio": "DOUBLE",
 }  # fmt: skip
-"""Columns of a group -> SQL type; see corrections.sql."""
+"""Column that describes a group -> SQL type; see corrections.sql."""
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
-"""Clamp of exponents, nats, as in verl: exp(20) is 4.9e8."""
+"""Limit to which exponents are clamped, nats, as in verl; exp(20) is 4.9e8."""
 _SIGNS = 4
-"""Number of advantage classes: below 0, 0, above 0, not finite or missing."""
+"""Number of classes of advantages: negative, zero, positive, and not finite or missing."""
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
-"""(lower, upper) token bounds of all rules."""
+"""(lower bounds, upper bounds) on token ratios, from all rules."""
 
 
 def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
     """Register `correction_zones_of(a, b, mask, advantage, advantages)`, which returns a list of groups per sequence."""
-    with suppress(duckdb.InvalidInputException):  # not registered yet
+    with suppress(duckdb.InvalidInputException):  # the function is not registered yet
         connection.remove_function(FUNCTION)
     connection.create_function(
         FUNCTION, partial(_of_lists, bounds), ["FLOAT[]", "FLOAT[]", "BOOLEAN[]", "DOUBLE", "FLOAT[]"],
@@ -52,7 +54,7 @@ def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
 
 
 def zones_of_rows(bounds: Bounds, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the keys and groups for rows of `correction_lists`."""
+    """Return the key of each sequence and its groups, for rows of the macro `correction_lists`."""
     names = ("logprobs_a", "logprobs_b", "mask", "advantage", "advantages")
     row_G, columns = _groups(bounds, *(rows.column(name) for name in names))
     keys = [rows.column(name).take(pa.array(row_G)) for name in KEYS]
@@ -68,7 +70,7 @@ def _of_lists(bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advanta
 def _groups(
     bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advantages: Any
 ) -> tuple[np.ndarray, list[pa.Array]]:
-    """Return the [G] sequence index, ascending, and the columns of TYPES."""
+    """Return the index of each group's sequence, [G], ascending, and the columns in TYPES."""
     one = advantage.combine_chunks() if isinstance(advantage, pa.ChunkedArray) else advantage
     tokens = tokens_of({"a": a, "b": b}, mask=mask, advantage=one.fill_null(np.nan), advantages=advantages)
     kept = tokens.where(tokens.counted_T)
@@ -93,7 +95,8 @@ def _groups(
 
 
 def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
-    """Return the [G] sequence index in a block, and name in TYPES -> [G], NaN for NULL."""
+    """Return the index within the block of each group's sequence, [G], and a mapping from column name in TYPES to values, [G],
+    with NaN for NULL."""
     a_T, b_T, row_T = tokens.logprobs["a"], tokens.logprobs["b"], tokens.sequence_T
     assert tokens.advantage_N is not None
     own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T
@@ -105,7 +108,7 @@ def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Arr
     num_zones = len(lows) + len(highs) + 1
     zone_T = np.searchsorted(lows, ratio_T, "right") + np.searchsorted(highs, ratio_T, "left")
     sign_T = np.where(np.isfinite(own_T), np.sign(own_T), 2).astype(np.int64) + 1
-    # Tokens that are not finite form an extra group after the zones.
+    # Tokens without a finite ratio form an extra group after the zones.
     cell_T = (row_T * _SIGNS + sign_T) * (num_zones + 1) + np.where(finite_T, zone_T, num_zones)
     cells, group_T, num_G = np.unique(cell_T, return_inverse=True, return_counts=True)
     row_G, sign_G, zone_G = (
@@ -119,7 +122,7 @@ def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Arr
     def total(values_T: Array) -> Array:
         return np.where(inside_G, np.bincount(group_T, values_T, len(cells)), np.nan)
 
-    # Values over the whole sequence, shared by its groups; any ratio of a zone represents it.
+    # Values over the whole sequence are repeated in each of the sequence's groups. Any ratio within a zone may represent it.
     starts_N = tokens.starts_N
     max_k2_N = np.maximum.reduceat(np.where(finite_T, c_T * c_T / 2, -np.inf), starts_N)
     min_ratio_N = np.minimum.reduceat(np.where(finite_T, ratio_T, np.inf), starts_N)

@@ -1,4 +1,4 @@
-"""Apply corrections to a recorded run, counterfactually."""
+"""Compute what corrections would have done to a recorded run."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _rules(
 
 
 def _bounds(option: str, text: str) -> tuple[float, float]:
-    """Parse `low_high`."""
+    """Parse a text `low_high` as two bounds."""
     low, _, high = text.partition("_")
     try:
         bounds = float(low), float(high)
@@ -112,7 +112,7 @@ def _bounds(option: str, text: str) -> tuple[float, float]:
 
 @contextmanager
 def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], progress: Progress) -> Iterator[None]:
-    """Read every token of a pair once, here or on a cluster; inside the context the correction macros use the result."""
+    """Read all tokens of a pair once, in this process or on a cluster. Within the context, correction macros use the result."""
     connection = database.connection
     bounds = token_bounds(rules)
     chunks = [chunk for source in database.sources for chunk in run_chunks(database, source.run)]
@@ -147,7 +147,7 @@ def _no_zones() -> str:
 
 
 def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[pa.Table]:
-    """Yield the groups of some steps' sequences, numbered from 1."""
+    """Yield the groups for the sequences in some steps; sequences are numbered from 1."""
     pair, chunk, bounds = unit
     a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
     query = f"SELECT * FROM correction_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})"
@@ -163,7 +163,7 @@ def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[
 
 
 def _warn_of_advantages(database: Database) -> None:
-    """Warn which columns are NULL or partial because advantages are missing."""
+    """Warn that columns are NULL or partial if advantages are missing."""
     query = "SELECT count(*), count(*) FILTER (advantage IS NULL AND advantages IS NULL) FROM sequences"
     (counts,) = database.connection.execute(query).fetchall()
     num_sequences, lacking = counts

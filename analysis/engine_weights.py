@@ -1,6 +1,7 @@
 """Compare the engine's weights with the trainer's, tensor by tensor, using the recorded digests of both.
 
-The engine's digest is that of the tensor read back from it, else of the tensor sent to it last. Equal digests mean equal bits
+The engine's digest is computed from the tensor read back from the engine, else from the tensor last sent to the engine. Equal
+digests mean equal bits
 in the engine's dtype, so nothing is estimated.
 """
 
@@ -22,14 +23,14 @@ from .views import open_database
 STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
     "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
 )  # fmt: skip
-"""Why an engine's weights differ from the trainer's: the codes of `weights_differ`."""
+"""Codes for why an engine's weights differ from the trainer's weights, as used in the finding `weights_differ`."""
 
 COLUMNS = (
     "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""True for a row whose tensor does not depend on earlier versions."""
+"""SQL condition, true for rows whose tensor can be compared without knowledge of earlier versions."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -39,7 +40,7 @@ _COUNTED = f"""
         FROM {{view}}
     ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
 """
-"""Counts of the tensors that the engine received unchanged from the trainer at every version."""
+"""SQL query that counts the tensors that the engine received unchanged from the trainer at every version."""
 
 _LISTED = f"""
     SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),
@@ -47,7 +48,7 @@ _LISTED = f"""
     FROM (SELECT *, bool_and({_GIVEN_AS_HAD}) OVER (PARTITION BY tensor) AS is_plain FROM {{view}})
     WHERE {{every}} OR NOT is_plain GROUP BY policy_version, writer
 """
-"""All other tensors, listed individually."""
+"""SQL query that lists individually the tensors that `_COUNTED` does not count."""
 
 
 _UNACCOUNTED = """
@@ -57,14 +58,14 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""Steps sampled by a process without digests; an engine in another process serves all processes."""
+"""SQL query for the steps sampled by a process without digests. An engine in a separate process serves all processes."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
         SELECT DISTINCT writer FROM scores WHERE pass = 'current' AND writer NOT IN (SELECT DISTINCT writer FROM sequences)
     ) USING (writer)
 """
-"""Steps whose training workers recorded the weights of their engines but no sequences (as in verl)."""
+"""SQL query for the steps in which training workers recorded the weights of their engines but no sequences, as in verl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,33 +76,33 @@ class EngineTensor:
     causes: tuple[str, ...]
     """Causes consistent with the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
     holds_version: int | None
-    """The latest version whose tensor the engine has; None if the trainer never had it."""
+    """The latest version whose tensor is bitwise equal to the engine's; None if the trainer never had such a tensor."""
     cast: str | None
-    """Intermediate dtype through which the trainer's tensor was cast."""
+    """Intermediate dtype through which the trainer's tensor was cast on the way to the engine; None if not cast."""
     is_loaded: bool
-    """True if the engine holds the tensor it last received."""
+    """True if the engine holds the tensor that was last sent to the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVersion:
-    """State of one engine when it started to sample with a policy version."""
+    """State of one engine at the time when the engine started to sample with a policy version."""
 
     version: int
     writer: str
     step: int
     given: dict[str, int]
-    """Tensor -> the version at which the engine last received it, for listed tensors."""
+    """Name of a listed tensor -> the version at which the engine last received the tensor."""
     agreeing: frozenset[str]
-    """Listed tensors that equal the trainer's."""
+    """Names of the listed tensors that equal the trainer's tensors."""
     num_agreeing: int
-    """Number of all tensors, listed or not, that equal the trainer's."""
+    """Number of tensors, whether listed or only counted, that equal the trainer's tensors."""
     differences: tuple[EngineTensor, ...]
     num_unknown: int
-    """Tensors with a digest missing on one side."""
+    """Number of tensors whose digest is missing for the engine or the trainer."""
     num_updated: int
-    """Agreeing tensors that changed since the previous version."""
+    """Number of agreeing tensors that changed since the previous version."""
     was_given: bool
-    """True if the engine has received any tensor so far."""
+    """True if the engine has received at least one tensor by this version."""
 
     @property
     def num_known(self) -> int:
@@ -110,42 +111,42 @@ class EngineVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFault:
-    """One cause of differing weights, and the last version at which it was seen."""
+    """One cause of differing weights, and the last version at which weights differed for this cause."""
 
     cause: str
     tensor: str
-    """The tensor furthest behind at that version."""
+    """Name of the tensor that was furthest behind at the version of the fault."""
     version: int
-    """The trainer's version."""
+    """Version of the trainer's weights when weights last differed."""
     holds_version: int | None
     given_version: int | None
-    """The version at which the engine last received it; None if never."""
+    """The version at which the engine last received the tensor; None if never."""
     is_loaded: bool
-    """True if the engine holds the tensor it last received."""
+    """True if the engine holds the tensor that was last sent to the engine."""
     num_tensors: int
-    """Differing tensors at that version."""
+    """Number of differing tensors at the version of the fault."""
     of_tensors: int
     num_versions: int
-    """Versions with this cause."""
+    """Number of versions at which weights differed for this cause."""
     of_versions: int
     first_version: int
     cast: str | None
     steps: frozenset[int]
-    """Steps sampled with such weights."""
+    """Steps sampled with weights that differed for this cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVerdict:
-    """The result of comparing digests for some steps."""
+    """The result of comparing the digests of engine and trainer for some steps."""
 
     faults: tuple[EngineFault, ...] = ()
-    """Faults, the cause of most differences first."""
+    """Faults found, starting with the cause that explains the most differences."""
     agreeing_steps: frozenset[int] = field(default=frozenset())
     """Steps sampled with exactly the trainer's weights."""
 
 
 def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterator[EngineVersion]:
-    """Yield every policy version with which an engine sampled, in order; for repeated steps from the newest attempt.
+    """Yield every policy version with which an engine sampled, in order. For repeated steps, only the newest attempt counts.
 
     Tensors that the engine always received unchanged are only counted, unless `every_tensor`.
     """
@@ -176,7 +177,7 @@ _NOTHING: tuple[Any, ...] = (None, [], [], [], [], [], [])
 
 
 def _note(had: dict[int, int], own: int, version: int) -> bool:
-    """Record the trainer's tensor at a version; return True if it changed."""
+    """Record the trainer's tensor at a version; return True if the tensor changed."""
     is_updated = had.get(own) != version and (not had or own != next(reversed(had)))
     had.pop(own, None)
     had[own] = version
@@ -184,7 +185,7 @@ def _note(had: dict[int, int], own: int, version: int) -> bool:
 
 
 class _Engine:
-    """One engine, followed through the versions."""
+    """One engine, followed from version to version."""
 
     def __init__(self) -> None:
         self._has: dict[str, int] = {}
@@ -200,7 +201,7 @@ class _Engine:
         updated: Collection[str],
         plain: Sequence[int],
     ) -> EngineVersion:
-        """Compare the next version; `plain` is (other tensors that agree, how many of them were updated)."""
+        """Compare the next version. `plain` is (number of counted tensors, which agree; number of these that were updated)."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain
@@ -245,7 +246,7 @@ class _Engine:
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
-    """Return the possible causes of a differing tensor; `is_new` if the engine just received it."""
+    """Return the possible causes of a difference in one tensor; `is_new` is True if the engine just received the tensor."""
     changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
     if not is_new:  # for an old tensor, staleness is the most probable cause
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
@@ -256,7 +257,7 @@ def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: b
 
 
 def read_engine_verdict(database: Database) -> EngineVerdict:
-    """Compare the digests for all steps of a database's first trace."""
+    """Compare the digests of engine and trainer for all steps in a database's first trace."""
     steps = database.kept_steps.get(database.sources[0].run)
     found = engine_verdict(list(engine_versions(database)), steps)
     if not found.agreeing_steps:
@@ -268,7 +269,7 @@ def read_engine_verdict(database: Database) -> EngineVerdict:
 
 
 def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | None = None) -> EngineVerdict:
-    """Return the verdict for some steps, or all."""
+    """Return the verdict for some steps, or for all steps if `steps` is None."""
     asked = [each for each in versions if steps is None or each.step in steps]
     is_late = any(each.causes[0] == STALE for version in asked for each in version.differences)
     by_cause: dict[str, list[tuple[EngineVersion, list[EngineTensor]]]] = defaultdict(list)
@@ -282,7 +283,8 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Return cause -> differences of one version; `is_late` if the engine has old tensors other than an adapter's base."""
+    """Return a mapping from cause to the differences at one version. `is_late` is True if the engine has outdated tensors
+    other than the base weights under an adapter."""
     decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)
@@ -354,7 +356,7 @@ _Row = tuple[str, int, int | None, int | None, bool | None, int, int, str | None
 
 
 def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> list[_Row]:
-    """Return one row per tensor of one engine."""
+    """Return one row per tensor in one engine."""
     last, seen, wrong, causes = versions[-1], Counter[str](), Counter[str](), {}
     for version in versions:
         seen.update(version.agreeing)

@@ -1,4 +1,4 @@
-"""Render the comparison of engine and trainer weights: how many agree, and a table of the others."""
+"""Render the comparison between engine and trainer weights: the number of tensors that agree, and a table of the others."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Sums for a triangulation, by step, over tokens scored by trainer, engine and a replay.
+"""Per-step sums for a triangulation, over the tokens scored by the trainer, the engine and a replay.
 
-With their logprobs t, r and f: e_t = t - f, e_r = r - f, d = t - r. A step's sums do not depend on where its tokens are read,
+With t, r and f the logprobs from trainer, engine and replay: e_t = t - f, e_r = r - f, d = t - r. A step's sums do not depend
+on where its tokens are read,
 and steps are added in order, so results are reproducible.
 
-Shapes: N tokens of a step, G groups, B bins.
+Shapes: N tokens in a step, G groups, B bins.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from .statistics.correlations import CoMoments
 from .statistics.intervals import numbered
 
 PROBABILITIES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)
-"""Bin edges of the replay's probability."""
+"""Bin edges for the token's probability in the replay."""
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-"""Bin edges of the token's position."""
+"""Bin edges for the token's position in the response."""
 GAP, REMOVED = "gap", "removed"
-"""Columns of groups: sums of d^2, and of d^2 - e_r^2, the part removed if the replay replaces the trainer. Columns TRAIN and
+"""Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, the part of d^2 removed if the replay replaces the trainer.
+Columns TRAIN and
 ROLLOUT are sums of e_t^2 - e_t e_r and e_r^2 - e_t e_r."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideSums:
-    """Sums of one side's error."""
+    """Sums over the error of the trainer or of the engine."""
 
     error: float
     abs_error: float
@@ -46,26 +48,27 @@ class SideSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
-    """Sums over the tokens of some steps."""
+    """Sums over the tokens in some steps."""
 
     num_sequences: int
     num_tokens: int
     groups: dict[str, np.ndarray]
-    """Column (see GAP) -> [G], groups in order of first appearance."""
+    """Column (see GAP) -> sums per group, [G]; groups are in order of first appearance."""
     sides: dict[str, SideSums]
     square_d: float
     spacing: float
-    """Sum of the float32 spacing at the replay's logprobs, nats."""
+    """Sum over tokens of the spacing between float32 values at the replay's logprob, nats."""
     moments: CoMoments
     """Moments of e_t and e_r."""
     by_probability: np.ndarray
     """[4, B] token counts, and sums of d^2, e_t^2 and e_r^2."""
     by_position: np.ndarray
-    """[4, B], same rows."""
+    """[4, B] token counts, and sums of d^2, e_t^2 and e_r^2."""
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over one step's tokens, at least one; columns as in `triangulate`'s query."""
+        """Sum over the tokens in one step, of which there must be at least one. Columns are those of the query in
+        `triangulate`."""
         error_t, error_r = tokens["train"] - tokens["replayed"], tokens["rollout"] - tokens["replayed"]
         d = tokens["train"] - tokens["rollout"]
         squares = d * d, error_t * error_t, error_r * error_r

@@ -22,7 +22,7 @@ def gradient_text(found: GradientReport, by: str = "step", width: int | None = N
 
 
 def gradient_sentence(found: GradientReport) -> str:
-    """Say whether the recorded gradient norms were reproduced."""
+    """Return a sentence that states whether the recorded gradient norms were reproduced."""
     logged = [step for step in found.steps if step.reproduced is not None]
     wrong = [step for step in logged if not step.reproduced]
     if not logged:
@@ -73,7 +73,8 @@ def _by_module(steps: Sequence[GradientStep]) -> Rows:
 
 
 def _by_arm(steps: Sequence[GradientStep]) -> Rows:
-    """Average over the steps of an arm, and count the steps whose bias exceeds twice its error."""
+    """Return one row per arm: averages over the arm's steps, and the number of steps whose bias exceeds twice its standard
+    error."""
     rows = []
     for name in dict.fromkeys(step.arm for step in steps):
         own = [step.whole for step in steps if step.arm == name]

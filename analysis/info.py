@@ -35,12 +35,12 @@ class WriterInfo:
     pid: int
     rank: int | None
     attempt: int | None
-    """Training attempt it belongs to; None outside of training, or if not recorded."""
+    """Training attempt to which the writer belongs; None outside of training, or if not recorded."""
     known_by: str
     """Evidence for `state`: the writer `closed`, its `process` is alive or not, its machine `restarted`, or the `age` of its
     last sign of life."""
     silent_s: float | None
-    """Seconds since its last sign of life, if `known_by` is `age`."""
+    """Seconds since the writer's last sign of life, if `known_by` is `age`."""
     num_sequences: int
     num_tokens: int
     waited_s: float
@@ -54,16 +54,16 @@ class PassInfo:
 
     name: str
     num_rows: int
-    """Rows of scores that have logprobs."""
+    """Number of score rows that have logprobs."""
     num_sequences: int
     engine: str | None
     num_contracts: int
     num_captured: int
     """Rows of scores that have captured distributions."""
     num_routed: int
-    """Rows of scores that have router choices."""
+    """Number of score rows that have router choices."""
     note: str | None
-    """The contract's note if there are no scores, or a note that they are a sample."""
+    """The contract's note if the pass has no scores, or a note that its scores cover only a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class AttemptInfo:
     last_step: int
     num_sequences: int
     num_superseded: int
-    """Sequences of steps that a later attempt repeated; views exclude them."""
+    """Number of sequences in steps that a later attempt repeated; SQL views exclude these sequences."""
     superseded: tuple[tuple[int, int], ...] = ()
     """Steps that a later attempt repeated, as (first, last) ranges."""
 
@@ -114,7 +114,7 @@ class TraceInfo(Result):
     num_response_tokens: int
     num_metrics: int
     num_eval_sequences: int
-    """Sequences sampled for evaluation; not counted above."""
+    """Number of sequences sampled for evaluation, which other counts exclude."""
     num_eval_steps: int
     passes: tuple[PassInfo, ...]
     writers: tuple[WriterInfo, ...]
@@ -123,7 +123,7 @@ class TraceInfo(Result):
     num_captured: int
     """Rows of scores that have captured distributions."""
     num_located: int = 0
-    """Results of `locate`."""
+    """Number of stored `locate` results."""
     attempts: tuple[AttemptInfo, ...] = field(default=())
     """Training attempts, if the run resumed from a checkpoint."""
     has_checksums: bool = True
@@ -246,7 +246,7 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Sequences whose names are compared at once; a larger step is processed alone."""
+"""Maximum number of sequences whose names are compared at once; a larger step is processed alone."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
@@ -304,7 +304,7 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
 
 
 def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (pass, number of sequences without scores of it, first step, last step), except for replays."""
+    """Yield (pass, number of sequences without scores from the pass, first step, last step), for every pass except replays."""
     names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in names}
     for steps in ranges if names else ():

@@ -1,4 +1,4 @@
-"""`tim-trace info` as text."""
+"""Render the result of `tim-trace info` as text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _facts(info: TraceInfo) -> dict[str, str]:
 
 _NO_CHECKSUMS = "no checksums (format 1): damage inside a file that is still readable goes undetected"
 _WORTH_TELLING = 0.05
-"""Waiting time of training from which it is shown, seconds."""
+"""Minimum time that training waited for the disk for the time to be shown, seconds."""
 
 
 def _is_telling(writer: WriterInfo) -> bool:

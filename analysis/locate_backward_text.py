@@ -1,4 +1,4 @@
-"""`tim-trace locate --backward` as rows and as text."""
+"""Render the result of `tim-trace locate --backward` as rows and as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .rows import Rows, shown, table, to_text
 
 BY = ("kind", "operator", "layer", "parameter")
 _MOST_ROWS = 12
-"""Table rows shown on a terminal."""
+"""Maximum number of table rows shown on a terminal."""
 
 
 def check_by(by: str) -> None:
@@ -47,7 +47,7 @@ def backward_text(found: BackwardLocation, by: str = "kind", width: int | None =
 
 
 def backward_sentence(found: BackwardLocation) -> str:
-    """Return the answer in a sentence or two."""
+    """Return one or two sentences that state where the gradients diverge."""
     if found.first is not None:
         return _first(found.first, found)
     if not found.norm_a and not found.norm_b:

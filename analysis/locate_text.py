@@ -1,4 +1,4 @@
-"""`tim-trace locate` as text."""
+"""Render the result of `tim-trace locate` as text."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from .main_columns import MAIN_COLUMNS
 from .rows import Rows, shown, to_text
 
 _MOST_ROWS = 12
-"""Table rows shown on a terminal."""
+"""Maximum number of table rows shown on a terminal."""
 _LEAST = 5e-4
-"""Rows that account for a smaller share of the mismatch are not shown on a terminal."""
+"""Minimum share of the mismatch that a row must account for to be shown on a terminal."""
 _REMOVES = 0.5
-"""Minimum share of the mismatch that a patch must remove to be the answer."""
+"""Minimum share of the mismatch that a patch must remove to be named as the answer."""
 _TRIES = {
     "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32", "logits": "--lm-head fp32",
     ROUTES: "--routing recorded",
 }  # fmt: skip
-"""Kind of operator -> replay option that computes it more precisely."""
+"""Kind of operator -> replay option that computes such operators more precisely."""
 
 
 def location_text(found: Location, width: int | None = None) -> str:
@@ -78,7 +78,7 @@ def _largest(rows: Rows, value: str) -> Rows | None:
 
 
 def sentence(found: Location) -> str:
-    """Return the answer in a sentence or two, including what it is limited to."""
+    """Return one or two sentences that state where the executions diverge, including the limits of the statement."""
     return _answer(found) + (f" Limited to {found.only}." if found.only else "")
 
 
@@ -116,7 +116,7 @@ def _hides(found: Location) -> bool:
 
 
 def _single(found: Location) -> list[PatchShare]:
-    """Return patches of a single kind of operator, and of expert choices."""
+    """Return the patches that replace a single kind of operator, or the choice of experts."""
     singles = {ROUTES, *(each.kind for each in found.kinds)}
     return [each for each in found.patches if each.patch in singles]
 

@@ -23,10 +23,11 @@ class LocatedResult:
     run: str
     """Name of the run in the database."""
     id: str
-    """Id of the question."""
+    """Id of the question that the result answers."""
     location: Location
     shares: Mapping[tuple[str, str], float]
-    """(side, operator) -> share of the mean square mismatch it accounts for; operators without a gradient are missing."""
+    """(side, operator) -> share of the mean square mismatch that the operator accounts for; operators without a gradient are
+    missing."""
 
 
 @cached
@@ -53,7 +54,7 @@ def _result(run: str, kept: KeptResult) -> LocatedResult:
 
 
 def view_rows(database: Database) -> dict[str, pa.Table]:
-    """Return the rows of each view: one per (result, operator), and one per (result, patch)."""
+    """Return the rows for both views: one row per result and operator, and one row per result and patch."""
     results = read_located(database)
     return {
         name: pa.Table.from_pylist(list(rows(results)), _schema(spec, more))

@@ -1,6 +1,6 @@
 """The result of `locate`: where two executions diverge, with shares of the mismatch and their intervals.
 
-Shapes: S sequences.
+Shapes: S sequences in the selected step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PatchShare:
     taker: str
     num_operators: int
     removed: float
-    """Share of mean d^2; negative if the mismatch grows."""
+    """Share of mean d^2 that the patch removes; negative if the mismatch grows."""
     removed_low: float | None
     removed_high: float | None
 
@@ -74,7 +74,8 @@ class Location(Result):
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a), nats."""
     explained: float | None
-    """Share that all operators' own errors account for together: 1 if the model is linear in them; None without a mismatch."""
+    """Share of mean d^2 that the own errors of all operators account for together: 1 if the model is linear in the errors;
+    None without a mismatch."""
     first: Divergence | None
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
@@ -88,7 +89,7 @@ class Location(Result):
     kept: str | None = None
     """Path of the result in the trace; None if not stored."""
     not_kept: str | None = None
-    """Reason why it could not be stored; None if it was, or if `keep` was off."""
+    """Reason why the result could not be stored; None if it was stored, or if `keep` was off."""
 
 
 def location(found: Located, *, kept: str | None = None, not_kept: str | None = None) -> Location:
@@ -133,7 +134,7 @@ def _carried(
     share: Callable[[Array], tuple[float, float | None, float | None]],
     key: Callable[[OperatorError], tuple[str, str, int | None]],
 ) -> Iterator[OperatorShare]:
-    """Yield one row per key, largest share first."""
+    """Yield the carried share of the mismatch for each key, largest share first."""
     groups: dict[tuple[str, str, int | None], list[OperatorError]] = {}
     for each in found.operators:
         if (each.side, each.operator) in found.products:

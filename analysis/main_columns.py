@@ -37,7 +37,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     "onsets": ("series", "step", "95 %", "how", "before", "after", "may be first", "sd", "kind"),
     "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),
 }  # fmt: skip
-"""Table -> column names. Other tables keep their first columns."""
+"""Name of a table -> its columns to keep, most important first. Tables not listed here keep their first columns."""
 
 NO_NEWS = frozenset({"run", "num_nan", "num_inf", "iteration_a", "iteration_b"})
 """Columns dropped first if all rows have the same value."""

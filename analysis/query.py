@@ -27,7 +27,7 @@ _READING = {
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
-"""Errors in the query itself, independent of the files' contents."""
+"""Exceptions caused by the query itself, not by the contents of files."""
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
@@ -50,7 +50,7 @@ class Session:
             _confine(self._database)
 
     def ask(self, query: str) -> Rows:
-        """Run a query; several statements return the rows of the last."""
+        """Run a query and return its rows; with several statements, return the rows from the last one."""
         return ended_by_ctrl_c(self._database.connection.raw, lambda: self._answer(query))
 
     def _answer(self, query: str) -> Rows:

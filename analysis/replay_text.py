@@ -1,6 +1,6 @@
 """Render `tim-trace replay`: plan, results, and estimates from a sample.
 
-Shapes: G drawn groups of an arm.
+Shapes: G sampled groups per arm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def plan_rows(plan: ReplayPlan) -> Rows:
 
 
 _LEAST_DEVICE_HOURS = 0.1
-"""Minimum device hours to show."""
+"""Minimum number of device hours for the estimate to show them."""
 
 
 def estimate_sentence(plan: ReplayPlan) -> str:
@@ -87,17 +87,17 @@ class ArmEstimate:
 
     arm: str
     num_steps: int
-    """Steps with a drawn group."""
+    """Number of steps with at least one group in the sample."""
     num_groups: int
-    """Drawn groups."""
+    """Number of groups in the sample."""
     of_groups: int
-    """Groups in all requested steps."""
+    """Number of groups in all requested steps."""
     num_sequences: int
-    """Drawn sequences."""
+    """Number of sequences in the sample."""
     of_sequences: int
-    """Sequences in all requested steps."""
+    """Number of sequences in all requested steps."""
     num_tokens: int
-    """Scored tokens."""
+    """Number of tokens scored in the sample."""
     mean_abs_d: float
     mean_abs_d_low: float | None
     mean_abs_d_high: float | None
@@ -110,9 +110,9 @@ class ArmEstimate:
     share_equal_low: float | None
     share_equal_high: float | None
     no_interval: str | None
-    """Why mean_abs_d has no interval."""
+    """Reason why mean_abs_d has no interval; None if it has one."""
     identity_held: int
-    """Steps in which replaying as recorded reproduced every bit."""
+    """Number of steps in which replaying as recorded reproduced every bit."""
 
 
 _ESTIMATED: dict[str, Statistic] = {

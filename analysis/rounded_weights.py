@@ -19,7 +19,7 @@ from ..tracer.weights.reader import Tensor, WeightReader
 
 
 def torch_name(dtype: str) -> str:
-    """Return torch's name for a value of `--dtype`. Raises InvalidOption."""
+    """Return the name in torch for a value of `--dtype`. Raises InvalidOption."""
     if dtype not in ("fp32", "bf16", "fp16"):
         raise InvalidOption(f"got {dtype!r}; use fp32, bf16 or fp16", option="dtype")
     return DTYPES[dtype]
@@ -42,7 +42,7 @@ def rounded(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
 
 
 def changes(reader: WeightReader | CheckpointReader, dtype: str) -> Iterator[tuple[int, int, int, float | None]]:
-    """Yield (version, elements, bytes in a dtype, share of elements that changed after rounding).
+    """Yield (version, number of elements, bytes when stored in `dtype`, share of elements that differ after rounding).
 
     The share is None if the previous version is missing.
     """

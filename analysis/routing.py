@@ -1,6 +1,6 @@
-"""Agreement of two passes' router choices, for the macros of sql/routing.sql.
+"""Agreement between the router choices in two passes, for the macros in sql/routing.sql.
 
-Shapes: N tokens of a sequence, L layers with a router, S experts per token.
+Shapes: N tokens in a sequence, L layers with a router, S experts selected per token.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _SUMS = {
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
 }  # fmt: skip
 _COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
-"""Fields returned by the functions -> SQL type."""
+"""Field returned by routing_counts_of -> SQL type."""
 
 
 class Agreement(NamedTuple):
-    """Two routings of the same tokens, compared choice by choice."""
+    """Agreement between two routings of the same tokens, choice by choice."""
 
     known_NL: np.ndarray
     """bool: both passes routed the token in this layer."""
@@ -47,7 +47,7 @@ class Agreement(NamedTuple):
     num_weights_NL: np.ndarray
     """Number of common experts with weights in both passes."""
     abs_dweight_NL: np.ndarray
-    """Sum of |weight a - weight b| over these experts."""
+    """Sum of |weight a - weight b| over the common experts with weights in both passes."""
 
 
 def compare(a: Routing, b: Routing) -> Agreement:
@@ -91,7 +91,7 @@ def by_layer(found: Agreement) -> list[dict[str, Any]]:
 
 
 def by_token(found: Agreement) -> list[dict[str, Any]]:
-    """Return, per token, the number of layers routed in both passes, and of those with different experts."""
+    """Return, per token, the number of layers routed in both passes, and the number of these layers with different experts."""
     known, same = found.known_NL.sum(axis=1).tolist(), found.same_experts_NL.sum(axis=1).tolist()
     return [
         {"num_layers": layers, "num_layers_differing": layers - equal}

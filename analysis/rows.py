@@ -77,7 +77,7 @@ def to_csv(rows: Rows) -> Iterator[str]:
     """Yield a table as CSV lines: numbers with all digits, NULL as an empty field."""
     for row in (rows.columns, *rows.rows):
         line = io.StringIO()
-        # The writer quotes cells that contain a character of its line terminator, so it must know both of them.
+        # The CSV writer quotes cells that contain a character of the line terminator, so both newline characters must be in it.
         csv.writer(line, lineterminator="\r\n").writerow([_csv_cell(value) for value in row])
         yield line.getvalue().removesuffix("\r\n")
 
@@ -157,7 +157,7 @@ def _folded(name: str, width: int) -> list[str]:
 
 
 def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list[_Column]:
-    """Return the columns that fit, in table order; warn about the others."""
+    """Return the columns that fit into `width`, in table order; warn about dropped columns."""
     for column in columns:
         column.fold()
     rank = {name: place for place, name in enumerate(main)}

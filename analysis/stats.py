@@ -24,9 +24,9 @@ from .views import open_database
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
 LIKE = ("run", "step")
-"""Values of `by` for a framework's numbers."""
+"""Values of `by` that are allowed together with `like`."""
 _FEW = 8
-"""Up to this many traces are computed together whatever their size."""
+"""Maximum number of traces that are processed together regardless of their size."""
 _TOGETHER = 64
 """Maximum number of traces per database when computing missing sums."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}

@@ -1,4 +1,4 @@
-"""Splits the mismatch between trainer and engine, measured against a replay of higher precision.
+"""Split the mismatch between trainer and engine into the errors of each, measured against a replay in higher precision.
 
 With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and the
 mismatch is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a side is its own
@@ -41,12 +41,12 @@ from .views import open_database
 
 _CONFIDENCE = 0.95
 _TOKENS = 2 << 20
-"""Tokens read at once."""
+"""Maximum number of tokens read at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideErrors:
-    """One side's error against the reference."""
+    """The error of the trainer or the engine against the reference."""
 
     name: str
     mean: float
@@ -56,7 +56,7 @@ class SideErrors:
     rms: float
     """nats"""
     share: float
-    """Share of mean d^2 that this side accounts for."""
+    """Share of mean d^2 that the side's error accounts for."""
     share_low: float | None
     """Lower end of the share's 95% interval over groups of sequences; None without an interval."""
     share_high: float | None
@@ -70,7 +70,7 @@ class Triangulation(Result):
 
     run: str
     reference: str
-    """Pass of the reference."""
+    """Name of the pass used as the reference."""
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int
@@ -79,16 +79,17 @@ class Triangulation(Result):
     """Reason why shares have no interval; None if they have one."""
     num_tokens: int
     gap_rms: float
-    """Root mean square of d = train - rollout, nats."""
+    """Root mean square of d = logprob(train) - logprob(rollout), nats."""
     resolution: float
     """Mean rounding error of the reference, which is stored as float32, nats; smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
     correlation: float
-    """Pearson correlation of the two errors."""
+    """Pearson correlation between the trainer's and the engine's errors."""
     identity_held: bool
     """True if the replayed steps reproduced the recorded bits."""
     not_held: str | None
-    """Code of the reason why they did not, as in `ReplayedStep`; None if they did, or if the replay already existed."""
+    """Code for why the replayed steps did not reproduce the recorded bits, as in `ReplayedStep`; None if they did, or if the
+    replay already existed."""
     by_probability: Rows
     by_position: Rows
     arms: Rows
@@ -140,7 +141,7 @@ def triangulate(
 def _replay_missing(
     run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress, cluster: dict[str, Any]
 ) -> ReplayedSteps | None:
-    """Replay the arms that are missing one of the steps; return None if no arm is."""
+    """Replay the arms that lack one of the steps; return None if every arm already has all steps."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None
@@ -152,10 +153,10 @@ def _replay_missing(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Steps whose tokens are read together."""
+    """A group of steps whose tokens are read together."""
 
     names: list[str]
-    """Passes of the replays."""
+    """Names of the replayed passes."""
     steps: list[int]
     asks_identity: bool
     """True if tokens whose replay as recorded gave other bits are counted."""
@@ -164,7 +165,8 @@ class _Unit:
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Return pass -> its sums, and the number of tokens whose replay as recorded gave other bits, if requested."""
+    """Return a mapping from pass to sums and, if requested, the number of tokens for which replaying as recorded gave other
+    bits."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [

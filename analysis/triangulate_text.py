@@ -1,4 +1,4 @@
-"""`tim-trace triangulate` as text."""
+"""Render the result of `tim-trace triangulate` as text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
 
 
 def sentence(found: Triangulation) -> str:
-    """Return the answer in one sentence."""
+    """Return one sentence that states how the mismatch splits between trainer and engine."""
     if found.gap_rms == 0.0:
         return "No mismatch: trainer and engine give every token the same logprob."
     larger = max(found.sides, key=lambda side: side.share)

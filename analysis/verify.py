@@ -50,7 +50,7 @@ class Verification(Result):
 
     @property
     def is_whole(self) -> bool:
-        """True if nothing is damaged."""
+        """Return True if nothing is damaged."""
         return not self.damaged
 
 
@@ -88,14 +88,14 @@ class _Part:
 
     folder: str
     name: str
-    """Unique in the folder."""
+    """Name of the unit, unique within the folder."""
     num_bytes: int
     is_checked: bool
-    """True if its writer recorded checksums."""
+    """True if the writer of the unit recorded checksums."""
     read: Callable[[], Any]
-    """Reads the unit; raises an error that describes any damage."""
+    """Function that reads the unit, and raises an error that describes any damage."""
     of_parts: Callable[[], list[str]] = list
-    """Returns the damage of its parts, if the unit cannot be read."""
+    """Function that describes the damage in parts of the unit, called if the unit cannot be read."""
 
 
 class _Verifier:
@@ -330,7 +330,7 @@ def _units(parts: list[_Part]) -> list[_Names]:
 
 
 def _damages(database: Database, names: _Names) -> Iterator[list[str]]:
-    """Yield the damage of each of some parts."""
+    """Yield a list of damage descriptions for each part in `names`."""
     verifier, parts = _parts_of(database)
     for name in names:
         yield verifier.damage_of(parts[name])

@@ -1,4 +1,4 @@
-"""Every macro and view of SQL, with the feature that offers it; databases are opened here, so that they have all of them."""
+"""Collect the SQL macros and views of all features, and open databases that offer them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOCATED = """
 
 @cache
 def catalogue() -> Catalogue[Database]:
-    """The macros of all features."""
+    """Return the SQL macros of all features."""
     return Catalogue(
         [
             *core_files(), correction.MACROS, function.MACROS, routing.MACROS,

@@ -1,1 +1,1 @@
-"""Two folders of tensors that other tools dumped: read as data, matched by name, compared."""
+"""Comparison of two folders of tensors dumped by other tools. Files are read as data, and tensors are matched by name."""

@@ -24,9 +24,10 @@ from .names import INPUT_IDS, MASK, OUTPUT, POSITIONS, TensorPlace
 from .sources import Pair, Shards, pairs, shards, whole
 
 _GROWTH = 4.0
-"""Factor by which the operators between two dumped tensors may amplify the largest error so far."""
+"""Factor by which the operators between two dumped tensors may amplify the largest error found in earlier tensors."""
 _ROUNDINGS, _WORST_ROUNDINGS = 8.0, 16.0
-"""Rounding error allowed on top, in unit roundoffs of the coarsest dtype: for a whole tensor, and for a single token."""
+"""Rounding error allowed in addition to amplified earlier errors, for a whole tensor and for a single token, in unit roundoffs
+of the coarsest dtype."""
 _FLOAT32 = 2.0**-24
 
 
@@ -44,22 +45,24 @@ class TensorDifference:
     shape_a: tuple[int, ...]
     shape_b: tuple[int, ...]
     rms: float | None
-    """RMS difference relative to the RMS of both tensors; None for integers."""
+    """RMS of the difference, relative to the RMS of both tensors; None for integers."""
     worst: float | None
-    """The same for the token with the largest error."""
+    """Relative RMS difference for the token with the largest error; None for integers."""
     token: int | None
-    """Index of the token in `worst`, not counting padding; for integers the first token that differs."""
+    """Index, not counting padding, of the token with the largest error; for integers, of the first token that differs."""
     max_abs: float
     units: float | None
-    """`rms` in unit roundoffs of the coarsest dtype among the tensors so far."""
+    """`rms` in unit roundoffs of the coarsest dtype among this tensor and all earlier ones; None for integers."""
     ratio: float | None
-    """The larger of `rms` and `worst`, each divided by its bound, given the errors of earlier tensors."""
+    """The larger of `rms` and `worst`, each divided by the bound that follows from the errors in earlier tensors; above 1,
+    rounding does not explain the difference."""
     num_different: int | None
     """Number of integers that differ; None for floating-point tensors."""
     num_nonfinite_a: int
     num_nonfinite_b: int
     why: str | None
-    """nonfinite, beyond, or differs (positions only); None if rounding may explain it."""
+    """Why the tensor counts as different: nonfinite, beyond (the bound), or differs (positions only); None if rounding may
+    explain the difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,29 +76,29 @@ class NotCompared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpComparison(Result):
-    """Two folders of dumped tensors, with one row per tensor that both have, in forward order."""
+    """Comparison of two folders of dumped tensors, with one row per tensor found in both, in forward order."""
 
     _text = "tim_trace.analysis.dumps.text:dumps_text"
 
     a: str
     b: str
     order: str
-    """Source of the order: dump_index or dump.json of a or b, or layers."""
+    """Source of the order of the tensors: dump_index or dump.json, from a or b, or layers."""
     num_forwards_a: int
     num_forwards_b: int
     tokens_checked: bool
-    """True if both sides dumped input_ids, which were then found to be equal."""
+    """True if both sides dumped input_ids, which the comparison found to be equal."""
     first: TensorDifference | None
-    """First tensor with non-finite values, else the first whose difference exceeds rounding."""
+    """First tensor with non-finite values; without such values, the first tensor whose difference rounding does not explain."""
     before: TensorDifference | None
     """The last floating-point tensor before `first`."""
     tensors: tuple[TensorDifference, ...]
     not_compared: tuple[NotCompared, ...]
     only_a: tuple[str, ...]
-    """Names without a counterpart in b."""
+    """Names of the tensors in a without a counterpart in b."""
     only_b: tuple[str, ...]
     num_gradients: int
-    """Number of gradients and parameters in both folders; they are not compared."""
+    """Number of gradients and parameters in both folders, which are not compared."""
 
 
 def locate_dumps(
@@ -162,17 +165,17 @@ def _left(side: DumpFolder, used: set[Spot]) -> Iterator[str]:
 
 
 class _Judge:
-    """Tracks the error that rounding may have accumulated so far."""
+    """Bound on the error that rounding may have accumulated, updated from tensor to tensor in forward order."""
 
     def __init__(self) -> None:
         self._rms = self._worst = self._unit = 0.0
         self._num_terms = 1
 
     def ratio(self, found: DumpDifference, unit: float, num_terms: int) -> tuple[float, float]:
-        """Return the next tensor's error divided by its bound, and the unit roundoff used for the bound.
+        """Return the next tensor's error divided by the bound on rounding errors, and the unit roundoff used for the bound.
 
         A sum of n products in float32 adds min(n, 8 sqrt(n)) of its roundoffs (Higham and Mary 2019, theorem 3.1); n is
-        at most the longest axis so far.
+        at most the longest axis among this tensor and earlier ones.
         """
         self._unit, self._num_terms = max(self._unit, unit), max(self._num_terms, num_terms)
         terms = 2 * min(self._unit, _FLOAT32) * min(self._num_terms, 8 * sqrt(self._num_terms))
@@ -204,7 +207,8 @@ def _compared(
 
 def _numbers(a: np.ndarray, b: np.ndarray, of_a: Shards, of_b: Shards, judge: _Judge) -> dict[str, Any]:
     found = difference(a, b)
-    # Equal values do not reveal the compute dtype: a float32 model may also have bfloat16 weights, zeros and masks.
+    # Values that are equal on both sides do not reveal the compute dtype: tensors of a float32 model, such as masks, may also
+    # be exact in bfloat16.
     unit = max((each.held_unit if found.rms else each.unit) for each in (of_a, of_b))
     ratio, unit = judge.ratio(found, unit, max(a.shape, default=1))
     is_odd = bool(found.num_nonfinite_a or found.num_nonfinite_b)
@@ -232,7 +236,7 @@ def _shape(values: list[np.ndarray]) -> tuple[int, ...]:
 
 
 def _tokens(a: DumpFolder, b: DumpFolder, forward: int) -> tuple[DumpTokens | None, DumpTokens | None]:
-    """Return the tokens of a forward on both sides. Raises NothingToCompare if they differ."""
+    """Return the tokens that both sides dumped for a forward. Raises NothingToCompare if they differ."""
     of_a, of_b = _tokens_of(a, forward), _tokens_of(b, forward)
     if of_a is None or of_b is None:
         return None, None

@@ -1,4 +1,4 @@
-"""Token-by-token difference of two tensors of the same shape."""
+"""Token-by-token difference between two tensors of the same shape."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 
 _AT_ONCE = 1 << 20
-"""Number of elements converted to float64 at once."""
+"""Maximum number of elements converted to float64 at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpDifference:
-    """Difference of two floating-point tensors. Errors are relative to the RMS of both."""
+    """Difference between two floating-point tensors. Errors are relative to the RMS of both tensors."""
 
     rms: float
-    """Error of the whole tensor."""
+    """RMS of the difference over the whole tensor, relative to the RMS of both tensors."""
     worst: float
     """Largest error of a single token, relative to the RMS of that token or of the median token, whichever is larger."""
     token: int
-    """Index of the token in `worst`."""
+    """Index of the token with the largest error."""
     max_abs: float
     num_nonfinite_a: int
-    """Number of NaN and infinite values in a that b does not have in the same place."""
+    """Number of NaN and infinite values in a without a NaN or infinite value in the same place in b."""
     num_nonfinite_b: int
 
 

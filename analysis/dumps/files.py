@@ -24,7 +24,7 @@ _SAFETENSORS = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "bfloat16", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
     "U8": "u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "BOOL": "?",
 }  # fmt: skip
-"""safetensors' name of a dtype -> NumPy's."""
+"""Name of a dtype in safetensors -> name in NumPy."""
 _MOST_HEADER_BYTES = 100 << 20
 """Maximum size of a safetensors header, as in the safetensors library."""
 _DEEPEST = 8
@@ -45,14 +45,14 @@ class Value:
 
     @property
     def unit(self) -> float:
-        """Unit roundoff of `dtype`."""
+        """Return the unit roundoff of `dtype`."""
         return 2.0 ** -_PRECISION_BITS[self.dtype]
 
     @property
     def held_unit(self) -> float:
-        """Unit roundoff of the coarsest dtype that represents every value exactly.
+        """Return the unit roundoff of the coarsest dtype that represents every value exactly.
 
-        For a tensor computed in bfloat16 and saved as float32 it is bfloat16's.
+        For a tensor computed in bfloat16 but saved as float32, the result is the unit roundoff of bfloat16.
         """
         own = self.unit
         if self.dtype != "float32" or not self.array.size:
@@ -66,7 +66,7 @@ class Value:
 
 
 class TensorFile:
-    """One opened file with its tensors by name; a file with a single unnamed tensor uses the name ""."""
+    """An open dump file, with tensors by name; if the file has a single unnamed tensor, the name is ""."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -123,7 +123,7 @@ class TensorFile:
             self._held = dict(_tensors(value))
 
     def _safetensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
-        """Yield name -> dtype, shape, and start and end of its bytes in the file."""
+        """Yield each tensor's name with its dtype, its shape, and the start and end of its bytes in the file."""
         total = self.path.stat().st_size
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -161,7 +161,7 @@ def _value(array: np.ndarray, dtype: str | None = None) -> Value:
 
 
 def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield every tensor of a nested value with its dotted path of keys."""
+    """Yield every tensor in a nested value, with the dotted path of keys that leads to the tensor."""
     if isinstance(value, (Held, np.ndarray)):
         yield name, value
     elif depth < _DEEPEST and isinstance(value, (dict, list, tuple)):

@@ -1,4 +1,4 @@
-"""A folder of dumped tensors, with the module, forward, rank and order of each."""
+"""A folder of dumped tensors, with the module, forward, rank and position in the order for each tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layout import Unmatched
 from .names import TensorPlace, has_layer, is_gradient, place_of
 
 _PASS_TAGS = ("step", "forward_pass_id")
-"""SGLang's tag of a forward, in current and older releases."""
+"""Names of the tag with which SGLang's dumper numbers forwards, in current and older releases."""
 _PASS_FOLDER = re.compile(r"^(?:step|pass|forward|forward_pass|iteration)[_=-]?(\d+)$")
 _RANK_FOLDER = re.compile(r"^(?:tp_|global_|tp|global)?rank[_=-]?(\d+)$")
 _PROCESS_FOLDER = re.compile(r"^proc\d+$")
@@ -26,39 +26,39 @@ _MOST_JSON_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One dumped tensor."""
+    """One dumped tensor, and where to read it."""
 
     name: str
     path: Path
     key: str
-    """Name in the file; "" for a file with a single unnamed tensor."""
+    """Name of the tensor in the file; "" if the file has a single unnamed tensor."""
     rank: int
     number: int | None
-    """Position in the dumping order; None if not recorded."""
+    """Position in the order in which tensors were dumped; None if not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Key that matches the tensors of two dumps."""
+    """Key by which the tensors of two dumps are matched."""
 
     place: TensorPlace
     forward: int
     """Index of the forward in the dump, from 0."""
     call: int
-    """Index of this tensor among those dumped at this place in one forward, from 0."""
+    """Index of the tensor among all tensors dumped at the same place in one forward, from 0."""
 
 
 class DumpFolder:
-    """All dumped tensors of one side. Only one file at a time is held in memory."""
+    """All tensors dumped by one side. Only one file at a time is held in memory."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = Path(folder)
         if not self.path.is_dir():
             raise NothingToCompare(f"{self.path}: is not a folder; give the folder that the tensors were dumped to")
         self.num_gradients = 0
-        """Number of gradients and parameters, which are not compared."""
+        """Number of gradients and parameters in the folder, which are not compared."""
         self.order = ""
-        """Source of the order of the tensors; empty if it is not recorded."""
+        """Source of the order of the tensors; empty if the order is not recorded."""
         self._open: TensorFile | None = None
         self.spots: dict[Spot, list[Entry]] = self._spots()
         if not self.spots:
@@ -135,13 +135,15 @@ class DumpFolder:
                 yield forward, None, Entry(name=name, path=path, key=key, rank=rank, number=numbers.get(path.name))
 
     def _keys(self, path: Path) -> list[str]:
-        """Return the names of tensors in a file. msprobe writes one tensor per file, so its files need not be opened."""
+        """Return the names of the tensors in a file. Files written by msprobe hold one tensor each, so they need not be
+        opened."""
         if path.parent.name == "dump_tensor_data":
             return [""]
         return self._file(path).names()
 
     def _msprobe_order(self, paths: list[Path]) -> dict[str, int]:
-        """Return file name -> position in msprobe's dump.json, which lists modules in the order in which they finished."""
+        """Return a mapping from file name to position in msprobe's dump.json, which lists modules in the order in which they
+        finished."""
         numbers: dict[str, int] = {}
         for path in paths:
             if path.name != "dump.json":
@@ -179,13 +181,13 @@ class DumpFolder:
 
 
 def _num_shared(folders: list[tuple[str, ...]]) -> int:
-    """Return the number of leading path components that all folders share."""
+    """Return the number of leading path components shared by all folders."""
     first, last = min(folders, default=()), max(folders, default=())
     return next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
 
 def _tags(stem: str) -> dict[str, str]:
-    """Parse the tags in a file name of SGLang's dumper, as step=0___rank=0___dump_index=3___name=x."""
+    """Parse the tags in a file name written by SGLang's dumper, such as step=0___rank=0___dump_index=3___name=x."""
     return dict(part.partition("=")[::2] for part in stem.split("___") if "=" in part) if "___" in stem else {}
 
 
@@ -197,7 +199,7 @@ def _rank(tags: dict[str, str], of_folder: int) -> int:
 
 
 def _is_whole(key: str, stem: str) -> bool:
-    """Return True if a tensor's name in a file identifies it without the file's own name."""
+    """Return True if the name of a tensor in a file identifies the tensor without the file name."""
     return has_layer(key) or not (key.isdecimal() or not key or has_layer(stem))
 
 
@@ -206,7 +208,8 @@ def _by_number(name: str) -> tuple[int, str]:
 
 
 def _of_one_name(entries: list[Entry]) -> list[Entry]:
-    """Return the entries of the first name, by rank, if two names map to the same place."""
+    """Return the entries that have the first entry's name, by rank; entries under another name for the same place are
+    dropped."""
     return sorted((entry for entry in entries if entry.name == entries[0].name), key=lambda entry: entry.rank)
 
 

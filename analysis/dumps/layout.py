@@ -1,6 +1,6 @@
-"""Bring one tensor of two dumps into the same layout: join shards and order tokens, or give the reason why not.
+"""Bring a tensor from two dumps into a common layout by joining shards and ordering tokens, or report why this is impossible.
 
-Shapes: T tokens of a side, B rows of its batch, R ranks.
+Shapes: T tokens per side, B rows per batch, R ranks.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import numpy as np
 
 
 class Unmatched(ValueError):
-    """Two tensors cannot be compared; the message is the reason, without their names."""
+    """Error raised if two tensors cannot be compared; the message states the reason, without the tensors' names."""
 
 
 @dataclass(frozen=True, slots=True)
 class DumpTokens:
-    """Tokens of one side's forward, from its input_ids."""
+    """The tokens in one side's forward, read from input_ids."""
 
     shape: tuple[int, ...]
     """Shape of input_ids."""
     ids_T: np.ndarray
     """Token ids without padding, row by row."""
     kept_T: np.ndarray
-    """Positions of these tokens in the flattened input_ids."""
+    """Positions of the tokens that are not padding, in the flattened input_ids."""
 
     @classmethod
     def of(cls, ids: np.ndarray, mask: np.ndarray | None) -> DumpTokens:
-        """Create from input_ids and an attention_mask of the same shape, which is 0 at padding."""
+        """Create the tokens from input_ids and an attention_mask of the same shape, which is 0 at padding."""
         flat = ids.reshape(-1)
         whole = np.arange(flat.size) if mask is None or mask.shape != ids.shape else np.flatnonzero(mask.reshape(-1))
         return cls(tuple(ids.shape), flat[whole], whole)
 
 
 def by_token(array: np.ndarray, tokens: DumpTokens) -> np.ndarray | None:
-    """Return the tensor as [T, ...], without padding and in token order; None if it has no token axis."""
+    """Return the tensor as [T, ...], without padding and in token order; None if the tensor has no token axis."""
     num_rows, width = (1, tokens.shape[0]) if len(tokens.shape) == 1 else (tokens.shape[0], math.prod(tokens.shape[1:]))
     shape = array.shape
     rows = [
@@ -77,9 +77,10 @@ def reconciled(
 
 
 def joined(shards: Sequence[np.ndarray], whole: tuple[int, ...]) -> np.ndarray:
-    """Join the shards of R ranks into a tensor of shape `whole`, or of another layout of its tokens. Raises Unmatched.
+    """Join the shards from R ranks into a tensor of shape `whole`, or into the same tensor with tokens laid out differently.
+    Raises Unmatched.
 
-    If each rank has the full shape already, all ranks must hold the same bits.
+    If each shard already has the full shape, all ranks must hold the same bits.
     """
     first = shards[0]
     if len(shards) == 1:
@@ -122,9 +123,10 @@ def _fits(shape: tuple[int, ...], axis: int, whole: tuple[int, ...]) -> bool:
 
 
 def part(fused: Sequence[np.ndarray], place: int, widths: Sequence[int]) -> list[np.ndarray]:
-    """Return one projection's columns of a fused one, per rank; `widths` are those of all its projections, in order.
+    """Return the columns of one projection within a fused projection, per rank. `widths` has the width of every projection, in
+    order.
 
-    Each rank holds its slice of every projection, side by side. Raises Unmatched.
+    Each rank holds a slice of every projection, side by side. Raises Unmatched.
     """
     num_ranks = len(fused)
     if any(width % num_ranks for width in widths) or any(shard.shape[-1] * num_ranks != sum(widths) for shard in fused):
@@ -136,7 +138,7 @@ def part(fused: Sequence[np.ndarray], place: int, widths: Sequence[int]) -> list
 
 
 def _flat(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Flatten all axes after the first on both sides."""
+    """Flatten all axes of both tensors after the first."""
     if len(a) != len(b) or a.size != b.size:
         raise Unmatched(f"shapes {_shape(a)} and {_shape(b)} do not fit")
     return a.reshape(len(a), -1), b.reshape(len(b), -1)

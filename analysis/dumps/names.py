@@ -1,4 +1,4 @@
-"""Maps tensor names as dumped by transformers, vLLM, SGLang, Megatron and msprobe to places in the model."""
+"""Map the tensor names found in dumps from transformers, vLLM, SGLang, Megatron and msprobe to places in the model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _ROOTS = re.compile(
     r"gpt_neox)(?:\.|$))+",
     re.IGNORECASE,
 )
-"""Wrappers before a module's name."""
+"""Names of wrappers that may precede a module's name."""
 _WRAPPED = re.compile(r"\._(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)(?=\.|$)")
 _MSPROBE = re.compile(r"^(?:Module|Cell)\.(.+?)\.forward\.(\d+)\.(input|output|kwargs|parameters)(?:\.(.+))?$")
 _SLOT = re.compile(r"^(.*?)(?:^|\.)(inputs?|outputs?|kwargs)(?:\.(.+))?$")
 _LAYERS = re.compile(r"(?:layers|h|blocks?|layer)$")
 _NUMBERED = re.compile(r"^(.*(?:[A-Za-z_]|\.\d+))\.([0-3])$")
-"""One of several outputs of a module; layers look the same and are excluded with _LAYERS."""
+"""Name of one of a module's several outputs, such as `q_proj.1`. Names of layers have the same form and are excluded with
+_LAYERS."""
 _LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block|layer)\.(\d{1,6})(?:\.(.*))?$")
 _PARTS = {
     "": {
@@ -37,14 +38,14 @@ _PARTS = {
         "router": "gate",
     },
 }  # fmt: skip
-"""Parent module -> other name of a submodule -> transformers' name."""
+"""Parent module -> a submodule's name in another framework -> the submodule's name in transformers."""
 _OUTSIDE = {
     "embedding.word_embeddings": "embed_tokens", "embedding": "embed_tokens", "wte": "embed_tokens", "embed_in": "embed_tokens",
     "tok_embeddings": "embed_tokens", "final_layernorm": "norm", "ln_f": "norm", "final_layer_norm": "norm",
     "output_layer": "lm_head", "logits_processor": "lm_head", "logits": "lm_head", "embed_out": "lm_head",
     "log_probs": "logprobs", "logprob": "logprobs", "token_ids": INPUT_IDS, "tokens": INPUT_IDS, "position_ids": POSITIONS,
 }  # fmt: skip
-"""Other name of a module outside the layers -> transformers' name."""
+"""Name in another framework of a module outside the layers -> the module's name in transformers."""
 _BEFORE = (INPUT_IDS, POSITIONS, MASK, "embed_tokens", "rotary_emb")
 _AFTER = ("norm", "lm_head", "logprobs")
 _IN_LAYER = (
@@ -53,7 +54,7 @@ _IN_LAYER = (
     "pre_feedforward_layernorm", "mlp.gate", "mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.act_fn", "mlp.product",
     "mlp.experts", "mlp.down_proj", "mlp", "post_feedforward_layernorm",
 )  # fmt: skip
-"""Modules of a block in forward order."""
+"""Modules within a transformer layer, in forward order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,9 @@ class TensorPlace:
 
     layer: int | None
     module: str
-    """Module name without wrappers and layer; "" is the layer itself, or the model."""
+    """Name of the module without wrappers and layer; "" for the layer itself or the whole model."""
     slot: str
-    """input.N, output.N, or input.NAME."""
+    """Which input or output of the module: input.N, output.N, or input.NAME."""
 
     def __str__(self) -> str:
         module = (
@@ -87,7 +88,7 @@ class TensorPlace:
 
 
 def is_gradient(name: str) -> bool:
-    """Return True for names of gradients and parameters, which are not part of the forward."""
+    """Return True if a name belongs to a gradient or parameter, which is not part of the forward."""
     return name.startswith(("grad__", "param__")) or ".backward." in name or ".parameters" in name
 
 
@@ -97,7 +98,8 @@ def has_layer(name: str) -> bool:
 
 
 def place_of(name: str, layer: int | None = None) -> tuple[TensorPlace, int]:
-    """Return the place for a dumped name and the index of the module's call; `layer` is the dumper's layer tag, if any.
+    """Return the place for a dumped tensor's name, and the index of the module's call. `layer` is the layer tag from the
+    dumper, if any.
 
     >>> str(place_of("Module.model.layers.2.self_attn.q_proj.Linear.forward.0.output.0")[0])
     'layers.2.self_attn.q_proj'
@@ -143,7 +145,7 @@ def _placed(name: str, slot: str, layer: int | None) -> TensorPlace:
 
 
 def _renamed(parts: list[str]) -> list[str]:
-    """Return the components of a module's name within its layer, as transformers names them."""
+    """Return the components of a module's name within the layer, as named in transformers."""
     holder = ""
     renamed = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Finds and reads the dumped tensors that make up one tensor of the comparison."""
+"""Find and read the dumped tensors that make up one compared tensor."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ FUSED = {
 }
 """Fused projection -> the projections it computes side by side."""
 _INTERLEAVED = ("linear_qkv", "query_key_value")
-"""Names of fused projections that store queries, keys and values group by group."""
+"""Names of fused projections that store queries, keys and values interleaved by group."""
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSource:
-    """Dumped tensors that make up one tensor of one side."""
+    """The dumped tensors that make up one compared tensor on one side."""
 
     spots: tuple[Spot, ...]
-    """Several tensors are summed."""
+    """Keys of the dumped tensors; several tensors are summed."""
     part: int | None = None
-    """Index of the projection within a fused one."""
+    """Index of the projection within a fused projection; None if the whole tensor is used."""
     widths_of: tuple[Spot, ...] = ()
-    """The other side's projections, whose widths split the fused one; empty if it is split in equal widths."""
+    """Projections dumped by the other side, whose widths determine where the fused projection is split; empty if all widths
+    are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One comparison: the same place in the same forward on both sides."""
+    """One comparison between the tensors dumped at the same place in the same forward on both sides."""
 
     place: TensorPlace
     forward: int
@@ -63,7 +64,8 @@ def pairs(a: DumpFolder, b: DumpFolder) -> list[Pair]:
 
 
 def _wanted(side: DumpFolder, other: DumpFolder) -> list[Spot]:
-    """Return the places of a side; a fused projection is split if the other side has it split or sharded differently."""
+    """Return the places to compare on a side. A fused projection is split if the other side dumped separate projections or
+    sharded the projection differently."""
     wanted = []
     for spot, entries in side.spots.items():
         names = FUSED.get(spot.place.module, ()) if spot.place.slot == OUTPUT else ()
@@ -76,7 +78,7 @@ def _wanted(side: DumpFolder, other: DumpFolder) -> list[Spot]:
 
 
 def _source(spot: Spot, side: DumpFolder, other: DumpFolder) -> TensorSource | None:
-    """Return the tensor of a side at a place; None if it was not dumped."""
+    """Return the source of a side's tensor at a place; None if the side did not dump the tensor."""
     if spot in side.spots and _is_same_product(spot, side, other):
         second = _second(spot)
         adds = second is not None and second in side.spots and second not in other.spots
@@ -105,7 +107,7 @@ def _is_fused(spot: Spot, side: DumpFolder) -> bool:
 
 
 def _second(spot: Spot) -> Spot | None:
-    """Return the residual, which engines add to the branch's output in the next norm, and transformers before it."""
+    """Return the residual, which engines add to a branch's output inside the next norm, but transformers before the norm."""
     place = spot.place
     if place.layer is not None and not place.module and place.slot == OUTPUT:
         return Spot(TensorPlace(place.layer, "", "output.1"), spot.forward, spot.call)
@@ -120,20 +122,20 @@ def _at(spot: Spot, module: str) -> Spot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Shards of one tensor on the ranks of a side."""
+    """The shards of one tensor on all ranks of a side."""
 
     values: list[np.ndarray]
     name: str
     dtype: str
     is_float: bool
     unit: float
-    """Unit roundoff of the dtype; 0 for integers."""
+    """Unit roundoff of the tensor's dtype; 0 for integers."""
     held_unit: float
     """Unit roundoff of the coarsest dtype that represents the values exactly."""
 
 
 def shards(source: TensorSource, side: DumpFolder, other: DumpFolder) -> Shards:
-    """Read a source. Raises Unmatched and ImportFailed."""
+    """Read the dumped tensors of a source, one per rank. Raises Unmatched and ImportFailed."""
     entries = [side.spots[spot] for spot in source.spots]
     values = [[side.read(entry) for entry in each] for each in entries]
     first = values[0]
@@ -164,7 +166,7 @@ def _widths(source: TensorSource, fused: Sequence[np.ndarray], other: DumpFolder
 
 
 def whole(a: list[np.ndarray], b: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return both sides with the shards of their ranks joined. Raises Unmatched."""
+    """Return the tensors of both sides, each joined from the shards of all ranks. Raises Unmatched."""
     a, b = _one_of_equals(a), _one_of_equals(b)
     if len(a) > 1 and len(b) > 1:
         a, b = [np.concatenate(a, -1)], [np.concatenate(b, -1)]

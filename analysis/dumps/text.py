@@ -1,4 +1,4 @@
-"""`tim-trace locate --from-dumps` as text."""
+"""Render the result of `tim-trace locate --from-dumps` as text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from ..rows import Rows, shown, to_text
 from .compare import DumpComparison, TensorDifference, dumps_rows
 
 _MOST_ROWS = 24
-"""Table rows shown on a terminal."""
+"""Maximum number of table rows shown on a terminal."""
 _MOST_NAMES = 4
 _LEFT_OUT = ("layer", "name_a", "name_b", "max_abs")
 _SELDOM = ("forward", "num_different", "num_nonfinite_a", "num_nonfinite_b", "why")
-"""Columns left out if they are empty or 0 in all rows."""
+"""Columns omitted from the table if empty or 0 in all rows."""
 
 
 def dumps_text(found: DumpComparison, width: int | None = None, by: str = "operator", limit: int = _MOST_ROWS) -> str:
@@ -58,7 +58,7 @@ _ORDERS = {
 
 
 def sentence(found: DumpComparison) -> str:
-    """Return the answer in a sentence or two."""
+    """Return one or two sentences that state where the dumps start to differ."""
     first = found.first
     if first is None and not found.tensors:
         return "No tensor could be compared."
@@ -85,7 +85,8 @@ def sentence(found: DumpComparison) -> str:
 
 
 def _integers(found: DumpComparison) -> str:
-    """Return a sentence on the integers that differ; they are not judged, since rounding can change a choice."""
+    """Return a sentence about integer tensors that differ. They are not judged, since rounding can change discrete choices
+    such as the selected experts."""
     differ = [row for row in found.tensors if row.num_different]
     return (
         f" {len(differ):,} tensors of integers differ, first {differ[0].place}; they are not judged." if differ else ""
@@ -105,7 +106,7 @@ def _empty(rows: Rows) -> list[str]:
 
 
 def _around(rows: Rows, found: DumpComparison, limit: int) -> Rows:
-    """Return up to `limit` rows around the first difference, else the first rows."""
+    """Return up to `limit` rows around the first difference; without a difference, the first rows."""
     if found.first is None or len(rows) <= limit:
         return Rows(rows.columns, rows.rows[:limit])
     key = (found.first.forward, found.first.place)

@@ -29,28 +29,28 @@ from .trackers import EVENTS, MLFLOW_STORE, write_events, write_mlflow, write_wa
 PARQUET, JSONL, TENSORBOARD, WANDB, MLFLOW = "parquet", "jsonl", "tensorboard", "wandb", "mlflow"
 FORMATS = (PARQUET, JSONL, TENSORBOARD, WANDB, MLFLOW)
 _GROWING = {WANDB: write_wandb, MLFLOW: write_mlflow}
-"""Format that adds a new run to an existing store -> its writer."""
+"""Format in which an export adds a new run to an existing store -> the function that writes the format."""
 
 _Write = Callable[[Path, Iterator[pa.Table | pa.RecordBatch]], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported(Result):
-    """The files and counts of an export."""
+    """The files written by an export, with counts."""
 
     _text = "tim_trace.analysis.export.export:exported_text"
 
     format: str
     output: str
-    """The folder."""
+    """Path of the folder written to."""
     files: tuple[str, ...]
-    """Names in the folder; for wandb the run's folder."""
+    """Names of the files written in the folder; for wandb, the name of the run's folder."""
     num_sequences: int
-    """0 if figures were written."""
+    """Number of sequences written; 0 if the format holds step figures."""
     num_values: int
-    """Figures written; for sequence formats the logged values."""
+    """Number of step figures written; for formats that hold sequences, the number of logged values."""
     num_texts: int
-    """Logged texts, which cannot be part of a series."""
+    """Number of logged texts, which are not exported because a series holds only numbers."""
 
 
 def export_run(
@@ -122,7 +122,7 @@ def _installed(library: str) -> Iterator[None]:
 
 
 def _counted(tables: Iterator[pa.Table], database: Database, progress: Progress) -> Iterator[pa.Table]:
-    """Advance a progress bar as sequences are written."""
+    """Yield the tables unchanged, and advance a progress bar by their sequences."""
     ((total,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     with progress("exporting", total) as advance:
         for table in tables:
@@ -136,7 +136,7 @@ def _written(path: Path, rows: Iterator[pa.Table | pa.RecordBatch], write: _Writ
 
 
 def exported_text(exported: Exported) -> str:
-    """Render what was written, and the command that reads it."""
+    """Render what was written, and a command that reads the files."""
     if exported.format in (PARQUET, JSONL):
         what = f"{exported.num_sequences:,} sequences and {exported.num_values:,} logged values"
     else:

@@ -1,4 +1,5 @@
-"""One row per sequence: its tokens, the logprobs of every pass, and d of a pair; in Parquet or JSON Lines."""
+"""Export sequences to Parquet or JSON Lines, one row each, with tokens, the logprobs from every pass, and d between the passes
+of a pair."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from ..trace.source import Pair
 from ..trace.tokens import step_ranges
 
 CHUNK_TOKENS = 1 << 20
-"""Tokens of prompts and responses in memory at once; a larger step is read whole."""
+"""Maximum number of prompt and response tokens in memory at once; a step with more tokens is still read whole."""
 _JSON_ROWS = 256
-"""Rows converted to Python objects at once."""
+"""Maximum number of rows converted to Python objects at once."""
 
 _COLUMNS = tuple(column.name for column in SEQUENCES_TABLE.columns if column.name not in ("attempt", "writer"))
 
@@ -35,7 +36,8 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 
 
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
-    """Yield the sequences of a trace by step and name, a few steps per table; one empty table without sequences."""
+    """Yield the sequences in a trace ordered by step and name, a few steps per table. A trace without sequences yields one
+    empty table."""
     passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
     tokens = dict(database.connection.execute(_STEPS).fetchall())
     for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:
@@ -50,13 +52,13 @@ def metric_batches(database: Database) -> Iterator[pa.RecordBatch]:
 
 
 def passes_of(database: Database) -> list[str]:
-    """Return the passes with scores: the standard ones first, then by name."""
+    """Return the names of the passes with scores: first the standard passes, then the others by name."""
     order = {name: place for place, name in enumerate(STANDARD)}
     return sorted(scored_passes(database), key=lambda name: (order.get(name, len(order)), name))
 
 
 def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
-    """Return the query for the rows of some steps; `passes` maps each pass with scores to its alias."""
+    """Return the SQL query for the rows in some steps. `passes` maps the name of each pass with scores to an SQL alias."""
     within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
     columns = [f"s.{name}" for name in _COLUMNS]
     columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]
@@ -108,7 +110,7 @@ def write_lines(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
 def _line(row: dict[str, Any]) -> str:
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # NaN or an infinity, which is rare
+    except ValueError:  # a NaN or an infinity, which JSON cannot represent; rare
         return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
 
 

@@ -1,4 +1,4 @@
-"""The figures of each step: statistics of a pair of passes, and what the trainer logged."""
+"""Step figures for export: per-step statistics on a pair of passes, and the numbers logged by the trainer."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _KEYS = ("run", "step")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """The numbers of one step."""
+    """The numbers to export for one step."""
 
     step: int
     logged_s: float
-    """Time the step was logged, seconds since 1970; if it was not logged, the trace's creation time."""
+    """Time at which the step was logged, seconds since 1970; the trace's creation time if nothing was logged at the step."""
     values: dict[str, float] = field(default_factory=dict)
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
-    """Yield the numbers of every step in order: the pair's columns as `a-b/NAME`, and the trainer's under their logged names."""
+    """Yield the numbers for every step in order: the pair's columns as `a-b/NAME`, and logged numbers under their own names."""
     begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
     of_pair = _pair_figures(database, pair)
     for step, rows in groupby(_logged(database), key=lambda row: row[0]):
@@ -53,7 +53,7 @@ def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
 
 
 def num_texts(database: Database) -> int:
-    """Return the number of logged texts, which cannot be part of a series."""
+    """Return the number of logged texts, which are not exported because a series holds only numbers."""
     return int(database.connection.execute(_TEXTS).fetchall()[0][0])
 
 
@@ -63,7 +63,7 @@ def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]
 
 
 def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]:
-    """Return step -> column -> value; empty if a pass of the pair is missing."""
+    """Return a mapping from step to the pair's column to value; empty if the trace lacks a pass of the pair."""
     if not set(pair) <= set(passes_of(database)):
         return {}
     ensure(database, pair, of_run=False)

@@ -12,14 +12,14 @@ from typing import Any
 from .series import StepFigures
 
 EVENTS = "events.out.tfevents.0.tim-trace"
-"""TensorBoard recognizes its files by `tfevents` in the name."""
+"""Name of the event file. TensorBoard recognizes event files by `tfevents` in the name."""
 MLFLOW_STORE = "mlflow.db"
 PROJECT = "tim-trace"
 """Name of the W&B project and of the MLflow experiment."""
 _FORBIDDEN = re.compile(r"[^\w.\- :/]")
 """Characters that MLflow does not allow in names."""
 _MOST_VALUES, _MOST_PARAMETERS = 1000, 100
-"""Maximum numbers and parameters per MLflow request."""
+"""Maximum number of values, and of parameters, that MLflow accepts per request."""
 _LONGEST = 6000
 """Maximum length of an MLflow parameter, characters."""
 _NO_TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
@@ -57,7 +57,7 @@ def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: I
     """Write an offline W&B run, which `wandb sync` uploads; return the number of values. Raises ImportError without wandb."""
     import wandb
 
-    folder.mkdir(parents=True, exist_ok=True)  # otherwise wandb writes to the temporary folder
+    folder.mkdir(parents=True, exist_ok=True)  # otherwise wandb would also write to the temporary folder
     quiet = wandb.Settings(
         silent=True, console="off", disable_git=True, x_disable_stats=True, x_disable_meta=True,
         x_disable_machine_info=True,
@@ -121,7 +121,7 @@ def _parts(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 class _Names:
-    """Names that MLflow allows; a numeric suffix keeps them distinct."""
+    """Mapping from arbitrary names to names that MLflow allows; a numeric suffix keeps names distinct."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}

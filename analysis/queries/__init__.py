@@ -1,1 +1,1 @@
-"""Named queries, one a file: `tim-trace query`."""
+"""The named queries run by `tim-trace query`, one SQL file per query."""

@@ -17,29 +17,29 @@ from ..trace.source import Pair, Traces
 from ..views import open_database
 
 _PAIR = "'train', 'rollout'"
-"""The two passes as written in the files."""
+"""The arguments for passes a and b in the SQL files, which `NamedQuery.over` replaces."""
 _FIELD = re.compile(r"-- (?P<name>Unit|Needs|Source|Meaning): (?P<text>.*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedQuery:
-    """A query of the catalogue."""
+    """A query in the catalogue."""
 
     name: str
     summary: str
-    """One line that describes the result."""
+    """Description of the query's result in one line."""
     unit: str
     source: str
-    """Source of the formula."""
+    """Publication or code from which the query's formula is taken."""
     meaning: str
-    """How to interpret it."""
+    """Explanation of how to interpret the query's result."""
     needs: str | None
-    """Data it needs in addition to the logprobs of both passes."""
+    """Data that the query needs in addition to the logprobs from both passes; None if no other data is needed."""
     sql: str
-    """The whole file, for the passes train and rollout."""
+    """Full text of the SQL file, written for the passes train and rollout."""
 
     def over(self, a: str, b: str) -> str:
-        """Return the query for two passes."""
+        """Return the SQL text of the query for the passes a and b."""
         return self.sql.replace(_PAIR, quoted_pair((a, b)))
 
 

@@ -1,1 +1,1 @@
-"""A run as one file that a tired engineer understands in a minute."""
+"""Reports: the analysis of a run as one file that can be understood in a minute."""

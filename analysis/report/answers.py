@@ -30,7 +30,7 @@ _EFFECTS = {
     "large_push": "large bias",
     "opposed": "no clear direction: without the clip the sign flips",
 }
-"""Code of the effect on the objective -> its name."""
+"""Code for the effect of the mismatch on the objective -> the name shown in a report."""
 
 _SIZES = {
     "equal": "no mismatch",
@@ -40,15 +40,16 @@ _SIZES = {
     "below": "normal",
     "not_valid": "unknown until the comparison is valid",
 }
-"""Code of a size -> its name."""
+"""Code for the size of the mismatch -> the name shown in a report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer to one of the questions."""
+    """The answer to one of the five questions of a report."""
 
     code: str
-    """validity: `valid`, or the code of the first fault; factor: the code of the first finding, or `replay`; size and
+    """The answer as a code. validity: `valid`, or the code of the first fault. factor: the code of the first finding, or
+    `replay`. size and
     objective: a code of the tables above, or `in_ratio`; fall: `none`, `unknown_cause`, or the code of the cause. `unknown` if
     the trace cannot answer."""
     severity: str
@@ -56,15 +57,15 @@ class Answer:
     short: str
     """The answer in a few words."""
     figure: str = ""
-    """The number behind it, with its unit; empty if there is none."""
+    """The number on which the answer is based, with its unit; empty if there is none."""
     basis: str = ""
-    """What supports it: tokens, an interval, a probability."""
+    """Support for the answer: a token count, an interval or a probability."""
     detail: str
-    """The evidence, in the words of the command that found it."""
+    """The evidence, as worded by the command that found it."""
     question: str = ""
-    """A code of QUESTIONS."""
+    """Code of the question that is answered, a key of QUESTIONS."""
     command: str = ""
-    """The command with the details."""
+    """The command that prints the details of the answer."""
 
 
 def _unknown(detail: str, short: str = "unknown") -> Answer:
@@ -177,7 +178,7 @@ def objective_answer(subject: Subject) -> Answer:
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return the code of the net bias: its direction and size, or the size of the noise if it has no direction."""
+    """Return the code for the net bias: its direction and size if the direction is certain, else the size of the noise."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):
@@ -265,7 +266,7 @@ QUESTIONS = {
     "objective": ("Did it bias the objective?", objective_answer, "objective"),
     "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
 }
-"""Code of a question -> the question, the function that answers it, and the verb with the details."""
+"""Code of a question -> the question, the function that answers it, and the command that prints the details."""
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:

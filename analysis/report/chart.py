@@ -1,6 +1,6 @@
-"""The content of a figure, independent of how it is drawn: the page, papers and CSV files share these charts.
+"""Charts: the data of a figure, independent of how it is drawn. The HTML page, paper figures and CSV files share them.
 
-Shapes: n points of a line, B bins.
+Shapes: n points per line, B bins; a heatmap has X columns and Y rows.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ Array = np.ndarray
 LINEAR, LOG = "linear", "log"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#888888")
-"""Okabe and Ito's colours, distinct with any colour vision; yellow is darkened to be visible on white."""
+"""Okabe and Ito's palette, distinguishable with any form of colour blindness; its yellow is darkened to show on white."""
 
 MARK = "#D55E00"
-"""Colour of changes, and of the envelope over a density."""
+"""Colour that marks changes, and the envelope over a density."""
 
 BAND = "#009E73"
-"""Colour of published ranges."""
+"""Colour for ranges published in papers."""
 
 _FEW = 40
-"""Lines with at most this many points have a dot at each."""
+"""Maximum number of points for a line to be drawn with a dot at every point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of points, from left to right."""
+    """One line of a chart, with its points from left to right."""
 
     name: str
     x: Array
@@ -41,7 +41,8 @@ class Line:
 
     @property
     def dots(self) -> Array:
-        """[n] bool: points drawn as dots: all points of a short line, else isolated points, which no segment reaches."""
+        """Return a [n] bool mask of the points drawn as dots: every point of a short line; otherwise only points whose
+        neighbours are missing, which no line segment reaches."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:
             return np.asarray(known)
@@ -50,18 +51,18 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A change at a position on the x axis."""
+    """A change marked at a position on the x axis."""
 
     x: float
     low: float
     high: float
-    """Interval of the position, from `low`; both equal x if it is exact."""
+    """Upper end of the position's confidence interval, which begins at `low`; both equal `x` if the position is exact."""
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """A range of the y axis."""
+    """A shaded range on the y axis."""
 
     low: float
     high: float
@@ -70,29 +71,29 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Fields common to all figures."""
+    """Fields common to all charts."""
 
     key: str
-    """Name of its file and of its element in the page."""
+    """Unique name of the chart, used for its file and for its element in the page."""
     title: str
     unit: str
-    """Unit of the values; empty if dimensionless."""
+    """Unit of the chart's values; empty if dimensionless."""
     note: str
-    """What it shows and how to read it, for a reader new to the term."""
+    """Explanation of what the chart shows and how to read it, for a reader new to the term."""
     sql: str
-    """A query for its values, or the command that prints them."""
+    """SQL query that returns the chart's values, or a command that prints them."""
     remark: str = ""
-    """A sentence shown next to it, such as what it omits."""
+    """Sentence shown next to the chart, for example about omitted data."""
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to draw, only a remark."""
+        """Return True if the chart has no data to draw, only a remark."""
         return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineChart(Chart):
-    """Values over an axis."""
+    """A chart with lines over a common x axis."""
 
     lines: tuple[Line, ...]
     x_label: str
@@ -101,12 +102,12 @@ class LineChart(Chart):
     marks: tuple[Mark, ...] = ()
     bands: tuple[Band, ...] = ()
     by_step: Mapping[int, tuple[Array, ...]] = field(default_factory=dict)
-    """Step -> the y of each line at this step."""
+    """Step -> the y values of each line at this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heatmap(Chart):
-    """Counts over two axes."""
+    """A chart with counts over two axes, as colours."""
 
     x_label: str
     y_label: str
@@ -118,51 +119,51 @@ class Heatmap(Chart):
     """[Y, X]"""
     curves: tuple[Line, ...] = ()
     is_open: bool = False
-    """True if the outermost rows include everything beyond the y axis."""
+    """True if the outermost rows also count the values beyond the ends of the y axis."""
     by_step: Mapping[int, Array] = field(default_factory=dict)
-    """Step -> [Y, X] at this step."""
+    """Step -> counts at this step, [Y, X]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramChart(Chart):
-    """Counts over one axis, drawn on a logarithmic scale."""
+    """A histogram whose counts are drawn on a logarithmic scale."""
 
     x_label: str
     edges: Array
     """[B + 1]"""
     counts: Mapping[str, Array]
-    """Name -> [B]"""
+    """Name of a histogram -> its counts, [B]."""
     is_open: bool = False
-    """True if the outermost bins include everything beyond the axis."""
+    """True if the outermost bins also count the values beyond the ends of the axis."""
     by_step: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
     """Step -> the counts at this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A named value with its interval."""
+    """A named value with its confidence interval."""
 
     name: str
     value: float
     low: float | None = None
     high: float | None = None
     text: str = ""
-    """The value in words."""
+    """The value as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarChart(Chart):
-    """Named values side by side, in groups of one colour."""
+    """A chart with named values side by side, grouped by colour."""
 
     groups: Mapping[str, tuple[Bar, ...]]
     x_label: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Distinct names of the bars, in order."""
+        """Return the distinct names of the bars, in order."""
         return tuple(dict.fromkeys(bar.name for bars in self.groups.values() for bar in bars))
 
     @property
     def is_empty(self) -> bool:
-        """True if there is no bar."""
+        """Return True if the chart has no bars."""
         return not any(self.groups.values())

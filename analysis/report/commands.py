@@ -1,4 +1,4 @@
-"""Commands and queries to copy from a report: for details, and for the values of a figure."""
+"""Commands and queries to copy from a report: they print details, or the values in a figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAKES_STEPS = frozenset({"attribute", "check", "corrections", "diagnose", "dyna
 
 
 def command(subject: Subject, verb: str, *options: str) -> str:
-    """Return `tim-trace VERB` for the reported trace, with the steps, pair and baseline run of the report."""
+    """Return the command `tim-trace VERB` for the reported trace, with the steps, pair and baseline run used in the report."""
     own: list[str] = []
     if verb in _TAKES_STEPS and subject.asked_steps != ALL_STEPS:
         own += ["--steps", subject.asked_steps]
@@ -27,7 +27,7 @@ def command(subject: Subject, verb: str, *options: str) -> str:
 
 
 _STEPS = {"k3": "k3", "p99_abs_d": "p99_abs_d", "max_abs_d": "max_abs_d", "ess": "ess_token"}
-"""Series -> its column in pair_steps."""
+"""Name of a series -> its column in the SQL macro pair_steps."""
 
 _OF_SEQUENCES = {
     "reward": "avg(reward) FILTER (isfinite(reward))",
@@ -52,7 +52,7 @@ GROUP BY step ORDER BY step"""
 
 
 def query_of_series(name: str, subject: Subject) -> str:
-    """Return a query for a series by step; if SQL cannot compute it, the command that prints it."""
+    """Return a query that computes a series by step; if SQL cannot compute the series, return a command that prints it."""
     if name in _STEPS:
         return f"SELECT step, {_STEPS[name]} AS {name} FROM pair_steps({quoted_pair(subject.pair)}){_where(subject)} ORDER BY step"
     if name in _OF_SEQUENCES:
@@ -70,7 +70,7 @@ def query_of_series(name: str, subject: Subject) -> str:
 
 
 def query_of_metric(name: str, subject: Subject, first_step: int = 1) -> str:
-    """Return a query for the values logged under a name, by step."""
+    """Return a query that lists the values logged under a name, by step."""
     return (
         f"SELECT step, avg(value) FILTER (isfinite(value)) AS value FROM metrics WHERE name = {quoted(name)} "
         f"AND step >= {first_step}{_and(subject)} GROUP BY step ORDER BY step"

@@ -1,4 +1,4 @@
-"""The content of a report: the first screen, the charts, and where the numbers come from."""
+"""The content of a report: the first screen, the charts, and the provenance of the numbers."""
 
 from __future__ import annotations
 
@@ -28,82 +28,82 @@ from .run_charts import constants, run_charts
 from .subject import Subject
 
 _LIKELY = 0.05
-"""Probability from which a suspect is worth a rerun."""
+"""Minimum probability that a suspect caused the collapse for the report to suggest a rerun that tests the suspect."""
 _SHOWN = 12
-"""Digits of a hash."""
+"""Number of leading digits of a hash that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The first screen of a report."""
+    """The first screen of a report: the verdict on one run."""
 
     headline: str
-    """The verdict in one sentence; same as the first line of `diagnose`."""
+    """The verdict in one sentence, identical to the first line that `diagnose` prints."""
     answers: tuple[Answer, ...]
     next: tuple[Advice, ...]
-    """Commands and advice, most useful first."""
+    """Suggested next commands and advice, most useful first."""
     recorded: tuple[str, ...]
     not_recorded: tuple[str, ...]
-    """What the trace lacks, and which questions that leaves open."""
+    """Data missing from the trace, and the questions that cannot be answered without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One contract field that affects numbers, for every pass."""
+    """One contract field that affects numerical results, with its value for every pass."""
 
     name: str
-    """Its path in the contract, e.g. model.attention."""
+    """Path of the field in the contract, e.g. model.attention."""
     values: tuple[str, ...]
-    """One per pass; empty if its contract lacks the field."""
+    """Value of the field for each pass; an empty string if the pass's contract lacks the field."""
     differs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """The software, model and settings that a run was recorded with."""
+    """The software, model and settings with which a run was recorded."""
 
     facts: tuple[tuple[str, str], ...]
-    """Facts about the trace, by name."""
+    """Facts about the trace, as (name, value)."""
     passes: tuple[str, ...]
-    """Columns of `fields`: passes, numbered if a pass has several contracts."""
+    """Names of the columns of `fields`: the passes, numbered if a pass has several contracts."""
     hashes: tuple[str, ...]
-    """First digits of the SHA-256 of each column's contract."""
+    """Leading digits of the SHA-256 hash of each column's contract."""
     fields: tuple[Field, ...]
-    """Fields that differ, then the others; both sorted by name."""
+    """Contract fields: those that differ between passes, then the others; each group is sorted by name."""
     settings: tuple[tuple[str, str], ...]
-    """Hyperparameters."""
+    """Hyperparameters, as (name, value)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Result):
-    """The full analysis of a run. It prints as its verdict, and shows its page in a notebook."""
+    """The full analysis of a run. Printing a report gives the verdict; a notebook shows the HTML page."""
 
     _text = "tim_trace.analysis.report.contents:report_text"
     _page = "tim_trace.analysis.report.page.page:page"
 
     subjects: tuple[Subject, ...]
-    """The runs; the first is reported, the others are drawn for comparison."""
+    """The runs in the report: the first is analysed, the others are drawn for comparison."""
     verdicts: tuple[RunSummary, ...]
-    """One per run."""
+    """The verdict on each run."""
     run: tuple[LineChart, ...]
-    """Charts of the series by step."""
+    """Charts of the runs' series by step."""
     constants: dict[str, float]
-    """Series of the first run that never change -> their value."""
+    """Name of a series that is constant throughout the first run -> its value."""
     mismatch: tuple[Chart, ...]
-    """Charts of the first run's mismatch."""
+    """Charts of the mismatch in the first run."""
     provenance: tuple[Provenance, ...]
     """One per run."""
     made_with: str = __version__
-    """Version of tim-trace."""
+    """Version of tim-trace that made the report."""
 
     @property
     def charts(self) -> tuple[Chart, ...]:
-        """Every chart, in order."""
+        """Return every chart of the report, in the order shown."""
         return (*self.run, *self.mismatch)
 
     @property
     def title(self) -> str:
-        """The run and its verdict in one line."""
+        """Return the name of the run and the verdict in one line."""
         return f"{self.subjects[0].name}: {self.verdicts[0].headline}"
 
     def _repr_html_(self) -> str:
@@ -120,7 +120,7 @@ def report_text(made: Report) -> str:
 
 
 def report_of(subjects: tuple[Subject, ...]) -> Report:
-    """Build a report from runs already read."""
+    """Build a report from runs whose analyses were already computed."""
     first = subjects[0]
     return Report(
         subjects=subjects,
@@ -155,7 +155,8 @@ def _headline(subject: Subject) -> str:
 
 
 def _next(subject: Subject) -> tuple[Advice, ...]:
-    """List advice, most useful first: on an invalid comparison, then on the cause of a collapse, then on open questions."""
+    """List advice, most useful first: how to fix an invalid comparison, then how to confirm the cause of a collapse, then how
+    to answer open questions."""
     found: list[Advice] = []
     diagnosis, attribution = subject.diagnosis, subject.attribution
     if diagnosis and not diagnosis.checked.is_valid:
@@ -212,11 +213,11 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
     return tuple(dict.fromkeys(lines))
 
 
-# --- where the numbers come from ----------------------------------------------------------------------------------------
+# --- provenance --------------------------------------------------------------------------------------------------------
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Compare the contracts of the recorded passes. Replays are left out: their names say what they change."""
+    """Compare the contracts of the recorded passes. Replays are omitted, since the name of a replay states what was changed."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})
@@ -231,7 +232,7 @@ def provenance(subject: Subject) -> Provenance:
 
 
 def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return (pass, hash, contract) for every recorded contract, those of the pair first."""
+    """Return (pass, hash, contract) for every recorded contract, with the contracts of the compared pair first."""
     rows = [row for row in subject.contracts if not row["pass"].startswith(REPLAY_PREFIX) and row["contract_json"]]
     order = {name: place for place, name in enumerate(subject.pair)}
     rows = sorted(rows, key=lambda row: (order.get(row["pass"], len(order)), row["pass"], row["contract"]))

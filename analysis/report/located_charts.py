@@ -1,4 +1,5 @@
-"""Where two executions of the run diverge, from the newest result of `locate`: by layer, by depth, and what a patch removes."""
+"""Charts of where two executions diverge, from the newest `locate` result: errors by layer, shares of the mismatch by depth,
+and the share that each patch removes."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from . import chart, text
 from .chart import Band, Bar, BarChart, Chart, Line, LineChart
 
 _MOST_LINES = 5
-"""Kinds of operators with a line: those with the largest errors."""
+"""Maximum number of operator kinds drawn as lines, those with the largest errors."""
 _MOST_BARS = 12
-"""Patches with a bar: those that remove most."""
+"""Maximum number of patches drawn as bars, those that remove the largest share of the mismatch."""
 _SQL = "SELECT {columns} FROM operators WHERE result = '{result}' ORDER BY side, forward_order"
 
 
 def located_charts(result: LocatedResult) -> Iterator[Chart]:
-    """Yield the charts of a `locate` result."""
+    """Yield the charts for a `locate` result."""
     found = result.location
     if ratios := _ratios(found):
         highest = max(float(np.nanmax(line.y)) for line in ratios)
@@ -64,7 +65,7 @@ def located_charts(result: LocatedResult) -> Iterator[Chart]:
 
 
 def _ratios(found: Location) -> tuple[Line, ...]:
-    """Return one line per kind of operator and side: the largest own error in each layer, in units of the rounding bound."""
+    """Return one line per operator kind and execution: the largest own error in each layer, divided by the rounding bound."""
     largest: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for each in found.operators:
         if each.layer is not None and 0.0 < each.ratio < np.inf:
@@ -79,7 +80,7 @@ def _ratios(found: Location) -> tuple[Line, ...]:
 
 
 def _depth(operators: Sequence[OperatorError]) -> Line | None:
-    """Return each layer's input difference, taken at its first operator."""
+    """Return the input difference between the two executions for each layer, measured at the layer's first operator."""
     first: dict[int, tuple[int, float]] = {}
     for each in operators:
         if each.layer is not None and each.inherited and each.side == "b":
@@ -91,7 +92,7 @@ def _depth(operators: Sequence[OperatorError]) -> Line | None:
 
 
 def _carried(found: Location) -> Iterator[Line]:
-    """Yield one line per side: the cumulative share of the mismatch from its operators."""
+    """Yield one line per execution: the cumulative share of the mismatch that the execution's operators account for."""
     layers = sorted({each.layer for each in found.layers if each.layer is not None})
     for side, name in (("a", found.a), ("b", found.b)):
         own = {each.layer: each.carried for each in found.layers if each.side == side}

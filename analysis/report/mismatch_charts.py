@@ -1,4 +1,4 @@
-"""Charts of the mismatch over tokens, of its effect on the loss, and of what would remove it."""
+"""Charts of how the mismatch is distributed over tokens, how it affects the loss, and what would remove it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .located_charts import located_charts
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
-"""Corrections that neither cut nor lower a weight."""
+"""Corrections that neither drop tokens nor lower weights, and so are not drawn."""
 
 _GROUPS = {
     "d-by-": "Where the mismatch is",
@@ -25,7 +25,7 @@ _GROUPS = {
     "corrections": "What would remove or cut it",
     "located-": "Where both sides diverge",
 }
-"""Prefix of a chart's key -> its heading."""
+"""Prefix of a chart's key -> the heading under which the chart is shown."""
 
 
 def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
@@ -38,7 +38,7 @@ def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def mismatch_charts(subject: Subject) -> list[Chart]:
-    """Return the charts that a run's data allows."""
+    """Return the mismatch charts for which the run has data."""
     found: list[Chart] = []
     if subject.spread is not None:
         found += _spread_charts(subject, subject.spread)

@@ -1,4 +1,4 @@
-"""One or several runs as a report: everything that the analysis knows, as a page or as figures."""
+"""Reports on one or several runs: the results of every analysis, as an HTML page or as figures for papers."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def report(
     files += [target for kind, place in pictures.items() if _is_file(kind, target := local(place))]
     refuse(files, force)
     if pictures:
-        from .paper.figure import paper_style  # matplotlib takes a second to load
+        from .paper.figure import paper_style  # deferred, since importing matplotlib takes a second
 
         style = paper_style(width, font, title)
     made = report_of(_subjects(given, names, control, steps, progress))
     if output is not None:
-        from .page.page import page  # Bokeh, too
+        from .page.page import page  # deferred, since importing Bokeh takes a second
 
         with explained(output), whole_file(local(output)) as path:
             path.write_text(page(made), encoding="utf-8", errors="replace")
@@ -112,7 +112,7 @@ def _subjects(
 def _names(urls: Sequence[str]) -> list[str]:
     """Return the shortest distinct suffixes of the paths."""
     parts = [url.rstrip("/").split("/") for url in urls]
-    # RUN/trace is named after its run.
+    # A trace at RUN/trace is named after the folder RUN.
     least = 2 if all(part[-1] == "trace" and len(part) > 1 for part in parts) else 1
     for depth in range(least, max(least, max(len(part) for part in parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]

@@ -1,4 +1,4 @@
-"""The run by step: one chart per series, over one axis of steps."""
+"""Charts of a run by step: one chart per series, all over the same step axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _MOST_MARKS = 8
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
-    """Return one chart per series that varies in any run, with replays and other runs; marks are from the first run."""
+    """Return one chart per series that varies in at least one run. A chart includes replays and all runs; changes are marked
+    for the first run only."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -29,7 +30,7 @@ def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
 
 
 def constants(subject: Subject) -> dict[str, float]:
-    """Return the series that never change -> their value."""
+    """Return a mapping from the name of each series that is constant throughout the run to its value."""
     return {
         name: float(values[0])
         for name in SERIES
@@ -73,7 +74,8 @@ def _source(name: str, subjects: Sequence[Subject]) -> str:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return one line per replay, which replaces pass a; NaN for a mismatch of 0 on a logarithmic axis."""
+    """Return one line per replay: the mismatch if the replay takes the place of pass a. On a logarithmic axis, a mismatch of 0
+    becomes NaN."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -101,7 +103,7 @@ def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
 
 
 def _published_k3(subject: Subject) -> tuple[Band, ...]:
-    """Return the published range of k3 in healthy runs with these dtypes."""
+    """Return a band for the published range of k3 in healthy runs with the dtypes of the subject's passes."""
     is_mixture = any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
     healthy = [
         figure

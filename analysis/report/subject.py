@@ -1,4 +1,4 @@
-"""Everything that a report shows of one run, as the analysis computes it."""
+"""The results of all analyses of one run, from which a report is made."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ from .text import steps_read
 Found = TypeVar("Found")
 
 NUM_QUESTIONS = 9
-"""Progress units per run."""
+"""Number of progress units per run."""
 WHOLE = 30_000_000
-"""Runs with at most this many tokens are read whole."""
+"""Maximum number of tokens for a run to be read whole; a larger run is read in part."""
 MOST_TOKENS = 5_000_000
-"""Tokens read from a larger run, unless a single step has more."""
+"""Number of tokens read from a run with more than `WHOLE` tokens; one large step may exceed the number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One run. A value that cannot be computed is None, and `unanswered` says why."""
+    """The results of all analyses of one run. A result that cannot be computed is None, and `unanswered` gives the reason."""
 
     trace: str
-    """Path as given, for commands to copy."""
+    """Path of the trace as given by the caller, for use in commands."""
     asked_steps: str
-    """The reported steps, as given."""
+    """The steps to report, as given by the caller."""
     condition: str
-    """The same as a condition in SQL; empty for all steps."""
+    """SQL condition that selects the steps to report; empty for all steps."""
     name: str
     pair: Pair
     info: TraceInfo
@@ -67,9 +67,9 @@ class Subject:
     attribution: Attribution | None
     corrections: Rows | None
     part: str
-    """Which steps the objective and the corrections cover, in words."""
+    """Text that states which steps the objective and the corrections cover."""
     arms: Mapping[str, tuple[Column, ...]]
-    """Replay -> its mismatch with pass b by step."""
+    """Name of a replay -> the mismatch between the replay and pass b, by step."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
@@ -77,15 +77,15 @@ class Subject:
     settings: Mapping[str, Any]
     """Hyperparameters, by name."""
     evaluation: Column | None
-    """The logged evaluation that `attribute` used as outcome; None if it used the reward or had no outcome."""
+    """The logged evaluation that `attribute` used as the outcome; None if the outcome was the reward or there was none."""
     located: LocatedResult | None
     """The newest result of `locate` in the trace."""
     unanswered: Mapping[str, str]
-    """What could not be computed -> why."""
+    """Analysis that could not be computed -> the reason."""
 
     @property
     def steps(self) -> np.ndarray:
-        """[n] int64 steps of the run."""
+        """Return the steps of the run, [n] int64."""
         found = next(iter(self.series.values()), None)
         return np.empty(0, np.int64) if found is None else found.steps
 
@@ -139,7 +139,7 @@ def read_subject(
 
 
 def _notable(moved: Dynamics | None, attributed: Attribution | None) -> tuple[int, ...]:
-    """Return the steps of changes and of the collapse, whose tokens a reader will want to see."""
+    """Return the steps at which a series changed or the run collapsed, whose tokens are of most interest to a reader."""
     steps = {change.step for series in moved.series for change in series.changes} if moved else set()
     if attributed and attributed.fall:
         steps |= {attributed.fall.low, attributed.fall.step, attributed.fall.high}
@@ -169,7 +169,8 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens in total, and a text that says which steps."""
+    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens in total, and a text that describes the
+    steps."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:
@@ -181,5 +182,5 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:
-    """Return the number of average steps that hold `MOST_TOKENS` tokens, from 10 to 200."""
+    """Return the number of steps of average size that contain `MOST_TOKENS` tokens together, limited to between 10 and 200."""
     return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

@@ -11,7 +11,7 @@ from ...schemas.errors import FileThere, StorageError, option
 
 
 def refuse(paths: Sequence[Path], force: bool) -> None:
-    """Raise FileThere if a path is a folder, or an existing file without `force`."""
+    """Raise FileThere if a path is a folder, or if it is an existing file and `force` is off."""
     there = [path for path in paths if path.is_dir() or (path.exists() and not force)]
     if not there:
         return
@@ -21,7 +21,7 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """Return an absolute path to write to.
+    """Return the absolute path of an output file.
 
     Raises StorageError for a URL, and if the parent folder does not exist: a typo must not create folders.
     """
@@ -35,7 +35,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError during a write into a StorageError."""
+    """Raise a StorageError in place of any OSError that occurs in the `with` block."""
     try:
         yield
     except OSError as error:

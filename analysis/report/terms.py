@@ -1,4 +1,4 @@
-"""Terms used in a report: title, unit and a short explanation of each series."""
+"""Terms used in a report: title, unit and a short explanation for each series."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A term and its explanation."""
+    """A term used in a report, with its explanation."""
 
     title: str
     unit: str
@@ -33,7 +33,7 @@ SERIES: dict[str, Term] = {
     "share_groups_without_spread": Term("Groups without spread", "share of groups", "Groups in which all rewards are equal: they give no gradient."),
     "share_length_limited": Term("Cut at the limit", "share of responses", "Responses that ended because they reached the limit of tokens."),
 }  # fmt: skip
-"""Series shown in a report -> its term, in the order shown."""
+"""Name of a series -> the term under which a report shows the series, in the order shown."""
 
 EVALUATION = Term("", "", "An evaluation logged by the run: a wrong reward does not affect it.")
 
@@ -57,4 +57,4 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "observation": "Judged from one run: what changed first need not be the cause.",
     "intervention": "Judged against a baseline run with the same seeds and one change.",
 }
-"""Word -> its hover note in a report."""
+"""Word -> the note that a report shows when the reader hovers over the word."""

@@ -1,4 +1,4 @@
-"""Texts of a report: notes and marks of its charts, and one-line descriptions of sequences."""
+"""Texts used in reports: notes and marks on charts, and one-line descriptions of sequences."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..facts.changes import ChangePoint
 from ..token_samples.token_sample import TokenSample
 
 _MOST_STEPS = 12
-"""Maximum number of steps listed."""
+"""Maximum number of steps listed in a chart's note; further steps are only counted."""
 
 
 def change(one: ChangePoint) -> str:
-    """Describe a change of a series."""
+    """Describe a change in a series."""
     what = "jumps" if one.kind == "shift" else "changes slope"
     return f"{what} at step {one.step}{interval_text(one.low, one.high)}: {one.before:.3g} to {one.after:.3g}"
 
 
 def not_finite(steps: Sequence[int]) -> str:
-    """List the steps with NaN or an infinity, which a chart cannot draw."""
+    """Return a sentence that lists the steps whose value is NaN or infinite, which a chart cannot draw."""
     if not len(steps):
         return ""
     told = ", ".join(str(step) for step in steps[:_MOST_STEPS])
@@ -30,7 +30,7 @@ def not_finite(steps: Sequence[int]) -> str:
 
 
 def published(low: float, high: float, sources: Sequence[str]) -> str:
-    """Name a published range and its sources."""
+    """Return the label for a published range, with its sources."""
     return f"published for these dtypes: {low:g} to {high:g} ({', '.join(dict.fromkeys(sources))})"
 
 
@@ -39,12 +39,12 @@ def replayed(one: ReplayEffect) -> str:
 
 
 def idle(names: Sequence[str], num: int) -> str:
-    """Name the corrections that would have no effect."""
+    """Return a sentence that names the corrections that would have no effect."""
     return f"{len(names)} of {num} would have no effect: {', '.join(names)}." if names else ""
 
 
 def steps_read(num_read: int, num_steps: int) -> str:
-    """Describe which steps of a run a result covers."""
+    """Return a text that states how many steps of a run a result covers."""
     if num_read < num_steps:
         return f"{num_read} of {num_steps} evenly spaced steps"
     return f"all {num_steps:,} steps" if num_steps > 1 else "its only step"
@@ -82,7 +82,7 @@ PROFILES = {
         "A mismatch that grows with entropy comes from uncertain tokens, as expected of rounding.",
     ),
 }  # fmt: skip
-"""Breakdown -> title, axis label and note of its chart."""
+"""Breakdown -> (title, axis label, note) for the breakdown's chart."""
 RATIO_SPLIT = (
     "Variance over tokens of the two parts of ln ratio: the mismatch d = train - rollout, and the policy's drift "
     "= current - train. Drift is intended and clipped; mismatch is neither."

@@ -1,6 +1,6 @@
-"""Per-token bias of the objective, as analysis.objective sums it.
+"""Compute the bias of the objective token by token; analysis.objective sums the same bias over tokens.
 
-Shapes: T tokens of one sequence.
+Shapes: T tokens in one sequence.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..trace.ragged import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """The loss whose bias is computed."""
+    """The run's loss, and the bias that the mismatch causes in the loss."""
 
     sides: PassRoles | None
-    """The passes it uses; None if the bias cannot be computed."""
+    """Roles of the passes that the loss uses; None if the bias cannot be computed."""
     told: str
-    """A sentence that names the loss, or says why there is no bias."""
+    """Sentence that names the loss, or explains why there is no bias."""
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The passes to read."""
+        """Return the names of the passes needed to compute the bias."""
         return () if self.sides is None else (self.sides.train, self.sides.rollout, self.sides.current)
 
     def of(
@@ -43,7 +43,8 @@ class Bias:
         advantage: float | None,
         advantages_T: Array | None,
     ) -> Array | None:
-        """Return the [T] bias as the loss applied it, NaN for tokens that do not count; None if it cannot be computed.
+        """Return the [T] bias as the loss applied it, with NaN for tokens that the loss does not count; None if it cannot be
+        computed.
 
         `logprobs` are [T] over the whole response for each of `passes` that scored it; `recorded_T` marks tokens with a value
         in all of them.
@@ -67,7 +68,7 @@ class Bias:
 
 
 def read_bias(database: Database, run: str) -> Bias:
-    """Read the run's loss; a sequence-level loss has no per-token bias."""
+    """Read which loss the run used. A sequence-level loss has no per-token bias."""
     try:
         loss = read_loss(read_hyperparameters(database, run))
     except (InvalidRecord, ValueError) as error:

@@ -14,7 +14,7 @@ from .steps import LookedAt, SequenceMismatch
 from .token_sample import RANDOM, TYPICAL, WORST, WORST_OF_STEP
 
 PROMPT_TOKENS = 400
-"""Number of a prompt's last tokens that are shown."""
+"""Maximum number of prompt tokens shown, taken from the end of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,27 +25,27 @@ class Wanted:
     random: int = 16
     typical: int = 8
     per_step: int = 1
-    """Worst sequences shown per step."""
+    """Number of worst sequences shown per step."""
     max_steps: int = 200
-    """Maximum number of steps that show their own worst sequences."""
+    """Maximum number of steps for which the worst sequences of the step are shown."""
     max_tokens: int = 200_000
-    """Maximum tokens shown in total, prompts included."""
+    """Maximum number of tokens shown in total, including prompts."""
     max_sequence_tokens: int = 2_000
-    """Maximum response tokens shown per sequence."""
+    """Maximum number of response tokens shown per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Chosen sequences, in the order shown."""
+    """The chosen sequences, in the order shown."""
 
     why: dict[int, tuple[str, ...]]
-    """Index in the SequenceMismatch -> reasons."""
+    """Index of a chosen sequence in the SequenceMismatch -> reasons for the choice."""
     num_left_out: Counter[str]
-    """First reason -> number of sequences left out to stay under max_tokens."""
+    """First reason for choosing a sequence -> number of such sequences omitted to stay within max_tokens."""
 
 
 def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
-    """Choose sequences, worst first; whole sequences at the end are dropped to stay under the token limit."""
+    """Choose sequences, worst first. Whole sequences at the end of the list are dropped to stay within the token limit."""
     compared = np.flatnonzero(gaps.num_compared > 0)
     evenly = np.isin(gaps.steps, [*looked.spread])
     worst = compared[np.lexsort((-gaps.sum_abs_d[compared], -gaps.max_abs_d[compared]))]
@@ -62,13 +62,13 @@ def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
 
 
 def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
-    """Return the rows sorted by distance of mean |d| from its median."""
+    """Return the rows sorted by how far their mean |d| is from the median over all rows."""
     mean = gaps.mean_abs_d[rows]
     return rows[np.argsort(np.abs(mean - np.median(mean)), kind="stable")] if len(rows) else rows
 
 
 def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]:
-    """Return rows picked by a hash of step and name, the same in every run."""
+    """Return `num` rows chosen by a hash of step and name, so that every call chooses the same rows."""
     if not num:
         return []
     names = (f"{gaps.steps[row]} {gaps.seq_ids[row]}" for row in rows)
@@ -77,7 +77,7 @@ def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]
 
 
 def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wanted: Wanted) -> list[int]:
-    """Return the worst rows of each step: notable steps first, then the others in step order."""
+    """Return the rows that are worst in their step: notable steps first, then all other steps in order."""
     places: dict[int, list[int]] = {step: [] for step in looked.notable}
     places |= {step: [] for step in looked.steps if step not in places}
     shown = looked.with_worst(wanted.max_steps)
@@ -106,7 +106,7 @@ def _within(gaps: SequenceMismatch, why: dict[int, list[str]], wanted: Wanted) -
 def choice_text(
     choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
 ) -> str:
-    """Render which sequences were chosen; `lacking` are passes of the pair without logprobs."""
+    """Render a description of the chosen sequences; `lacking` names the passes of the pair without logprobs."""
     if not looked.num_sequences:
         return f"Run {looked.run}: no sequences with response tokens."
     sentences = [_looked(looked, gaps), *_sorts(choice, gaps, looked, wanted, pair, lacking)]

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 _MOST, _MOST_BY = 10_000, 100
-"""Maximum characters of a piece and of a replacement, so that an untrusted decoder cannot inflate a piece."""
+"""Maximum length of a piece, and of a replacement within a piece, characters, so that an untrusted decoder cannot produce huge
+texts."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return character -> byte of byte-level BPE, as bytes_to_unicode in GPT-2's encoder.py.
+    """Return the mapping from character to byte in byte-level BPE, the inverse of bytes_to_unicode in GPT-2's encoder.py.
 
     Printable Latin-1 bytes map to themselves, the others to U+0100 and up.
     """
@@ -30,18 +31,18 @@ _BYTE_OF = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """The parts of a decoder that affect single tokens."""
+    """The settings of a tokenizer's decoder that affect single tokens."""
 
     byte_level: bool = False
     """True if characters stand for bytes (GPT-2, Qwen, Llama 3)."""
     byte_fallback: bool = False
     """True if <0xE2> stands for a byte (SentencePiece)."""
     replaced: tuple[tuple[str, str], ...] = ()
-    """(old, new) replacements, applied in order, e.g. a metaspace or an end-of-word mark by a space."""
+    """(old, new) text replacements, applied in order; for example, a space replaces a metaspace or an end-of-word mark."""
     prefix: str | None = None
-    """Prefix of pieces that continue a word (WordPiece)."""
+    """Prefix that marks pieces continuing a word (WordPiece); None without one."""
     spaced: bool = False
-    """True if every piece is a separate word, as without a decoder."""
+    """True if every piece is a separate word, as in a tokenizer without a decoder."""
 
     def text(self, piece: str) -> str:
         """Decode a vocabulary entry."""
@@ -86,7 +87,7 @@ def of_bytes(content: bytes) -> str:
 
 
 def _bytes(char: str) -> bytes:
-    """Return the byte of a character of the byte alphabet, or any other character as UTF-8."""
+    """Return the byte for a character in the byte alphabet; for any other character, its UTF-8 encoding."""
     return bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode("utf-8", "replace")
 
 

@@ -1,6 +1,6 @@
-"""Read the tokens of chosen sequences from the trace.
+"""Read the tokens in the chosen sequences from the trace.
 
-Shapes: R response tokens of one sequence, T of them shown.
+Shapes: R response tokens in one sequence, T response tokens shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .token_sample import FINITE, INFINITE, NAN, NOT_RECORDED, TokenSample
 from .token_text import TokenText
 
 _BATCH_ROWS = 16
-"""Whole sequences in memory at once."""
+"""Maximum number of whole sequences in memory at once."""
 
 
 def read_chosen(
@@ -62,7 +62,7 @@ _OWN = (
 
 
 def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
-    # DuckDB pushes literals down to the files, so rows in between are not decoded.
+    # The keys are literals in the query, which DuckDB pushes down to the file scan, so that other rows are not decoded.
     names = ", ".join(quoted(seq_id) for seq_id in sorted({seq_id for _, seq_id in keys}))
     read = {f"p{number}": name for number, name in enumerate(passes)}
     return token_query(
@@ -89,7 +89,7 @@ class _Response:
         self.logprobs: dict[str, np.ndarray] = {}
         self.state: dict[str, np.ndarray] = {}
         self.scored: set[str] = set()
-        """Passes with a logprob list as long as the response."""
+        """Names of the passes whose list of logprobs is as long as the response."""
         self.entropy: dict[str, np.ndarray] = {}
         for number, name in enumerate(passes):
             values = row[f"p{number}"]
@@ -104,7 +104,7 @@ class _Response:
     def excerpt(
         self, why: tuple[str, ...], pair: Pair, passes: Sequence[str], bias: Bias, text: TokenText, most: int
     ) -> TokenSample:
-        """Return the sequence cut to at most `most` response tokens around the largest |d|."""
+        """Return the sequence, cut to at most `most` response tokens around the largest |d|."""
         row, d_R = self.row, self._d(pair)
         size_R = np.abs(d_R[np.isfinite(d_R)])
         first = _first(d_R, most)
@@ -124,7 +124,8 @@ class _Response:
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
-        """Return [R] float64 d, nats; NaN if the token does not count or a pass has no finite logprob for it."""
+        """Return d for each response token, [R] float64, nats; NaN if the loss does not count the token, or if a pass has no
+        finite logprob for the token."""
         if not {*pair} <= self.logprobs.keys():
             return np.full(len(self.ids_R), np.nan)
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
@@ -148,7 +149,7 @@ def _first(d_R: np.ndarray, most: int) -> int:
 
 
 def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return [R] float32 logprobs, NaN if missing, and the [R] state of each."""
+    """Return the logprobs, [R] float32 with NaN for missing values, and the state of each value, [R]."""
     out, state = np.full(length, np.nan, np.float32), np.full(length, NOT_RECORDED, np.int8)
     if values is None:
         return out, state
@@ -161,7 +162,8 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return the [R] bool mask; without a mask every token counts, and tokens beyond its end do not."""
+    """Return the [R] bool mask of tokens that the loss counts: all tokens if no mask was recorded, and no token beyond the end
+    of a mask that is too short."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)

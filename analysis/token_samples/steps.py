@@ -1,6 +1,7 @@
-"""Choose the steps to search for samples, and read the mismatch of their sequences.
+"""Choose the steps to search for samples, and read the mismatch for the sequences in these steps.
 
-A small run is searched whole, a larger one in part, to limit reading. Shapes: N sequences, ordered by step and name.
+All steps of a small run are searched, but only some steps of a larger run, to limit reading. Shapes: N sequences, ordered by
+step and name.
 """
 
 from __future__ import annotations
@@ -16,46 +17,48 @@ from ..trace.source import Pair
 from ..trace.tokens import evenly_within, fitting
 
 LOOKED_TOKENS = 4_000_000
-"""Response tokens that are always searched."""
+"""Minimum number of response tokens searched; a run with fewer tokens is searched whole."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens searched if the trace stores the pair's sums, so that choosing reads no tokens."""
+"""Share of the run's tokens searched if the trace stores the pair's sums, in which case the search need not read tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookedAt:
-    """The searched steps, in order."""
+    """The steps that are searched, in order."""
 
     run: str
     steps: tuple[int, ...]
     spread: frozenset[int]
-    """Evenly spaced steps; all steps if every step is searched."""
+    """Searched steps that are evenly spaced over the run; all steps if every step is searched."""
     notable: tuple[int, ...]
     """Requested steps, most notable first."""
     worst: frozenset[int]
-    """Steps of the sequences with the largest |d|."""
+    """Steps that contain the sequences with the largest |d|."""
     num_tokens: int
-    """Response tokens of `steps`."""
+    """Number of response tokens in `steps`."""
     num_steps: int
-    """Of the whole run; same for `num_sequences` and `num_run_tokens`."""
+    """Number of steps in the whole run; `num_sequences` and `num_run_tokens` also count the whole run."""
     num_sequences: int
     num_run_tokens: int
     has_all_worst: bool
-    """True if the steps left out contain none of the worst sequences."""
+    """True if every one of the worst sequences is in a searched step."""
 
     @property
     def is_all(self) -> bool:
-        """True if every step is searched."""
+        """Return True if every step of the run is searched."""
         return len(self.steps) == self.num_steps
 
     def with_worst(self, most: int) -> set[int]:
-        """Return up to `most` steps that show their own worst sequences: notable ones first, then evenly spaced ones."""
+        """Return up to `most` steps for which the worst sequences of the step are shown: notable steps first, then evenly
+        spaced steps."""
         first = list(self.notable[:most])
         others = [step for step in self.steps if step not in first]
         return {*first, *evenly_within(others, most - len(first))}
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose steps with response tokens: notable ones, those of the `worst` sequences if sums are stored, and evenly spaced ones."""
+    """Choose steps with response tokens: notable steps, the steps of the `worst` sequences if sums are stored, and evenly
+    spaced steps."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
     total, has_sums = sum(tokens.values()), database.sums.covers(pair)
@@ -86,7 +89,7 @@ _STEPS = """
 
 
 def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
-    """Return the steps of the sequences with the largest |d|, the worst first."""
+    """Return the steps that contain the `most` sequences with the largest |d|, worst first."""
     query = f"""
         SELECT step FROM sequence_sums
         WHERE run = {quoted(run)} AND pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}
@@ -98,25 +101,25 @@ def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMismatch:
-    """Mismatch of every sequence with response tokens, comparable or not."""
+    """Mismatch of every sequence with response tokens, including sequences without comparable tokens."""
 
     steps: np.ndarray
     """[N]"""
     seq_ids: list[str]
     """[N]"""
     lengths: np.ndarray
-    """[N] response tokens."""
+    """[N] number of response tokens."""
     prompt_lengths: np.ndarray
-    """[N] prompt tokens; 0 if not recorded."""
+    """[N] number of prompt tokens; 0 if not recorded."""
     num_compared: np.ndarray
-    """[N] tokens that count and have a finite logprob in both passes."""
+    """[N] number of tokens that the loss counts and that have a finite logprob in both passes."""
     sum_abs_d: np.ndarray
-    """[N] nats; 0 if no token is comparable; same for `max_abs_d`."""
+    """[N] sum of |d|, nats; 0 if no token is comparable. `max_abs_d` has the same shape and unit."""
     max_abs_d: np.ndarray
 
     @property
     def mean_abs_d(self) -> np.ndarray:
-        """[N] nats."""
+        """Return the mean |d| of each sequence, [N], nats."""
         return np.asarray(self.sum_abs_d / np.maximum(self.num_compared, 1))
 
 
@@ -133,7 +136,7 @@ _MISMATCH = """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch of every sequence in some steps: from the pair's stored sums, else from its tokens."""
+    """Read the mismatch for every sequence in some steps, from the stored sums of the pair if available, else from tokens."""
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
     query = _MISMATCH.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
     database.connection.use_threads()

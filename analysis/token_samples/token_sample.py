@@ -1,6 +1,6 @@
-"""Chosen sequences as plain values, for a renderer.
+"""Data classes for chosen sequences, ready to be rendered.
 
-Shapes: T shown response tokens of one sequence.
+Shapes: T shown response tokens in one sequence.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
 """State of a pass's value for a token: a number; NULL or no row of scores; NaN; an infinity."""
 
 WORST, TYPICAL, RANDOM, WORST_OF_STEP = "worst", "typical", "random", "worst of step"
-"""Why a sequence was chosen."""
+"""Codes for the reasons why a sequence was chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSample:
-    """One sequence: its identity, the mismatch of its passes, and its tokens.
+    """One chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
     d = logprob(a) - logprob(b) of the pair, nats; sums are over all response tokens that the loss counts and that have a finite
     logprob in both passes. Scores are from the first inner iteration. Texts were made `visible` but are not escaped.
@@ -28,32 +28,32 @@ class TokenSample:
     step: int
     seq_id: str
     group_id: str | None
-    """None: not recorded."""
+    """Group of sequences that share a prompt; None if not recorded."""
     why: tuple[str, ...]
-    """Reasons it was chosen; codes above."""
+    """Reasons why the sequence was chosen: WORST, TYPICAL, RANDOM or WORST_OF_STEP."""
     num_tokens: int
-    """Tokens of the whole response."""
+    """Number of tokens in the whole response."""
     first_token: int
-    """Index of the first shown token in the response; 0 unless the response is shown in part."""
+    """Index within the response of the first shown token; 0 if the beginning of the response is shown."""
     reward: float | None
     advantage: float | None
     """Advantage of the whole response; None if not recorded, or recorded per token."""
     policy_version: int | None
-    """Optimizer updates of the sampling weights."""
+    """Number of optimizer updates after which the sampling weights were taken; None if not recorded."""
     finish_reason: str | None
-    """`stop`, `length`, or another reason of the engine."""
+    """Reason the engine gave for ending the response, such as `stop` or `length`; None if not recorded."""
     sum_d: float | None
-    """Nats; None if no token is comparable; same for `mean_abs_d` and `max_abs_d`."""
+    """Sum of d, nats; None if no token is comparable. `mean_abs_d` and `max_abs_d` are in nats or None, too."""
     mean_abs_d: float | None
     max_abs_d: float | None
     prompt: tuple[tuple[int, str], ...]
-    """(token id, text) of the prompt's last tokens."""
+    """(token id, text) for each of the prompt's last tokens."""
     num_prompt_tokens: int | None
-    """Tokens of the whole prompt; None if not recorded."""
+    """Number of tokens in the whole prompt; None if not recorded."""
     ids: np.ndarray
     """[T] int32 token ids."""
     texts: list[str]
-    """[T]"""
+    """Text of each token, [T]."""
     logprobs: Mapping[str, np.ndarray]
     """Pass -> [T] float32, nats, as recorded; NaN if missing."""
     state: Mapping[str, np.ndarray]
@@ -74,12 +74,12 @@ class TokenSamples:
     """Chosen sequences of one run."""
 
     sequences: tuple[TokenSample, ...]
-    """Worst first, then typical, random and worst-of-step sequences."""
+    """The chosen sequences: worst sequences first, then typical and random sequences, then the worst of each step."""
     choice: str
-    """Text: how many steps and sequences were searched, and what the words of `why` mean."""
+    """Text that states how many steps and sequences were searched, and explains the reasons in `why`."""
     text_from: str
-    """Text: the tokenizer that decoded the tokens, or why only ids are shown."""
+    """Text that names the tokenizer used to decode the tokens, or explains why only ids are shown."""
     bias_from: str
-    """Text: the loss of the bias, or why there is no bias."""
+    """Text that names the loss for which the bias is computed, or explains why there is no bias."""
     passes: tuple[str, ...]
-    """The passes with logprobs, those of the pair first."""
+    """Names of the passes with logprobs; the passes of the pair come first."""

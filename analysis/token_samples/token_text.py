@@ -1,7 +1,7 @@
 """Decode token ids with the tokenizer in the trace.
 
-Only its vocabulary is read, as data. The tokenizer is never built, so untrusted regular expressions and normalizers never
-run.
+Only the tokenizer's vocabulary is read, as data. The tokenizer is never built, so untrusted regular expressions and
+normalizers never run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .visible import visible
 
 _FILE = f"{TOKENIZER}/tokenizer.json"
 MAX_BYTES = 128 << 20
-"""Maximum size of tokenizer.json, several times the largest known."""
+"""Maximum size of tokenizer.json, bytes; several times the size of the largest known file."""
 MAX_PIECE = 1000
-"""Maximum characters shown of a token."""
+"""Maximum number of characters shown per token."""
 
 
 class _Added(msgspec.Struct):
@@ -45,11 +45,11 @@ class _Document(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The tokens of a tokenizer.json."""
+    """The tokens defined in a tokenizer.json."""
 
     pieces: dict[int, str]
     added: dict[int, str]
-    """Added tokens: id -> content, literal in any decoding."""
+    """Id of an added token -> its content, which is used without decoding."""
     decoding: Decoding
 
     def __len__(self) -> int:
@@ -76,12 +76,12 @@ def read_vocabulary(content: bytes) -> Vocabulary:
 
 
 class TokenText:
-    """Decodes token ids to visible text, not escaped for HTML."""
+    """Decoder from token ids to visible text, which is not escaped for HTML."""
 
     def __init__(self, vocabulary: Vocabulary | None, told: str):
         self._vocabulary = vocabulary
         self.told = told
-        """A sentence that names the tokenizer, or says why only ids are shown."""
+        """Sentence that names the tokenizer, or explains why only ids are shown."""
         self._known: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
@@ -103,7 +103,7 @@ class TokenText:
 
 
 def read_token_text(source: Source) -> TokenText:
-    """Read the tokenizer of a local or remote trace; if missing or unreadable, only ids are shown."""
+    """Read the tokenizer from a local or remote trace; if it is missing or unreadable, tokens are shown as ids."""
     store = source.store
     try:
         if not store.exists(TOKENIZER):
@@ -117,7 +117,7 @@ def read_token_text(source: Source) -> TokenText:
 
 
 def _content(source: Source) -> bytes:
-    """Read the file and verify it against the checksum its writer recorded, if any. Raises ValueError."""
+    """Read tokenizer.json, and verify the content against the recorded checksum, if any. Raises ValueError."""
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, more than any vocabulary")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import unicodedata
 
 SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"
-"""Marks for white space; a newline's mark is followed by the line break."""
+"""Marks that replace white space; the mark for a newline is followed by the line break."""
 
 MOST_MARKS = 4
-"""Maximum consecutive combining marks; more would pile up over other lines."""
+"""Maximum number of consecutive combining marks; more marks would overlap other lines."""
 
 _MARKS = {" ": SPACE, "\t": TAB, "\r": RETURN}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
@@ -32,7 +32,7 @@ def visible(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text.replace(" ", SPACE)
     parts: list[str] = []
-    marks = MOST_MARKS  # a leading mark has no base letter
+    marks = MOST_MARKS  # a combining mark at the start has no base letter
     before = ""
     for char in text:
         category = unicodedata.category(char)

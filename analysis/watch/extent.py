@@ -1,4 +1,4 @@
-"""Row counts per step of a trace, which show the steps that have grown."""
+"""Row counts per step in a trace; comparing them over time shows which steps have grown."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Row counts of one step. Rows are only ever added, so equal extents mean equal contents."""
+    """Row counts for one step. Rows are never removed or changed, so equal counts mean equal contents."""
 
     num_sequences: int
     num_prompt_tokens: int
     num_response_tokens: int
     num_scores: int
-    """Rows of scores, without replays outside the pair."""
+    """Number of score rows, excluding replays that are not in the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """Row counts of all steps so far."""
+    """Row counts for all recorded steps."""
 
     steps: dict[int, Extent]
-    """Steps that have sequences or scores."""
+    """Step -> row counts, for steps that have sequences or scores."""
     passes: frozenset[str]
     num_metrics: int
-    """Logged values, hyperparameters included."""
+    """Number of logged values, including hyperparameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Row counts of one file or journal."""
+    """Row counts for one table file or journal."""
 
     by_step: pa.Table | None = None
     passes: frozenset[str] = frozenset()
@@ -56,7 +56,7 @@ class _Counted:
 
 
 class Surveyor:
-    """Counts rows repeatedly, opening each sealed file only once, since it never changes."""
+    """Counter of a trace's rows, meant to be called repeatedly. Sealed files never change, so each is opened only once."""
 
     def __init__(self, pair: Pair):
         self._pair = pair
@@ -64,10 +64,10 @@ class Surveyor:
         self._sealed: dict[str, _Counted] = {}
 
     def survey(self, source: Source) -> Extents:
-        """Count the rows recorded so far. Raises DamagedTrace."""
+        """Count the rows in a trace. Raises DamagedTrace."""
         files = {entry.relative: (table, entry) for table in _COLUMNS for entry in source.snapshot.files[table]}
         if not self._sealed.keys() <= files.keys() or self._newest != source.newest:
-            # Files were removed or steps retrained: the counts are out of date.
+            # Files were removed or steps were trained again, so the cached counts are out of date.
             self._newest, self._sealed = source.newest, {}
         for path, (table, entry) in files.items():
             if path not in self._sealed:
@@ -121,6 +121,6 @@ def _sealed_rows(source: Source, table: str, entry: TableFile) -> pa.Table:
 
 
 def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:
-    """Return the rows of each step's newest training attempt, and rows without an attempt."""
+    """Return the rows that belong to their step's newest training attempt, and the rows without an attempt."""
     wanted = pa.array([newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
     return rows.filter(pc.fill_null(pc.equal(rows["attempt"], wanted), True))

@@ -1,4 +1,4 @@
-"""Cache of a run's series by step: a refresh reads only the steps that have grown."""
+"""Cache of a run's series by step. A refresh reads only the steps that have grown."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ..views import open_database
 from .extent import Extent, Extents
 
 MOST_TOKENS = 10_000_000
-"""Response tokens read at once, the newest steps first; a larger step is read alone."""
+"""Maximum number of response tokens read per refresh, newest steps first; a step with more tokens is read alone."""
 RATE_STEPS = 20
-"""Steps over which the rate is measured."""
+"""Number of newest steps over which the training rate is measured."""
 Times = list[tuple[int, float]]
-"""(step, seconds since 1970), steps ascending."""
+"""(step, seconds since 1970), in ascending order of steps."""
 
 _LOGGED_TIMES = """
 SELECT step, epoch(max(logged_at)) FROM metrics WHERE step > 0 AND logged_at IS NOT NULL
@@ -35,9 +35,9 @@ GROUP BY step ORDER BY step DESC LIMIT $steps
 
 
 class Memory:
-    """The series of a run as `read_series` returns them, kept up to date.
+    """Cache of a run's series, with the same values as `read_series` returns.
 
-    The share of changed weights is omitted: every refresh would read all versions again.
+    The share of changed weights is omitted, because every refresh would have to read all weight versions again.
     """
 
     def __init__(self, pair: Pair):
@@ -50,24 +50,24 @@ class Memory:
         self._num_metrics = -1
         self._logged: list[Column] = []
         self._values: dict[str, dict[int, tuple[float, bool]]] = {}
-        """Series -> step -> (value, True if NaN or an infinity was recorded)."""
+        """Name of a series -> step -> (value, True if a NaN or an infinity was recorded)."""
         self._sources: dict[str, str] = {}
         self._of_tokens: dict[str, dict[int, float]] = {}
 
     def pending(self, extents: Extents) -> list[int]:
-        """Return the steps to read, newest first."""
+        """Return the steps that must still be read, newest first."""
         if not self._read.keys() <= extents.steps.keys():
             self._forget()
         return sorted((step for step, extent in extents.steps.items() if self._read.get(step) != extent), reverse=True)
 
     def is_behind(self, extents: Extents) -> bool:
-        """Return True if recorded data has not been read yet."""
+        """Return True if the trace has data that the cache has not read yet."""
         return extents.num_metrics != self._num_metrics or bool(self.pending(extents))
 
     def read(self, source: Source, extents: Extents) -> None:
-        """Read the logged values and the newest pending steps. Raises DamagedTrace."""
+        """Read the logged values, and the newest steps that have not been read yet. Raises DamagedTrace."""
         pending = self.pending(extents)
-        # If all steps are pending, the sums stored in the trace are cheaper than its tokens.
+        # If no step has been read yet, reading the sums stored in the trace is cheaper than reading tokens.
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
         tokens = {step: extents.steps[step].num_response_tokens for step in pending}
         wanted = sorted(pending if summed else fitting(pending, tokens, MOST_TOKENS))
@@ -81,7 +81,7 @@ class Memory:
         self._given = self._given | read_given(database, run)
         loss = read_loss(read_hyperparameters(database, run))
         basis = (self._given, loss, any(column.name == "entropy" for column in self._logged))
-        if basis != self._basis and self._read:  # the settings changed: steps already read are out of date
+        if basis != self._basis and self._read:  # the run's settings changed, so cached steps are out of date
             self._forget()
         self._basis = basis
         if wanted:
@@ -91,16 +91,16 @@ class Memory:
             self._read |= {step: extents.steps[step] for step in wanted}
 
     def series(self, steps: Iterable[int]) -> dict[str, Series]:
-        """Return every series over `steps` and all logged steps, in the order of `KINDS`."""
+        """Return every series, over `steps` and all steps with logged values, in the order of `KINDS`."""
         columns = [self._column(name) for name in self._values if self._values[name]]
-        # Token entropies replace logged ones.
+        # Entropies recorded per token replace entropies logged per step.
         found = {column.name: column for column in (*self._logged, *columns) if len(column.steps)}
         every = np.unique(np.concatenate([np.fromiter(steps, np.int64), *(c.steps for c in found.values())]))
         every = every.astype(np.int64)
         return {name: _on(every, found[name]) for name in KINDS if name in found}
 
     def token_figures(self) -> dict[str, Figure]:
-        """Return the figures that alarms need besides the series; see `alarms.read_token_figures`."""
+        """Return the per-token figures that alarms need in addition to the series; see `alarms.read_token_figures`."""
         return {
             name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)]))
             for name, values in self._of_tokens.items()
@@ -146,7 +146,7 @@ class Memory:
 
 
 def _on(steps: np.ndarray, column: Column) -> Series:
-    """Spread a column over all steps of the run."""
+    """Return a column as a series over `steps`, with NaN at steps missing from the column."""
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, column.steps)] = column.values
     return named(column.name, steps, values, column.source, column.not_finite)

@@ -1,4 +1,4 @@
-"""Draw a watched run on a terminal, redrawing at each refresh."""
+"""Draw a watched run on a terminal, and redraw at each refresh."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _PIPE_WIDTH = 100
 
 
 def can_redraw() -> bool:
-    """Return True if stdout is a terminal that can redraw."""
+    """Return True if stdout is a terminal on which text can be redrawn in place."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Draw each view; with `again` each replaces the previous one until the views end or Ctrl-C. The last one remains.
+    """Draw each view. With `again`, a view replaces the previous view, until the views end or Ctrl-C is pressed; the last view
+    stays on the screen.
 
     Views fit the terminal and are redrawn when it is resized.
     """
@@ -55,7 +56,7 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
 
 
 def watched_text(seen: Watched) -> str:
-    """Render a view as printed without a terminal."""
+    """Render a view as text for output that is not a terminal."""
     console = Console(file=io.StringIO(), highlight=False, width=_PIPE_WIDTH)
     with console.capture() as captured:
         console.print(WatchedView(seen), crop=False)
@@ -63,7 +64,7 @@ def watched_text(seen: Watched) -> str:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Stop as on Ctrl-C, so that the terminal is restored."""
+    """Raise KeyboardInterrupt on a signal, as Ctrl-C does, so that the terminal is restored."""
     raise KeyboardInterrupt
 
 

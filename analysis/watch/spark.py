@@ -1,4 +1,4 @@
-"""A series as a sparkline of characters.
+"""Draw a series as a sparkline made of characters.
 
 Shapes: n values, one per step; NaN if missing.
 """
@@ -11,16 +11,18 @@ from ..facts.series import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII = "_.:-=+*#"
-"""For terminals whose encoding lacks block characters."""
+"""Sparkline characters, lowest to highest, for terminals whose encoding lacks block characters."""
 BROKEN = "!"
-"""Marks a NaN or an infinity."""
+"""Character that marks a NaN or an infinity."""
 
 _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
-"""Kinds that merge neighbouring steps by their maximum, so that a spike stays visible; others use the mean."""
+"""Kinds of series in which neighbouring steps are merged by their most extreme value, so that spikes stay visible. Other kinds
+are merged by their mean."""
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
-    """Draw a series over all its steps in at most `width` characters, on its own scale; empty without values.
+    """Draw all steps of a series in at most `width` characters, scaled to the range of the series. A series without values
+    gives an empty text.
 
     The smallest value maps to the lowest character and the largest to the highest; a constant series is drawn lowest. A
     character that covers several steps shows the worst for a mismatch (smallest ess, mean_d farthest from 0), the largest for
@@ -46,12 +48,12 @@ def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
 
 
 def joined(series: Series, width: int) -> np.ndarray:
-    """Return [min(n, width)] values on the series' scale, neighbours merged as in `spark`."""
+    """Return [min(n, width)] values in the unit of the series, with neighbouring steps merged as in `spark`."""
     return np.array([_one(series, part[np.isfinite(part)]) for part in _split(series.scaled, width)])
 
 
 def _split(values: np.ndarray, width: int) -> list[np.ndarray]:
-    """Split into one chunk per character, of near-equal length."""
+    """Split values into one chunk per character; chunk lengths differ by at most one."""
     return np.array_split(values, min(len(values), max(width, 1)))
 
 

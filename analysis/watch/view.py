@@ -1,4 +1,4 @@
-"""Draw a watched run with rich: in full, or cut to the rows that fit the screen."""
+"""Draw a watched run with rich, either in full or cut to the rows that fit the screen."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
 _HIGH = 45
-"""Minimum screen height, lines, to separate sections by an empty line."""
+"""Minimum height of the screen, lines, at which sections are separated by empty lines."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Rows that a section keeps while others can still shrink."""
+"""Section -> number of rows that are cut only if no other section can be shortened any further."""
 _NOT_FINITE = "NaN/inf"
 
 
 class WatchedView:
-    """Head, first alerts, changes, latest steps, the whole run in sparklines, and what to do next."""
+    """A watched run drawn for a terminal: header, first alerts, changes, latest steps, sparklines over the whole run, and what
+    to do next."""
 
     def __init__(self, seen: Watched, *, is_screen: bool = False):
-        """`is_screen` limits the view to the height of the screen."""
+        """Create a view; `is_screen` limits it to the height of the screen."""
         self._seen, self._is_screen = seen, is_screen
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -57,7 +58,7 @@ class _Page:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Section -> rows available."""
+        """Return a mapping from section to the number of rows available for display."""
         seen = self.seen
         return {
             "alarms": len(seen.alarms.raised), "changes": len(seen.moved), "latest": len(seen.shown_steps),
@@ -65,11 +66,12 @@ class _Page:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Return section -> rows shown; on a screen each row is one line, and the longest sections are cut first."""
+        """Return a mapping from section to the number of rows shown. On a screen, each row is one line, and the longest
+        sections are cut first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole
-        # A section cut to no rows still says how many are missing, except the latest steps.
+        # Every section except the latest steps prints how many rows were cut, even if no row remains.
         empty = sum(
             len(self._console.render_lines(part, self._options)) for part in self.drawn(dict.fromkeys(whole, 0))
         )
@@ -83,7 +85,7 @@ class _Page:
         return rows
 
     def drawn(self, rows: dict[str, int]) -> Iterator[RenderableType]:
-        """Yield the sections with these numbers of rows."""
+        """Yield the drawn sections; `rows` maps each section to its number of rows."""
         sections: list[RenderableType | None] = [
             self._head(), self._alarms(rows["alarms"]), self._changes(rows["changes"]), self._latest(rows["latest"]),
             self._courses(rows["courses"]), self._next(),
@@ -94,7 +96,7 @@ class _Page:
             yield section
 
     def _text(self, text: str, style: str = "", **options: Any) -> Text:
-        """Return text without control characters and characters outside the terminal's encoding."""
+        """Return text without control characters, and without characters that the terminal's encoding lacks."""
         text = printable(text)
         if not self._can(text):
             text = text.encode("ascii", "backslashreplace").decode()
@@ -108,7 +110,7 @@ class _Page:
         return True
 
     def _row(self, text: str) -> Text:
-        """Return a row's text, kept to one line on a screen."""
+        """Return the text of a row, limited to one line if drawn on a screen."""
         return self._text(text, no_wrap=self._height is not None, overflow="crop" if self._height else "fold")
 
     def _head(self) -> RenderableType:
@@ -182,7 +184,7 @@ class _Page:
         )
 
     def _courses(self, num_rows: int) -> RenderableType | None:
-        """Return one line per series: name, sparkline, and extremes."""
+        """Return one line per series, with the name, the sparkline, and the smallest and largest value."""
         if not self._series:
             return None
         characters = BLOCKS if self._can(BLOCKS) else ASCII
@@ -213,13 +215,13 @@ class _Page:
         ended = "Recording ended: " + seen.state if seen.is_over else "Still recording"
         if seen.state == WAITING:
             ended = "Nothing recorded yet"
-        # Never wrapped, so that the command can be copied whole.
+        # The command is never wrapped, so that it can be copied as one line.
         command = self._text(f"tim-trace {verb} {shlex.quote(seen.trace)}", _TITLE, no_wrap=True, overflow="ignore")
         return Group(self._text(f"{ended}. Next:"), command)
 
 
 class _Course:
-    """A sparkline as wide as its column."""
+    """A sparkline that fills the width of its table column."""
 
     def __init__(self, series: Series, characters: str):
         self._series, self._characters = series, characters
@@ -242,7 +244,7 @@ def _ends(series: Series) -> tuple[str, str, str]:
 
 
 def _table(num_columns: int) -> Table:
-    """Return a table without lines and headers, whose last column may be long."""
+    """Return an empty table without rules or headers, whose last column may hold long texts."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, header_style=_TITLE)
     for place in range(num_columns):
         is_last = place == num_columns - 1
@@ -251,7 +253,7 @@ def _table(num_columns: int) -> Table:
 
 
 def _packed(facts: Sequence[str], width: int) -> list[str]:
-    """Pack facts into as few lines as possible."""
+    """Join facts into as few lines of at most `width` characters as possible."""
     lines = [facts[0]]
     for fact in facts[1:]:
         if len(lines[-1]) + 3 + len(fact) <= width:
@@ -262,7 +264,7 @@ def _packed(facts: Sequence[str], width: int) -> list[str]:
 
 
 def _ending(text: str, width: int) -> str:
-    """Cut the start of a text (a path) to fit `width` columns."""
+    """Return the end of a text, such as a path, cut at the start to fit `width` columns."""
     while cell_len(text) > width:
         text = "~" + text[2:] if len(text) > 1 else ""
     return text
@@ -274,7 +276,7 @@ def _cell(series: Series, step: int) -> str:
 
 
 def _number(value: float) -> str:
-    """Format with three digits, or as a whole number from 1,000 to a million."""
+    """Format a number with three digits, or as a whole number if between 1,000 and a million."""
     if not np.isfinite(value):
         return _NOT_FINITE
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"

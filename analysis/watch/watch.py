@@ -51,12 +51,12 @@ def _again_and_again(watcher: Watcher, every: float) -> Iterator[Watched]:
         if seen.is_over and not seen.num_unread_steps:
             return
         if not seen.num_unread_steps:
-            # A trace that is slow to read is read less often, to keep the load of watching small.
+            # A trace that is slow to read is read less often, to limit the load that watching causes.
             time.sleep(max(every, 2 * (time.monotonic() - began)))
 
 
 def _whole(watcher: Watcher, progress: Progress) -> Watched:
-    """Return the view after every step was read."""
+    """Read every step, then return the view."""
     seen = watcher.look()
     with progress("reading steps", seen.num_unread_steps) as advance:
         while left := seen.num_unread_steps:

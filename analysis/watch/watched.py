@@ -1,4 +1,4 @@
-"""One view of a run while it is recorded."""
+"""A view of a run at one moment of its recording."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..facts.series import Series
 from ..rows import Rows
 
 WAITING = "waiting"
-"""State of a run without any record yet; the other states are those of `info`."""
+"""State of a run for which nothing has been recorded yet; all other states are those reported by `info`."""
 
 COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
 )  # fmt: skip
-"""Series of the latest steps; a narrow terminal keeps the first ones."""
+"""Series shown for the latest steps, most important first; a narrow terminal shows only the first of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """A change of one series."""
+    """A change in one series."""
 
     name: str
     change: ChangePoint
@@ -35,7 +35,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Watched(Result):
-    """A run so far."""
+    """A view of a run at one moment of its recording."""
 
     _text = "tim_trace.analysis.watch.screen:watched_text"
 
@@ -49,42 +49,42 @@ class Watched(Result):
     is_over: bool = False
     """True if nothing more will be recorded."""
     notes: tuple[str, ...] = ()
-    """What to know or do, one sentence each."""
+    """Notes and advice for the user, one sentence each."""
     damaged: tuple[str, ...] = ()
-    """Unreadable or missing data, which no number includes; one sentence each."""
+    """Descriptions of unreadable or missing data, which is excluded from all numbers; one sentence each."""
     num_steps: int = 0
-    """Steps that have sequences."""
+    """Number of steps that have sequences."""
     num_unread_steps: int = 0
-    """Steps whose tokens have not been read yet; values over the whole run exclude them."""
+    """Number of steps whose tokens have not been read yet; values over the whole run exclude these steps."""
     first_step: int | None = None
     last_step: int | None = None
     num_sequences: int = 0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
-    """Response tokens."""
+    """Number of response tokens in the run."""
     age_s: float | None = None
-    """Time since the last record, seconds; None if unknown."""
+    """Time since data was last recorded, seconds; None if unknown."""
     steps_per_minute: float | None = None
     rate_from: str = ""
-    """Where steps_per_minute comes from."""
+    """Source of the figure steps_per_minute."""
     steps: str = "-10:"
     """Steps to show, in the syntax of `parse_steps`."""
     series: Mapping[str, Series]
-    """Name -> values by step, as from `read_series`; same steps for all."""
+    """Name of a series -> its values by step, as returned by `read_series`; all series have the same steps."""
     alarms: AlarmReadings = field(default_factory=AlarmReadings)
-    """Every alarm evaluated at every step, as in `diagnose`."""
+    """Readings of every alarm at every step, as in `diagnose`."""
     moved: tuple[Moved, ...] = ()
-    """When the mismatch, the reward and the gradient norm changed, given enough steps."""
+    """Changes in the mismatch, the reward and the gradient norm; empty while the run has too few steps."""
 
     @property
     def shown_steps(self) -> list[int]:
-        """The steps to show, among those with a value."""
+        """Return the steps to show, limited to steps at which a series has a value."""
         every = next((series.steps for series in self.series.values()), np.empty(0, np.int64))
         return select_steps(self.steps, every.tolist())
 
 
 def value_at(series: Series, step: int) -> float | None:
-    """Return a value of a series; None if not recorded, NaN if NaN or infinite."""
+    """Return the value of a series at a step: None if not recorded, NaN if the value is NaN or infinite."""
     if step in series.not_finite:
         return float("nan")
     value = float(series.values[np.searchsorted(series.steps, step)])
@@ -92,13 +92,13 @@ def value_at(series: Series, step: int) -> float | None:
 
 
 def latest_rows(seen: Watched) -> Rows:
-    """Return one row per step shown, one column per series."""
+    """Return the latest steps as a table, with one row per step shown and one column per series."""
     rows = [(step, *(value_at(series, step) for series in seen.series.values())) for step in seen.shown_steps]
     return Rows(("step", *seen.series), rows)
 
 
 def watched_json(seen: Watched) -> dict[str, Any]:
-    """Return a view for JSON: the steps shown, and the extremes of each series."""
+    """Return a view as JSON-compatible values: the steps shown, and the smallest and largest value of each series."""
     found = _fields(seen)
     for name in ("series", "alarms", "moved"):
         found.pop(name)

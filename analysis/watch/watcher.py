@@ -1,4 +1,4 @@
-"""Follow a growing trace, reading only what is new."""
+"""Follow a growing trace, reading only new data."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ from .watched import WAITING, Moved, Watched
 
 _ATTEMPTS = 5
 _MOVING = ("k3", "reward", "grad_norm")
-"""Series whose changes are shown."""
+"""Names of the series for which changes are shown."""
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence is reported after this many average steps, but not before `SILENT_S` seconds."""
+"""Silence is reported if nothing was recorded for this many times the average duration of a step, and for at least `SILENT_S`
+seconds."""
 SETTLED_S = 60.0
-"""Silence after which a command counts as ended without an exit code: `tim-trace record` was killed."""
+"""Time without new data, seconds, after which a recorded command without an exit code is assumed to have ended because
+`tim-trace record` was killed."""
 
 
 class Watcher:
-    """Follows a run as it grows. Read-only: takes no lock and writes no file in the trace."""
+    """Reader that follows a run while the trace grows. It takes no lock and writes no file in the trace."""
 
     def __init__(self, trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = "-10:"):
-        """Raise InvalidOption for a malformed pair or steps."""
+        """Create a watcher. Raises InvalidOption if `pair` or `steps` is malformed."""
         self.trace = os.fspath(trace)
         self.pair = parse_pair(pair)
         self.steps = steps
@@ -48,14 +50,14 @@ class Watcher:
         self._begin("")
 
     def _begin(self, run_id: str) -> None:
-        """Forget the run."""
+        """Start to follow the run `run_id`, discarding everything read before."""
         self._run_id = run_id
         self._examined: Examined = {}
         self._surveyor, self._memory = Surveyor(self.pair), Memory(self.pair)
         self._moved: tuple[tuple[int, float], tuple[Moved, ...]] | None = None
 
     def look(self) -> Watched:
-        """Return the current view, after reading up to `memory.MOST_TOKENS` tokens of steps that have grown.
+        """Read up to `memory.MOST_TOKENS` tokens from steps that have grown, then return the current view.
 
         Raises TraceNotFound, NewerTrace or DamagedTrace.
         """
@@ -86,7 +88,7 @@ class Watcher:
 
     def _look(self) -> Watched:
         source = open_source(self.trace, examined=self._examined)
-        if source.manifest.run_id != self._run_id:  # the first look, or the trace was replaced
+        if source.manifest.run_id != self._run_id:  # this is the first call, or the trace was replaced
             self._begin(source.manifest.run_id)
             self._examined = source.snapshot.examined
         extents = self._surveyor.survey(source)
@@ -117,7 +119,8 @@ class Watcher:
         )  # fmt: skip
 
     def _age(self, source: Source) -> float | None:
-        """Return the seconds since the last record: from file times while the run is live, else from logged times."""
+        """Return the seconds since data was last recorded, from file modification times while the run is live, else from
+        logged times."""
         times = [when for _, when in self._memory.times]
         times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
         if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
@@ -125,7 +128,7 @@ class Watcher:
         return max(0.0, time.time() - max(times)) if times else None  # clocks of two machines may differ
 
     def _rate(self, source: Source, steps: list[int]) -> tuple[float | None, str]:
-        """Return steps per minute, and the source of that figure."""
+        """Return the training rate in steps per minute, and the source of the figure."""
         if source.manifest.source.startswith("import"):
             return None, ""
         if (found := _rate_of(self._memory.times)) is not None:
@@ -138,7 +141,7 @@ class Watcher:
         return None, ""
 
     def _silence(self, source: Source) -> str:
-        """Return advice if nothing was recorded for unusually long, else an empty text."""
+        """Return advice if nothing has been recorded for an unusually long time, else an empty text."""
         age_s, per_minute = self._age(source), _rate_of(self._memory.times)
         usual_s = 60 / per_minute if per_minute else 0.0
         if age_s is None or age_s < max(SILENT_S, SILENT_STEPS * usual_s):
@@ -149,7 +152,7 @@ class Watcher:
         return f"nothing recorded for {duration(age_s)}; check on {', '.join(hosts)} whether the process is alive"
 
     def _changes(self, series: dict[str, Series]) -> tuple[Moved, ...]:
-        """Return when the chosen series changed; recomputed only if one of them has grown."""
+        """Return the changes in the series `_MOVING`; they are recomputed only if one of these series has grown."""
         chosen = {name: series[name] for name in _MOVING if name in series}
         key = (
             sum(len(one.steps) for one in chosen.values()),
@@ -185,14 +188,15 @@ class Watcher:
 
 
 def _rate_of(times: Times) -> float | None:
-    """Return steps per minute between the first and last time; None if unknown."""
+    """Return the average rate between the first and the last time, in steps per minute; None if unknown."""
     if len(times) < 2 or times[-1][1] <= times[0][1]:
         return None
     return 60 * (times[-1][0] - times[0][0]) / (times[-1][1] - times[0][1])
 
 
 def _newest_file(store: Store) -> float | None:
-    """Return the newest modification time of tables and journals, seconds since 1970; None if the storage has none."""
+    """Return the newest modification time of all tables and journals, seconds since 1970; None if the storage does not report
+    modification times."""
     found = []
     for folder in (JOURNAL, *TABLES):
         try:
@@ -205,7 +209,7 @@ def _newest_file(store: Store) -> float | None:
 
 
 def _modified(entry: dict[str, Any]) -> float | None:
-    """Return a file's modification time; its key depends on the file system."""
+    """Return a file's modification time from an entry whose keys depend on the file system."""
     value = next(
         (entry[name] for name in ("mtime", "LastModified", "last_modified", "updated") if entry.get(name)), None
     )

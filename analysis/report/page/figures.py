@@ -1,6 +1,6 @@
 """Charts as Bokeh figures, drawn in the reader's browser.
 
-Bokeh's script ships with its package and can be inlined (BSD-3). It draws on a canvas, and figures of one document can share
+Bokeh's script ships with its package and can be inlined (BSD-3). Bokeh draws on a canvas, and figures in one document can share
 an axis and a zoom. Text and grids use the placeholder colours of `THEME` until the page knows whether it is light or dark.
 """
 
@@ -33,19 +33,19 @@ from bokeh.plotting import figure
 from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
-"""CSS colour of the page -> its placeholder in a figure, replaced by the page before drawing."""
+"""CSS variable of the page -> the placeholder colour in figures, which the page replaces before drawing."""
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76
-"""Pixels left of a frame, so that stacked figures align."""
+"""Width reserved left of each plot frame, pixels, so that stacked figures align."""
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
-"""JavaScript calls for a hovered and a clicked step."""
+"""JavaScript called when the reader hovers over a step, and when the reader clicks on a step."""
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
-"""Dashes of secondary lines, so that colour is not the only difference."""
+"""Dash patterns for secondary lines, so that lines do not differ by colour alone."""
 _LABELS = 22
-"""Pixels of the step labels below the last figure."""
+"""Height of the step labels below the last stacked figure, pixels."""
 _NEAR_ONE = 1e-5
-"""Ticks on an axis closer to 1 than this are labelled by their distance from 1, which is shorter."""
+"""If the ticks of an axis differ from 1 by less than this, each is labelled with its distance from 1, which is shorter."""
 _DISTANCE = (
     "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Number(Math.abs(1 - tick).toPrecision(3)).toExponential()"
 )
@@ -56,7 +56,7 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """Return one figure per series with a shared step axis; the page draws the hovered and the selected step."""
+    """Return one figure per series, all with a shared step axis; the page itself marks the hovered and the selected step."""
     charts = list(charts)
     if not charts:
         return []
@@ -254,7 +254,7 @@ def _bar_chart(one: BarChart) -> figure:
 
 
 def _ends(one: BarChart) -> Range1d:
-    """Return a range over bars, intervals and 0; Bokeh's default covers only the bars."""
+    """Return an axis range that covers the bars, their intervals and 0; Bokeh's default range covers only the bars."""
     each = [bar for group in one.groups.values() for bar in group]
     ends = [0.0] + [end for bar in each for end in (bar.value, bar.low, bar.high) if end is not None]
     known = [end for end in ends if math.isfinite(end)]
@@ -262,7 +262,7 @@ def _ends(one: BarChart) -> Range1d:
     return Range1d(min(known) - room, max(known) + room)
 
 
-# --- what every figure has ----------------------------------------------------------------------------------------------
+# --- shared by all figures ----------------------------------------------------------------------------------------------
 
 
 def _new(key: str, height: int, **options: Any) -> figure:

@@ -69,14 +69,14 @@ def page(report: Report) -> str:
 
 @cache
 def bokeh_script() -> str:
-    """Return BokehJS from its package, with its licence header."""
+    """Return the source of BokehJS, as shipped in the bokeh package, with its licence header."""
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
 def _embedded(plots: list[Any]) -> dict[str, Any]:
-    """Return the figures as one Bokeh document, and the page element of each."""
+    """Return the figures as one Bokeh document, and the id of the page element for each figure."""
     document = Document()
-    with document.models.freeze():  # otherwise Bokeh collects all models again after each figure
+    with document.models.freeze():  # without the freeze, Bokeh would collect all models again after each figure
         for plot in plots:
             document.add_root(plot)
     name = plots[0].name if plots else ""
@@ -93,7 +93,7 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return (name, is secondary) for each line of the stacked figures, in colour order."""
+    """Return (name, True if secondary) for each line in the stacked figures, in the order in which colours are assigned."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -120,7 +120,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """Format a number for sorting in a browser; a missing number is empty and sorts last."""
+    """Format a number as the sort key of a table cell; a missing number becomes an empty text, which sorts last."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -131,7 +131,7 @@ def _own(name: str) -> str:
 
 
 def explained(text: str) -> Markup:
-    """Escape a text, and add its note to the first use of each word of `terms.WORDS`."""
+    """Escape a text for HTML, and attach a hover note to the first use of each word in `terms.WORDS`."""
     seen: set[str] = set()
     parts: list[Markup] = []
     end = 0
@@ -145,32 +145,32 @@ def explained(text: str) -> Markup:
 
 
 def term(word: str, shown: str) -> Markup:
-    """Return a word with its note, reachable by mouse and keyboard."""
+    """Return HTML for a word with a note that opens by mouse or keyboard."""
     return Markup('<span class="term" tabindex="0">{}<span class="tip" role="tooltip">{}</span></span>').format(
         shown, WORDS[word]
     )
 
 
-# --- what a browser unpacks ------------------------------------------------------------------------------------------
+# --- data for the browser --------------------------------------------------------------------------------------------
 
 
 def pack(value: Any) -> str:
-    """Encode a JSON value as base64 of gzip."""
+    """Encode a value as JSON, compressed with gzip and encoded as base64."""
     return pack_text(json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
 def pack_text(text: str) -> str:
-    """Encode a text as base64 of gzip, deterministically."""
+    """Compress a text with gzip and encode it as base64; the same text always gives the same result."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
 
 
 def floats(values: Any) -> str:
-    """Encode numbers as base64 of little-endian float32."""
+    """Encode numbers as little-endian float32 in base64."""
     return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
 
 
 def frames_of(charts: Iterable[Chart]) -> dict[str, Any]:
-    """Return chart key -> its steps, and the values that replace the chart's data at each step."""
+    """Return a mapping from chart key to the chart's steps and the values that replace the chart's data at each step."""
     found = {}
     for one in charts:
         by_step = getattr(one, "by_step", {})
@@ -202,7 +202,7 @@ def _field(key: str, place: int, kind: str, values: np.ndarray) -> dict[str, Any
 
 
 def sequences_of(subject: Subject) -> dict[str, Any]:
-    """Return the data with which the page shows sequences."""
+    """Return the token data that the page needs to show sequences."""
     excerpts = subject.excerpts
     return {
         "pair": list(subject.pair),
@@ -213,7 +213,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 
 def full_colour(subject: Subject) -> float:
-    """Return the |d| drawn in full colour, nats: the 99.9% quantile over the run, at least 0.001."""
+    """Return the |d| at which a token is drawn in full colour, nats: the 99.9% quantile over the run, but at least 0.001."""
     return max(float(subject.spread.edges.d[-1]), 1e-3) if subject.spread is not None else 1.0
 
 

@@ -1,6 +1,6 @@
 """Draw a chart as a matplotlib figure.
 
-The default font ships with matplotlib, so a figure has the same bytes on every machine with that matplotlib version.
+The default font ships with matplotlib, so a figure is byte-identical on every machine with the same matplotlib version.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ WIDTHS: dict[str, tuple[float, float]] = {
     "column": (3.4, 7.0), "aaai": (3.3, 7.0), "acl": (3.03, 6.3), "acm": (3.33, 7.0), "iclr": (5.5, 5.5), "icml": (3.25, 6.75),
     "ieee": (3.5, 7.16), "jmlr": (6.0, 6.0), "nature": (3.5, 7.2), "neurips": (5.5, 5.5),
 }  # fmt: skip
-"""Name -> width in inches of a single figure (one column) and of the run's overview (the full text width)."""
+"""Name of a width -> (width of a single figure, width of the run's overview), inches: one column and the full text width."""
 DPI, SMALL = 200, 6.5
-"""Dots per inch; font size of ticks and legends, points (all other text has 8)."""
+"""Resolution, dots per inch; and the font size of tick labels and legends, points (other text is set in 8 points)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
-"""5 dashes and 8 colours have no common divisor, so 40 lines differ in one or the other."""
+"""Dash patterns of lines. 5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
 _FLOOR = 0.5  # lower end of a histogram's log axis, so that a bin with one token is visible
 _SETTINGS = {
     "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
@@ -42,25 +42,25 @@ _SETTINGS = {
     "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "legend.frameon": False,
     "legend.borderpad": 0.1, "legend.borderaxespad": 0.2, "legend.labelspacing": 0.25, "lines.scale_dashes": False,
     "lines.linewidth": 1.2, "text.usetex": False, "figure.dpi": DPI, "savefig.dpi": "figure", "svg.hashsalt": "tim-trace",
-    # PDF: TrueType, which journals require and editors can edit. SVG: outlines, which need no font.
+    # PDF embeds TrueType fonts, which journals require and editors can edit. SVG stores outlines, which need no font.
     "pdf.fonttype": 42, "svg.fonttype": "path",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperStyle:
-    """Width, font and title of figures."""
+    """The style of paper figures: width, font, and whether they have a title."""
 
     column: float = WIDTHS["column"][0]
     page: float = WIDTHS["column"][1]
-    """Width of the run's overview, inches; `column` is that of a single figure."""
+    """Width of the run's overview, inches; `column` is the width of a single figure."""
     font: str = FONT
-    """An installed font; characters it lacks are drawn in DejaVu Sans."""
+    """Name of an installed font; characters missing from the font are drawn in DejaVu Sans."""
     title: bool = False
-    """True to draw the title above each figure; papers put it in the caption."""
+    """True if each figure has its title drawn above; papers usually put the title in the caption instead."""
 
     def settings(self) -> AbstractContextManager[None]:
-        """Apply the matplotlib settings while a figure is drawn or written, then restore the caller's."""
+        """Apply the matplotlib settings while a figure is drawn or written, then restore the caller's settings."""
         fonts = list(dict.fromkeys([self.font, FONT]))
         return matplotlib_style.context(_SETTINGS | {"font.family": fonts}, after_reset=True)
 
@@ -69,7 +69,7 @@ PLAIN = PaperStyle()
 
 
 def paper_style(width: str | float = "column", font: str = FONT, title: bool = False) -> PaperStyle:
-    """Return a style from a width, in inches or a name of `WIDTHS`, and a font. Raises InvalidOption."""
+    """Return the style for a width (in inches, or a key of `WIDTHS`) and a font. Raises InvalidOption."""
     try:
         column, page = WIDTHS[width] if width in WIDTHS else (float(width), float(width))
     except (TypeError, ValueError):
@@ -85,18 +85,19 @@ def paper_style(width: str | float = "column", font: str = FONT, title: bool = F
 
 
 def colour(place: int) -> str:
-    """Return the colour of a line or group by its index."""
+    """Return the colour for the line or group with index `place`."""
     return COLOURS[place % len(COLOURS)]
 
 
 def dash(place: int, *, is_side: bool = False) -> Any:
-    """Return the dashes of a line by its index; a secondary line is never solid."""
+    """Return the dash pattern for the line with index `place`; a secondary line is never solid."""
     side = 1 + (place + place // len(COLOURS)) % (len(_DASHES) - 1)
     return _DASHES[side if is_side else place % len(_DASHES)]
 
 
 def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
-    """Put plain numbers on an axis with known limits; a logarithmic axis has ticks at powers of ten if it spans enough of them."""
+    """Label an axis, whose limits are already set, with plain numbers. A logarithmic axis has ticks at powers of ten if its
+    range includes enough of them."""
     low, high = sorted(axis.get_view_interval())
     decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
     if decades < 0.6:
@@ -108,12 +109,13 @@ def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
 
 
 def plain(text: str, most: int = 60) -> str:
-    """Return text as one line of at most `most` characters, its middle cut, with undrawable characters as code points."""
+    """Return text as one line of at most `most` characters: longer text is cut in the middle, and characters that cannot be
+    drawn become code points."""
     return _one_line(text, most).replace("$", r"\$")  # matplotlib would read $...$ as a formula
 
 
 def wrapped(text: str, width: int, most_lines: int = 3) -> str:
-    """Return text as plain() does, wrapped to at most `most_lines` lines of `width` characters."""
+    """Return text cleaned as by `plain`, wrapped to at most `most_lines` lines of `width` characters."""
     lines = textwrap.wrap(_one_line(text, width * most_lines), width)
     return "\n".join(lines[:most_lines]).replace("$", r"\$")
 
@@ -133,13 +135,13 @@ def _glyphs() -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack(Chart):
-    """Series stacked vertically over a shared step axis."""
+    """A figure with series stacked vertically over a shared step axis."""
 
     charts: tuple[LineChart, ...]
 
 
 def stack_of(series: Sequence[LineChart]) -> Stack:
-    """Return the overview of a run."""
+    """Return the overview of a run, which stacks its series."""
     charts = tuple(replace(chart, x_scale=LINEAR) for chart in series)
     return Stack(key="run", title="The run by step", unit="", note="", sql="", charts=charts)
 
@@ -164,7 +166,7 @@ def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
 
 
 def _stack(one: Stack, style: PaperStyle) -> Figure:
-    """Draw one panel per series at page width; lines of the same name have the same colour in every panel."""
+    """Draw one panel per series at page width; lines with the same name have the same colour in every panel."""
     figure = Figure(figsize=(style.page, min(0.6 + 0.62 * len(one.charts), 9.0)), layout="constrained")
     names = dict.fromkeys(line.name for chart in one.charts for line in chart.lines)
     places = {name: place for place, name in enumerate(names)}
@@ -183,7 +185,8 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
 
 
 def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Draw lines in the colours of their `places`, bands, and marks with intervals; return the legend: name -> artist."""
+    """Draw lines, bands, and marks with their intervals. A line's colour is set by its index in `places`. Return the legend as
+    a mapping from name to artist."""
     # A logarithmic axis without a positive number has no limits, so it stays linear.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
@@ -215,7 +218,8 @@ def _has_positive(values: Iterable[Array]) -> bool:
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tuple[float, float], **how: Any) -> None:
-    """Write a text `shift` points away from `at`; its coordinate `along` is in data units, the other in axes units."""
+    """Write a text `shift` points away from the position `at`, whose coordinate `along` is in data units and whose other
+    coordinate is in axes units."""
     axes.annotate(
         text, at, xycoords=getattr(axes, f"get_{along}axis_transform")(), xytext=shift, textcoords="offset points",
         fontsize=SMALL - 1, bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, **how,
@@ -223,8 +227,11 @@ def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tup
 
 
 def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
-    """Draw cells coloured by log10 of their token count; empty at 0."""
-    look: dict[str, Any] = {"edgecolor": "face", "linewidth": 0.2}  # without edges viewers show hairlines between cells
+    """Draw cells coloured by the log10 of their token count; cells without tokens stay empty."""
+    look: dict[str, Any] = {
+        "edgecolor": "face",
+        "linewidth": 0.2,
+    }  # without edges, PDF viewers show hairlines between cells
     norm = LogNorm(1, max(float(one.counts.max(initial=0)), 10.0))
     counts = np.where(one.counts > 0, one.counts, np.nan)
     cells = axes.pcolormesh(one.x_edges, one.y_edges, counts, cmap="cividis", norm=norm, **look)
@@ -261,7 +268,7 @@ def _draw_histogram(axes: Axes, one: HistogramChart) -> dict[str, Any]:
 
 
 def _draw_bars(axes: Axes, one: BarChart) -> dict[str, Any]:
-    """Draw bars, with intervals where known."""
+    """Draw bars, with confidence intervals where available."""
     height = 0.8 / max(len(one.groups), 1)
     handles: dict[str, Any] = {}
     for place, (group, bars) in enumerate(one.groups.items()):
@@ -283,7 +290,7 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 
 
 def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
-    """Put the title above the axes, and a legend in between if there are several names or a density."""
+    """Put the title above the axes, and between them a legend if the chart has several names or is a heatmap."""
     figure, names = axes.figure, [plain(name, 46) for name in entries]
     width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # points without the axis, over the width of a letter
     longest = max(map(len, names), default=0) + 6  # letters, including the legend handle

@@ -1,4 +1,4 @@
-"""Write figures for papers, each with its numbers as CSV. The same charts give the same bytes."""
+"""Write figures for papers, each with its data as CSV. Identical charts give byte-identical files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _METADATA: dict[str, dict[str, str | None]] = {
     "svg": {"Creator": "tim-trace", "Date": None},
     "pdf": {"Creator": "tim-trace", "Producer": None, "CreationDate": None},
 }
-"""File format -> its metadata, without dates, so that files are reproducible."""
+"""File format -> metadata to write, without dates, so that files are reproducible."""
 
 
 def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Chart, ...]:
-    """Return the charts of a report (`report.charts`) after an overview of its series (`report.run`)."""
+    """Return all figures of a report: an overview of the series (`report.run`), then the charts (`report.charts`)."""
     return (*((stack_of(series),) if series else ()), *(one for one in charts if not one.is_empty))
 
 
@@ -35,7 +35,7 @@ def write_figures(
 ) -> list[Path]:
     """Write each chart as KEY.png (200 dpi), KEY.svg or KEY.pdf, and KEY.csv into a folder; return the paths.
 
-    Raises FileThere if one of these files exists, unless `force` replaces it; StorageError.
+    Raises FileThere if an output file exists and `force` is off, and StorageError if writing fails.
     """
     target = local(folder)
     paths = [target / f"{one.key}.{kind}" for one in charts for kind in (*kinds, "csv")]
@@ -53,7 +53,7 @@ def write_pdf(
     charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:  # fmt: skip
     """Write a PDF with a list of the charts and one page per chart, and KEY.csv into a folder next to it (figures.pdf:
-    figures-data); return the paths, the PDF first. Raises as write_figures does.
+    figures-data); return the paths, the PDF first. Raises the same errors as write_figures.
     """
     target = local(path)
     folder = target.with_name(f"{target.stem}-data")
@@ -71,7 +71,8 @@ def write_pdf(
 
 
 def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
-    """Draw a page with the title and one line per figure: its page, title, and CSV file in the folder `data`."""
+    """Draw a cover page with the title and one line per figure: page number, figure title, and name of the CSV file in the
+    folder `data`."""
     lines = [plain(title or "Figures", 80), "", "page, figure: its numbers"]
     lines += [f"{page}  {plain(one.title)}: {plain(f'{data}/{one.key}.csv')}" for page, one in enumerate(charts, 2)]
     figure = Figure(figsize=(7.0, 0.6 + 0.16 * len(lines)))
@@ -90,7 +91,8 @@ _Row = tuple[Any, ...]
 
 
 def rows_of(one: Chart) -> Rows:
-    """Return the data of a figure, one row per point, cell, bin, bar, mark or band; NULL in columns that do not apply.
+    """Return the data of a figure as a table, one row per point, cell, bin, bar, mark or band. Columns that do not apply to a
+    row are NULL.
 
     Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y); a stack adds the chart's key as first
     column. Heatmap: `what` is cell (only those with tokens) or line. Histogram: one row per bin; `beyond` is below or above if
@@ -139,11 +141,11 @@ _TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
     HistogramChart: (("name", "low", "high", "tokens", "beyond"), _histogram),
     BarChart: (("group", "name", "value", "low", "high", "text"), _bars),
 }
-"""Kind of chart -> the columns of its CSV, and the function that yields the rows."""
+"""Class of a chart -> the columns of the CSV file, and the function that yields the rows."""
 
 
 def _columns(*columns: Any) -> Iterator[_Row]:
-    """Yield rows of Python numbers, which CSV keeps with all digits."""
+    """Yield rows of Python numbers, which are written to CSV with all digits."""
     return zip(*(np.asarray(column).tolist() for column in columns), strict=True)
 
 
