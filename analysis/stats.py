@@ -14,8 +14,8 @@ from .frameworks.framework import Framework
 from .frameworks.registry import framework_of, refuse_options
 from .frameworks.sequence_rows import read_once
 from .rows import Rows
-from .trace.connection import quoted_pair
 from .trace.database import Database
+from .trace.macros import quoted_pair
 from .trace.pairs import parse_pair, tell_sampled, why_nothing
 from .trace.source import Pair, Source, Traces, find_sums
 from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize

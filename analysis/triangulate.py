@@ -32,8 +32,8 @@ from .error_sums import GAP, POSITIONS, PROBABILITIES, REMOVED, ErrorSums, joine
 from .rows import Rows
 from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
-from .trace.connection import quoted
 from .trace.database import Database
+from .trace.macros import quoted
 from .trace.pairs import tell_sampled
 from .trace.spread import places, spread, unit_tokens
 from .trace.tokens import step_ranges, tokens_by_step

@@ -312,7 +312,7 @@ def test_an_empty_table_goes_to_polars_with_its_columns(trace):
 def test_without_polars_the_error_says_how_to_install_it(trace, monkeypatch):
     rows = tim_trace.stats(trace)
     monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(NotInstalled, match="pl: needs polars, which is not installed; pip install polars"):
+    with pytest.raises(NotInstalled, match="pl: polars is not installed; pip install polars"):
         rows.pl()
 
 
@@ -327,7 +327,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tim_trace.analysis.frameworks.framework import Framework, option_field
-from tim_trace.analysis.trace.connection import quoted_pair
+from tim_trace.analysis.trace.macros import quoted_pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 
 from ...schemas.loss import CURRENT, ROLLOUT, SEQUENCE_MEAN, TOKEN, VESPO, Loss
 from ..statistics.loss import sql_options
-from ..trace.connection import quoted, quoted_pair
+from ..trace.macros import quoted, quoted_pair
 from ..trace.source import Pair
 from .edges import (
     ENTROPIES_PER_NAT,

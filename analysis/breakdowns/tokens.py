@@ -9,8 +9,8 @@ import numpy as np
 
 from ...schemas.loss import CURRENT
 from ..trace.columns import passes_with, sequence_columns
-from ..trace.connection import quoted
 from ..trace.database import Database
+from ..trace.macros import quoted
 from ..trace.ragged import Tokens
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, notable_first, token_query, tokens_by_step, tokens_of_rows

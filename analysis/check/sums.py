@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from ..trace.columns import sequence_columns
-from ..trace.connection import quoted
 from ..trace.database import Database
+from ..trace.macros import quoted
 from ..trace.pair_sums import OF_DIFFERENCES, finite, pair_sums
 from ..trace.ragged import counted
 from ..trace.source import Pair

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..rows import Rows
-from ..trace.connection import quoted_pair
 from ..trace.database import Database
+from ..trace.macros import quoted_pair
 from ..trace.source import Pair
 
 BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}

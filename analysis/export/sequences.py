@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import SEQUENCES_TABLE
 from ..trace.columns import scored_passes
-from ..trace.connection import quoted
 from ..trace.database import Database
+from ..trace.macros import quoted
 from ..trace.source import Pair
 from ..trace.tokens import step_ranges
 

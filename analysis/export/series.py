@@ -8,8 +8,8 @@ from datetime import datetime
 from itertools import groupby
 
 from ...schemas.layout import HYPERPARAMETER
-from ..trace.connection import quoted_pair
 from ..trace.database import Database
+from ..trace.macros import quoted_pair
 from ..trace.source import Pair
 from ..trace.sums import ensure
 from .sequences import passes_of

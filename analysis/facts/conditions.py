@@ -9,8 +9,8 @@ import numpy as np
 
 from ...schemas.layout import HYPERPARAMETER
 from ..trace.columns import sequence_columns
-from ..trace.connection import quoted
 from ..trace.database import Database, cached
+from ..trace.macros import quoted
 from ..trace.tokens import tokens_by_step
 from .read_series import NAMES
 from .series import LENGTH, LINEAR, LOG, LOGIT, Series, by_step

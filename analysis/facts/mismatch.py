@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from ..statistics.estimators import Array
 from ..trace.columns import OptionalColumns, sequence_columns
-from ..trace.connection import quoted_pair
 from ..trace.database import Database
+from ..trace.macros import quoted_pair
 from ..trace.pair_sums import BATCH_ROWS, finite, pair_sums
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, step_ranges, token_query, tokens_by_step, tokens_of_rows

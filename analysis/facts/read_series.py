@@ -10,8 +10,8 @@ import numpy as np
 from ...schemas.errors import InvalidOption
 from ...tracer.weights.reader import WeightReader
 from ...tracer.weights.source import open_weights
-from ..trace.connection import quoted
 from ..trace.database import Database, cached
+from ..trace.macros import quoted
 from ..trace.source import Pair
 from .fall import is_evaluation
 from .mismatch import read_step_mismatch

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from ..statistics.estimators import Array
-from ..trace.connection import quoted_pair
 from ..trace.database import Database, cached
+from ..trace.macros import quoted_pair
 from ..trace.source import Pair
 from .changes import ChangePoint, change_points, read_changes, read_outcomes
 from .conditions import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...schemas.errors import InvalidOption
-from ..trace.connection import quoted, quoted_pair
+from ..trace.macros import quoted, quoted_pair
 
 if TYPE_CHECKING:
     import pyarrow as pa

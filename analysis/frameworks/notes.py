@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.errors import options
 from ..trace.columns import read_hyperparameters
-from ..trace.connection import quoted
+from ..trace.macros import quoted
 
 if TYPE_CHECKING:
     from ..trace.database import Database

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import option
-from ..trace.connection import quoted_pair
+from ..trace.macros import quoted_pair
 from .framework import Framework, TokenMedians, literals, option_field, options_of
 from .notes import null_without
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption, option
 from ...schemas.passes import CURRENT
-from ..trace.connection import quoted_pair
+from ..trace.macros import quoted_pair
 from .framework import Framework, literals, option_field
 from .notes import masked_out, null_without
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption, NothingToCompare, option
 from ...schemas.passes import CURRENT, ROLLOUT
-from ..trace.connection import quoted, quoted_pair
+from ..trace.macros import quoted, quoted_pair
 from ..trace.pairs import num_scored, why_nothing
 from .framework import Framework, literals, option_field, options_of
 from .notes import masked_out, null_without, set_otherwise

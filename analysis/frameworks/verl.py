@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...schemas.errors import InvalidOption
-from ..trace.connection import quoted_pair
+from ..trace.macros import quoted_pair
 from .framework import Framework, call, literal, option_field
 from .notes import in_half
 

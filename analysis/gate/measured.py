@@ -30,8 +30,8 @@ from ..statistics.intervals import (
     unit,
 )
 from ..stats import stats
-from ..trace.connection import quoted_pair
 from ..trace.database import Database
+from ..trace.macros import quoted_pair
 from ..trace.pairs import parse_pair, tell_sampled, why_nothing
 from ..views import open_database
 from .condition import OWN, Condition, metric_named

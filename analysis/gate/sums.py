@@ -11,8 +11,8 @@ import numpy as np
 
 from ..statistics.estimators import Array, addable
 from ..statistics.intervals import unit
-from ..trace.connection import quoted_pair
 from ..trace.database import Database
+from ..trace.macros import quoted_pair
 from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
 from ..trace.source import Pair
 

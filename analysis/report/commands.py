@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from ...schemas.steps import ALL_STEPS
-from ..trace.connection import quoted, quoted_pair
+from ..trace.macros import quoted, quoted_pair
 from .subject import Subject
 
 _TAKES_PAIR = frozenset({"check", "diagnose", "attribute", "corrections", "gate", "dynamics"})

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..trace.connection import quoted
 from ..trace.database import Database
+from ..trace.macros import quoted
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query
 from .bias import Bias

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..trace.connection import quoted
 from ..trace.database import Database
+from ..trace.macros import quoted
 from ..trace.source import Pair
 from ..trace.tokens import evenly_within, fitting
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...schemas.passes import CURRENT, REFERENCE
-from ..trace.connection import quoted
 from ..trace.database import Database
+from ..trace.macros import quoted
 from ..trace.source import Pair
 from .bias import read_bias
 from .choice import Wanted, choice_text, choose

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...schemas.layout import HYPERPARAMETER
-from .connection import quoted
 from .database import Database, cached
+from .macros import quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

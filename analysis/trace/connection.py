@@ -68,16 +68,6 @@ NOT_OF_FILES = (
 """DuckDB errors caused by the query itself or by its interruption, never by the files of a trace."""
 
 
-def quoted(text: str) -> str:
-    """Return a text as an SQL string literal."""
-    return "'" + text.replace("'", "''") + "'"
-
-
-def quoted_pair(pair: tuple[str, str]) -> str:
-    """Return the two passes of a pair as arguments for an SQL macro."""
-    return f"{quoted(pair[0])}, {quoted(pair[1])}"
-
-
 def _nothing() -> None: ...
 
 

@@ -87,3 +87,13 @@ def statistics_of_groups(rows: str) -> str:
 def words_of(query: str) -> frozenset[str]:
     """Return the words of a query, in lower case."""
     return frozenset(_WORD.findall(query.lower()))
+
+
+def quoted(text: str) -> str:
+    """Return a text as an SQL string literal."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def quoted_pair(pair: tuple[str, str]) -> str:
+    """Return the two passes of a pair as arguments for an SQL macro."""
+    return f"{quoted(pair[0])}, {quoted(pair[1])}"

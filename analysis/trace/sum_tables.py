@@ -19,8 +19,8 @@ from ...schemas.layout import SUMS
 from ...schemas.sums import KINDS, OF_RUNS, SEQUENCE_SUMS, STATISTICS, STEP_HISTOGRAMS
 from ...schemas.tables import Table
 from ...tracer.parquet_file import checked_writer
-from .connection import Connection, quoted
-from .macros import sql_file
+from .connection import Connection
+from .macros import quoted, sql_file
 from .source import Pair, Source, made_of_metadata, run_folder, sums_file
 from .table_views import TableViews, define_view, no_rows, rows_of
 

@@ -31,9 +31,8 @@ from ...tracer.index import write_index
 from ...tracer.parquet_file import write_checked
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import unnamed_file
-from .connection import quoted
 from .database import Database
-from .macros import sql_file, statistics_of_groups
+from .macros import quoted, sql_file, statistics_of_groups
 from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .source import Pair, Source, Traces, sums_file

@@ -15,8 +15,9 @@ from ...tracer.snapshot import TableFile
 from ...tracer.trace_files import TraceFiles
 from ...tracer.verified_file import VerifiedFile
 from . import large_tables
-from .connection import Connection, Parameters, quoted
+from .connection import Connection, Parameters
 from .large_tables import LargeTables
+from .macros import quoted
 from .source import RUN_OF_FOLDER, Source, run_folder
 
 RunFile = tuple[str, str]

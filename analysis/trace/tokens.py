@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from .connection import quoted
 from .database import Database, cached
+from .macros import quoted
 from .ragged import Tokens, tokens_of
 
 _LISTS = {"mask": "response_mask", "advantages": "advantages"}

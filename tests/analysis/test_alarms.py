@@ -45,7 +45,7 @@ TRACES = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the trace has no advantages")  # what corrections cut is not asked here
+@pytest.mark.filterwarnings("ignore:no advantages recorded")  # what corrections cut is not asked here
 @pytest.mark.parametrize("made", TRACES)
 def test_diagnose_watch_and_the_report_name_the_same_alarms_with_the_same_figures(tmp_path, made):
     trace = TRACES[made](tmp_path)

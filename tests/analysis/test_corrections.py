@@ -317,7 +317,7 @@ def test_without_advantages_it_says_which_columns_are_null(tmp_path):
     assert all(row["share_tokens_cut"] is not None for row in rows)
     told = tim_trace("corrections", tmp_path / "run", "--json")
     assert told.code == 0
-    assert told.stderr.startswith("tim-trace: the trace has no advantages")
+    assert told.stderr.startswith("tim-trace: no advantages recorded")
 
 
 def test_nothing_finite_is_counted(tmp_path):

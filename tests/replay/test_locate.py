@@ -428,7 +428,7 @@ def test_a_kernel_is_proved_by_putting_it_in(traces):
     for taker in ("a", "b"):
         assert removed["attention", taker] == removed["all operators", taker] == 1
         assert removed["gate_proj", taker] == 0
-    assert "attention computed in" in sentence(found)
+    assert "Computing attention in b as a does" in sentence(found)
     low = {each.patch: each.removed_low for each in found.patches}
     assert low["attention"] is None or low["attention"] == pytest.approx(1)
 

@@ -336,7 +336,7 @@ def test_the_command_says_where_and_refuses_what_makes_no_sense(traces):
     )
     refused = tim_trace(*command, "--patch", "kinds")
     assert refused.code == 2
-    assert "--patch: does not go with --backward" in refused.stderr
+    assert "--patch: does not apply with --backward" in refused.stderr
 
 
 MODULES = {

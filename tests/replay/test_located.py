@@ -227,7 +227,7 @@ def test_diagnose_asks_where_once_a_replay_says_what_and_then_tells_it(run):
     assert diagnosis_json(told)["located"]["sentence"].startswith("Only rounding")
 
 
-@pytest.mark.filterwarnings("ignore:the trace has no advantages")
+@pytest.mark.filterwarnings("ignore:no advantages recorded")
 def test_the_report_shows_where_both_sides_part(made, run):
     shown = report(run)
     keys = [one.key for one in shown.mismatch if one.key.startswith("located")]

@@ -530,7 +530,7 @@ def test_as_recorded_refuses_a_change(trace):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "tf32"}, "tf32: needs an NVIDIA GPU.*fp64, fp32, bf16 and fp16"),
+        ({"dtype": "tf32"}, "tf32: needs an NVIDIA GPU.*fp64, fp32, bf16 or fp16"),
         ({"attention": "efficient"}, "efficient: needs an NVIDIA GPU.*eager, math, flash"),
         ({"attention": "cudnn"}, "cudnn: needs an NVIDIA GPU"),
     ],
@@ -673,7 +673,7 @@ def test_vllm_s_raw_logprobs_are_brought_to_the_recorded_temperature(tmp_path):
     ("changes", "error", "message"),
     [
         ({"engine": "vllm", "dtype": "fp64"}, InvalidOption, "vLLM has no fp64; use fp32, bf16, fp16"),
-        ({"engine": "vllm", "attention": "eager"}, InvalidOption, "attention: vLLM has no such setting"),
+        ({"engine": "vllm", "attention": "eager"}, InvalidOption, "attention: vLLM does not support this option"),
         ({"prefix_caching": "on"}, InvalidOption, "add engine='vllm'"),
     ],
 )

@@ -294,7 +294,7 @@ def test_zig_zag_parts_are_every_token_once(total):
 def test_miles_without_a_context_parallel_rank_is_refused(tmp_path):
     dumps.write_miles_train(tmp_path / "dump", make_steps(1), tensor=1)
     (tmp_path / "dump" / "train_data" / "1_1.pt").unlink()
-    with pytest.raises(ImportFailed, match="lacks context-parallel rank 1 of 2"):
+    with pytest.raises(ImportFailed, match="lacks the context-parallel rank 1 of 2"):
         import_dump("miles", tmp_path / "dump", output=tmp_path / "run")
     import_dump("miles", tmp_path / "dump", output=tmp_path / "run", partial=True)
 

@@ -50,7 +50,7 @@ def test_recording_nothing_says_what_may_be_the_reason(tmp_path):
     done = tim_trace("record", "-o", tmp_path / "run", "--", *SAY, "pass")
     assert done.code == 0
     assert "nothing was recorded" in done.stderr
-    assert "tim_trace.tracer.recorder.Recorder" in done.stderr
+    assert "tim_trace.Recorder" in done.stderr
     assert tim_trace("info", tmp_path / "run").code == 0
 
 

@@ -292,7 +292,7 @@ def test_a_second_command_that_is_no_node_of_the_first_is_refused(tmp_path):
     ended(running)
 
 
-@pytest.mark.filterwarnings("ignore:.*gives no locks")  # which is what it is about
+@pytest.mark.filterwarnings("ignore:.*does not support locks")  # which is what it is about
 def test_of_two_processes_that_begin_a_trace_without_locks_one_does(tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(9, "Bad file descriptor")

@@ -88,7 +88,7 @@ def test_a_link_is_followed_at_the_output_and_named_inside_of_a_trace(tmp_path, 
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "model.pt").write_bytes(b"mine")
     (tmp_path / "disk" / "run" / "dense").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(TraceExists, match=r"no part of a trace \(dense\)"):
+    with pytest.raises(TraceExists, match=r"do not belong to a trace \(dense\)"):
         replace(how, tmp_path / "link", tmp_path)
     assert (tmp_path / "elsewhere" / "model.pt").exists()
     (tmp_path / "dangling").symlink_to(tmp_path / "new" / "run")
