@@ -217,13 +217,14 @@ def test_the_example_of_every_help_works(request, name, line):
         assert "recorded 2,560 sequences" in done.stderr
 
 
-def test_help_comes_up_without_the_heavy_libraries():
+@pytest.mark.parametrize("words", [["--help"], ["stats", "--help"], ["replay", "--help"]])
+def test_help_comes_up_without_the_heavy_libraries(words):
     heavy = ("torch", "pyarrow", "duckdb", "numpy", "zarr", "rich", "fsspec")
     program = f"""
 import sys
 from tim_trace.cli import main
 try:
-    main(["--help"])
+    main({words})
 except SystemExit:
     pass
 print("heavy:", [name for name in {heavy!r} if name in sys.modules])

@@ -13,9 +13,9 @@ import numpy as np
 
 from ...schemas.loss import TOKEN, Loss, read_loss
 from ..statistics.estimators import Array
-from ..trace.columns import read_hyperparameters
 from ..trace.connection import mapped
 from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
 from ..trace.ragged import Tokens, blocks
 from ..trace.source import Pair
 from .counts import Counts, Shapes, counts_of, empty_counts, entropy_bins

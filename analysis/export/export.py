@@ -17,8 +17,8 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
 from ..report.targets import explained, local, refuse
-from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
 from ..views import open_database

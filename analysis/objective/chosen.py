@@ -20,8 +20,8 @@ from ...schemas.loss import (
     read_loss,
 )
 from ..statement import Statement
-from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {
     "ppo_clip": {"kind": PPO, "level": TOKEN},

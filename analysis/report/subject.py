@@ -30,8 +30,9 @@ from ..objective.objective import objective
 from ..rows import Rows
 from ..token_samples.token_sample import TokenSamples
 from ..token_samples.token_samples import read_token_samples
-from ..trace.columns import read_hyperparameters, scored_passes
+from ..trace.columns import scored_passes
 from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair
 from ..trace.tokens import evenly_spaced, tokens_by_step
 from ..views import open_database

@@ -16,8 +16,8 @@ from ..objective.loss_terms import terms_of
 from ..objective.pass_roles import ADVANTAGE, MISMATCH, PassRoles, choose_sides
 from ..objective.sequence_sums import compared
 from ..statistics.estimators import Array
-from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
 from ..trace.ragged import Tokens
 
 

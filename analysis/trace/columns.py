@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...schemas.layout import HYPERPARAMETER
 from .database import Database, cached
 from .macros import quoted
 
@@ -61,20 +60,6 @@ def _has(
         terms.append("iteration = 0")
     query = f"SELECT step FROM {table} WHERE {' AND '.join(terms)} LIMIT 1"
     return bool(database.connection.execute(query).fetchall())
-
-
-_ROWS = """
-SELECT name, value, text FROM metrics
-WHERE step = 0 AND starts_with(name, $prefix) AND ($run IS NULL OR run = $run)
-ORDER BY logged_at
-"""
-
-
-def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
-    """Return hyperparameter name, without its prefix -> number or text; if a name was recorded repeatedly, the last
-    value. If `run` is None, all open runs are read."""
-    rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
-    return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
 
 
 def flat_contract(contract: Any, path: str = "") -> dict[str, str]:

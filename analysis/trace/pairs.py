@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ...schemas.errors import InvalidOption, option, tell_samples
 from ...schemas.layout import WEIGHTS
 from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, first_pair
-from .database import Database
-from .source import Pair
+
+if TYPE_CHECKING:
+    from .database import Database
+    from .source import Pair
 
 
 def parse_pair(text: str) -> Pair:

@@ -11,7 +11,7 @@ from shared import rest_slow
 from tim_trace import attribute, check, corrections, diagnose, dynamics, objective, report, stats
 from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.stats import likeness
-from tim_trace.analysis.trace.columns import read_hyperparameters
+from tim_trace.analysis.trace.hyperparameters import read_hyperparameters
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.schemas.loss import Loss
