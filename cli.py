@@ -985,7 +985,7 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Take the gradient of recorded steps again, as recorded and under each arm, and compare the results.
 
-    The gradient as recorded comes first, and its norm is held against the grad norm that the trainer logged. An arm is one
+    The gradient as recorded comes first, and its norm is compared with the gradient norm that the trainer logged. An arm is one
     or several changes with commas in between: those of the forward and backward that --arm lists;
     logprobs=train|rollout|current|replay/NAME, what the loss compares with in the place of the trainer's (rollout is bypass
     mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
