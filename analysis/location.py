@@ -139,10 +139,11 @@ def _carried(
     for each in found.operators:
         if (each.side, each.operator) in found.products:
             groups.setdefault(key(each), []).append(each)
+    place = {each.seq_id: index for index, each in enumerate(found.sequences)}
     rows = []
     for (side, kind, layer), members in groups.items():
         own = [found.products[side, each.operator] for each in members]
-        carried, low, high = share(_summed(found, own))
+        carried, low, high = share(_summed(place, own))
         rows.append(OperatorShare(
             side=side, kind=kind, layer=layer, num_operators=len(members), carried=carried, carried_low=low,
             carried_high=high, ratio=max(each.ratio for each in members),
@@ -150,8 +151,7 @@ def _carried(
     yield from sorted(rows, key=lambda row: -row.carried)
 
 
-def _summed(found: Located, products: Sequence[Mapping[str, float]]) -> Array:
-    place = {each.seq_id: index for index, each in enumerate(found.sequences)}
+def _summed(place: Mapping[str, int], products: Sequence[Mapping[str, float]]) -> Array:
     sums_S = np.zeros(len(place))
     for own in products:
         for seq_id, value in own.items():

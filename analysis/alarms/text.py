@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .reading import AlarmReading
@@ -19,13 +20,11 @@ def fired(num_raised: int, num_judged: int) -> str:
     return f"{num_raised} of {num_judged} alerts fired"
 
 
-def value_text(reading: AlarmReading) -> str:
-    """Render a reading's value with its step; requires a value."""
-    return (
-        f"{reading.own:.3g} over all steps"
-        if reading.worst_step is None
-        else f"{reading.own:.3g} at {taken_over(reading)}"
-    )
+def value_text(reading: AlarmReading, number: Callable[[float], str] = "{:.3g}".format) -> str:
+    """Render a reading's value, by `number`, with its step. The reading must have a value."""
+    assert reading.own is not None
+    where = "over all steps" if reading.worst_step is None else f"at {taken_over(reading)}"
+    return f"{number(reading.own)} {where}"
 
 
 def since(reading: AlarmReading) -> str:

@@ -33,11 +33,17 @@ class Framework:
     """SQL that is inserted for {columns} in the macros."""
 
     def __post_init__(self) -> None:
-        for option, value in ((option, getattr(self, option.name)) for option in fields(self)):
-            choices, at_least = option.metadata.get("choices", ()), option.metadata.get("at_least")
-            if value is not None and choices and value not in choices:
-                raise InvalidOption(f"got {value!r}; {self.name} has {', '.join(choices)}", option=option.name)
-            if value is not None and at_least is not None and not value >= at_least:
+        for option in fields(self):
+            value, choices, at_least = (
+                getattr(self, option.name),
+                option.metadata["choices"],
+                option.metadata["at_least"],
+            )
+            if value is None:
+                continue
+            if choices:
+                check_choice(self.name, option.name, value, choices)
+            if at_least is not None and not value >= at_least:
                 raise InvalidOption(f"got {value:g}; give {at_least:g} or more", option=option.name)
         self.check()
 
@@ -91,6 +97,12 @@ class TokenMedians:
     """Call of the macro that returns the token values: one row per token, with run, step and seq_id."""
     columns: Mapping[str, str]
     """Name of a median -> name of the column with its token values."""
+
+
+def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise InvalidOption if a value is not one of the choices."""
+    if value not in choices:
+        raise InvalidOption(f"got {value!r}; {framework} has {', '.join(choices)}", option=option)
 
 
 def option_field(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...schemas.errors import InvalidOption
 from ..trace.macros import quoted_pair
-from .framework import Framework, call, literal, option_field
+from .framework import Framework, call, check_choice, literal, option_field
 from .notes import in_half
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class Verl(Framework):
                 "rollout_is": self.rollout_is,
                 "rollout_is_threshold": self.rollout_is_threshold,
             }
-            rows = rows.joined(database.ask(call("verl_is", pair, by, **given)).without(self._unlogged()), keys)
+            weights = database.ask(call("verl_is", pair, by, **given))
+            rows = rows.joined(weights.without({name for name in weights.columns if self.is_unlogged(name)}), keys)
         if self.rollout_rs is not None and len(rows):
             given = {"rollout_rs": self.rollout_rs, "rollout_rs_threshold": self.rollout_rs_threshold}
             rows = rows.joined(_wide(database.ask(call("verl_rs", pair, by, **given))), keys)
@@ -97,14 +98,11 @@ class Verl(Framework):
             )
         return told
 
-    def _unlogged(self) -> set[str]:
-        """Return the columns that verl does not log with the chosen options."""
-        names = set()
-        if "_" not in self.rollout_is_threshold:
-            names.add("rollout_corr/rollout_is_oob_ratio")
-        if not self.rollout_is_batch_normalize:
-            names.add("rollout_corr/rollout_is_batch_norm_factor")
-        return names
+    def is_unlogged(self, column: str) -> bool:
+        """Return True if verl does not log a column of its weights with the chosen options."""
+        if column == "rollout_corr/rollout_is_oob_ratio":
+            return "_" not in self.rollout_is_threshold
+        return column == "rollout_corr/rollout_is_batch_norm_factor" and not self.rollout_is_batch_normalize
 
 
 FRAMEWORK = Verl
@@ -134,8 +132,7 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
         return
     chosen = list(dict.fromkeys(part.strip() for part in options.split(",")))
     for option in chosen:
-        if option not in REJECTIONS:
-            raise InvalidOption(f"got {option!r}; verl has {', '.join(REJECTIONS)}", option="rollout_rs")
+        check_choice("verl", "rollout_rs", option, REJECTIONS)
     if thresholds is None:
         raise InvalidOption("rollout_rs needs rollout_rs_threshold: one bound for all options, or one each")
     bounds = [part.strip() for part in thresholds.split(",")]

@@ -112,7 +112,9 @@ def choice_text(
     sentences = [_looked(looked, gaps), *_sorts(choice, gaps, looked, wanted, pair, lacking)]
     if choice.num_left_out:
         parts = ", ".join(f"{num:,} {reason}" for reason, num in choice.num_left_out.items())
-        sentences.append(f"Left out to stay below {wanted.max_tokens:,} shown tokens: {parts}.")
+        sentences.append(
+            f"Left out to stay below {wanted.max_tokens:,} shown tokens: {parts} (counted by the first reason)."
+        )
     return " ".join(sentences)
 
 
@@ -150,7 +152,7 @@ def _sorts(
         WORST: f"largest |d| of a token in {'all steps' if looked.has_all_worst else searched}",
         TYPICAL: f"mean |d| closest to the median over sequences of {evenly}",
         RANDOM: f"picked by hash from {evenly}",
-        WORST_OF_STEP: f"largest |d| of a token in each of up to {wanted.max_steps:,} steps",
+        WORST_OF_STEP: f"the {wanted.per_step:,} with the largest |d| of a token in each of up to {wanted.max_steps:,} steps",
     }
     yield from (f"{counts[name]:,} {name}: {what}." for name, what in sorts.items() if counts[name])
     if not choice.why:

@@ -123,7 +123,9 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 
 
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
-    """Yield ranges of steps whose tokens fit in memory, in order; a step that exceeds the limit is a range of its own.
+    """Return ranges of steps, in order, each of at most `most_tokens` tokens and CHUNK_STEPS steps.
+
+    A step that exceeds the limit is a range of its own.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]

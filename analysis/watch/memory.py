@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from ..facts.series import KINDS, Column, Series, named
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair, Source
-from ..trace.tokens import fitting
 from ..views import open_database
 from .extent import Extent, Extents
 
@@ -69,8 +69,10 @@ class Memory:
         pending = self.pending(extents)
         # If no step has been read yet, reading the sums stored in the trace is cheaper than reading tokens.
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
-        tokens = {step: extents.steps[step].num_response_tokens for step in pending}
-        wanted = sorted(pending if summed else fitting(pending, tokens, MOST_TOKENS))
+        used = accumulate(extents.steps[step].num_response_tokens for step in pending)
+        # Without gaps: alerts and changes compare neighbouring steps.
+        newest = [step for step, num in zip(pending, used, strict=True) if step == pending[0] or num <= MOST_TOKENS]
+        wanted = sorted(pending if summed else newest)
         database = open_database(source)
         if not summed:
             database.keep_steps(wanted)

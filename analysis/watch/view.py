@@ -144,7 +144,7 @@ class _Page:
         table = _table(3)
         for reading in raised[:num_rows]:
             alarm = reading.alarm
-            value = "" if reading.own is None else f" ({value_text(reading)})"
+            value = "" if reading.own is None else f" ({value_text(reading, _number)})"
             until = Text("still", _BAD) if reading.still else Text(f"to {reading.last_step}", _DIM)
             line = f"{alarm.who}: {alarm.metric} {alarm.condition}{value}: {alarm.summary}; {alarm.definition}"
             table.add_row(Text(str(reading.first_step), _TITLE), until, self._row(line))

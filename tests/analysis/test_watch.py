@@ -169,6 +169,17 @@ def test_a_long_run_is_read_in_portions_the_newest_first(tmp_path, monkeypatch):
     assert [one.num_unread_steps for one in watch(tmp_path / "run", every=0.01)] == [4, 3, 2, 1, 0]
 
 
+def test_steps_are_read_from_the_newest_on_without_gaps(tmp_path, monkeypatch):
+    with Recorder(tmp_path / "run") as recorder:
+        for step, num in enumerate((3, 6, 6), 1):
+            batch = recorder.add_sequences(step=step, response_ids=[[7] * num])
+            for name in ("rollout", "train"):
+                recorder.add_scores(name, batch, logprobs=[[-1.0] * num])
+    monkeypatch.setattr(memory, "MOST_TOKENS", 10)  # the newest step and the oldest would fit
+    first = Watcher(tmp_path / "run").look()
+    assert np.flatnonzero(first.series["k3"].known).tolist() == [2]
+
+
 @pytest.mark.slow
 def test_a_trace_is_watched_while_files_are_sealed_and_vanish(tmp_path):
     recorder = Recorder(tmp_path / "run")
