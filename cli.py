@@ -1117,10 +1117,13 @@ def _locate_backward(
     from .analysis.locate_backward_text import backward_rows, backward_sentence, backward_text, check_by
     from .replay.locate.backward import locate_backward
 
-    for option in _given("patch", "layers", "operators") - ({"patch"} if patch == "none" else set()):
-        raise InvalidOption(
-            "does not apply with --backward, which compares all operators without patches; leave it out", option=option
-        )
+    given = _given() - ({"patch"} if patch == "none" else set())
+    for option in ("patch", "layers", "operators"):
+        if option in given:
+            raise InvalidOption(
+                "does not apply with --backward, which compares all operators without patches; leave it out",
+                option=option,
+            )
     check_by(by)
     with _library_output_held_back():
         found = locate_backward(trace, progress=_progress, **options)
@@ -1136,14 +1139,12 @@ def _locate_backward(
 _FOR_DUMPS = frozenset({"from_dumps", "by", "limit", "as_json", "as_csv", "is_wide", "quiet"})
 
 
-def _given(*names: str) -> set[str]:
-    """Return the options given on the command line, limited to `names` unless empty."""
+def _given() -> set[str]:
+    """Return the options given on the command line."""
     context = click.get_current_context()
-    known = {parameter.name for parameter in context.command.params if isinstance(parameter, click.Option)}
+    names = {parameter.name for parameter in context.command.params if isinstance(parameter, click.Option)}
     return {
-        name
-        for name in (names or known)
-        if name is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        name for name in names if name is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
 
 
@@ -1158,7 +1159,7 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
     if trace is not None or given:
         what = f"{trace} is" if trace is not None else f"{', '.join(given)} {'is' if len(given) == 1 else 'are'}"
         raise click.UsageError(f"--from-dumps compares two folders directly, so {what} not supported; leave it out")
-    by = by if _given("by") else "operator"
+    by = by if "by" in _given() else "operator"
     if by not in ("operator", "layer"):
         raise click.UsageError(f"--from-dumps has rows --by operator or layer; got {by}")
     found = locate_dumps(*folders, progress=_progress)

@@ -69,9 +69,9 @@ class ArmOption:
 
     def check(self, name: str, value: Any) -> None:
         """Raise InvalidOption if the value is not allowed."""
-        if isinstance(value, str) and self.values:
-            word, colon, number = value.partition(":")
-            counted = colon and number.isdecimal() and int(number) and f"{word}:N" in self.values
+        if self.values and value is not None:
+            word, colon, number = str(value).partition(":")
+            counted = colon and number.isdecimal() and number[0] != "0" and f"{word}:N" in self.values
             if not counted and (colon or word not in self.values):
                 raise InvalidOption(f"got {value!r}; use {', '.join(self.values)}", option=name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):

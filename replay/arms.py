@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import inf
@@ -255,6 +254,8 @@ def read_arms(path: str | os.PathLike[str]) -> list[Arm]:
     Raises InvalidOption if the file has none.
     """
     try:
+        import tomllib  # at the start of every command it would cost more than it is worth
+
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidOption(f"arm file {path}: cannot be read: {error}") from error

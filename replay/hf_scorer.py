@@ -271,7 +271,8 @@ class HfScorer:
             if self.arm.batch_tokens:
                 fewer = option("batch_tokens", max(self.arm.batch_tokens // 2, 1))
             raise CannotReplay(f"{what}; use {'a machine with more memory' if largest == 1 else fewer}") from error
-        warnings.warn(f"{what}; continuing with {largest // 2}", TimTraceWarning, stacklevel=4)
+        digits = "" if self.keeps_recorded_rows else ", so the last digits may differ"
+        warnings.warn(f"{what}; continuing with {largest // 2}{digits}", TimTraceWarning, stacklevel=4)
         return largest // 2
 
     def _score(self, rows: list[RecordedRow], told: Told) -> Scored:

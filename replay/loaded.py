@@ -70,9 +70,9 @@ class LoadedModel:
 
     def ready(self, scorer: Scorer, version: int, attempt: int | None) -> None:
         """Load the model and weights that a scorer needs, unless they are loaded."""
-        if self._model is None or self._key != scorer.key:
+        if self._key != (key := scorer.key):
             self.close()
-            self._model, self._key = scorer.build(), scorer.key
+            self._model, self._key = scorer.build(), key
         if scorer not in self._attached:
             self._shared = scorer.attach(self._model, self._shared)
             self._attached.append(scorer)

@@ -19,6 +19,7 @@ from ..arms import Arm
 from ..backends import kernels
 from ..backends.double import keep_double
 from ..batching import ForwardBatch, PaddedBatch, check_tokens
+from ..gpus import device_here
 from ..gradients.arm import GradientArm, corrected, parse_gradient_arm
 from ..gradients.engine import loss_of
 from ..gradients.loss import StepLoss, divisors, passes_of
@@ -143,9 +144,8 @@ class _Side:
         names: set[str],
         prepare: Prepare | None,
     ):
-        import torch
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = device_here()
         forward = arm.forward
         version = update.policy_version if forward.weights_version is None else forward.weights_version
         tensors = run.weights.load(version, update.rows[0].row.attempt)

@@ -21,17 +21,19 @@ from ...tracer.weights.reader import Tensor
 from ..arms import Arm, parse_arm
 from ..backends.adapters import PREFIX
 from ..batching import check_tokens
+from ..gpus import device_here
 from ..hf_scorer import HfScorer
 from ..recorded import RecordedRow, RecordedRun
 from .chosen import Chosen, choose
 from .exact_execution import EXACT, ExactExecution
 from .execution import Execution, Prepare
 from .head import judge_head
+from .judged import OF_CODE
 from .names import layer_of
 from .patches import patched
 from .pooled import Pooled, first_divergence
 from .reference import Reference
-from .sequence import OF_CODE, JudgedSequence, SequenceJudge
+from .sequence import JudgedSequence, SequenceJudge
 from .taps import RowTaps
 from .unfinished import Unfinished
 from .vllm_execution import VLLM, AnyExecution, VllmExecution
@@ -152,11 +154,10 @@ class _Location:
         progress: Progress,
     ):
         """Prepare both executions. `wanted` selects the operators to observe, `is_asked` those to judge and patch."""
-        import torch
 
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
         self._wanted, self._is_asked = wanted, is_asked
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = device_here()
         versions = {row.policy_version for row in chosen.rows}
         if len(versions) != 1:
             raise CannotReplay(
@@ -183,6 +184,7 @@ class _Location:
         # A trace of a model with adapters has the parameter names of PEFT, which the rebuilt model does not use.
         dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
         self._reference = Reference(model, dtypes)
+        self._free = free_bytes(self._device)  # before both executions take theirs
         # If one side has user code, both compute logits with the model's own forward, including the head.
         whole = any(runs[side].model_factory is not None or changes[side] is not None for side in arms)
 
@@ -207,11 +209,10 @@ class _Location:
     def begin(self, tapped_bytes: int | None, unfinished: Unfinished | None) -> None:
         """Set the memory for operator values. If an interrupted question resumes, it is the same as before the
         interruption."""
-        free = free_bytes(self._device)
-        self._tapped_bytes = int(free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes
+        self._tapped_bytes = int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes
         self._unfinished = unfinished
         if unfinished is not None:
-            most = int(free * _SHARE_TO_GO_ON) if tapped_bytes is None else tapped_bytes
+            most = int(self._free * _SHARE_TO_GO_ON) if tapped_bytes is None else tapped_bytes
             self._tapped_bytes = unfinished.begin(self._step, self._deciding(), self._tapped_bytes, most)
 
     def _deciding(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class ExactTaker(Graft):
     """Replacement of operators in the running exact engine by those of transformers, or of another exact engine."""
 
     def __init__(self, taker: ExactExecution, giver: Execution):
-        super().__init__(taker, giver)
+        self.taker = taker  # Graft's own maps are those of self._by
         self._operators = taker.exact.operators()
         self._precision = taker.exact.precision
         self._by = ExactGiver(giver, giver) if isinstance(giver, ExactExecution) else Graft(giver, giver)

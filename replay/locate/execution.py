@@ -11,7 +11,7 @@ import numpy as np
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
 from ...tracer.weights.reader import Tensor
-from ..arm_option import phrase
+from ..arm_option import EXACT, phrase
 from ..arms import Arm
 from ..backends.double import keep_double
 from ..backends.kernels import KERNELS
@@ -183,6 +183,9 @@ class Execution:
 def check_heard(arm: Arm) -> None:
     """Raise CannotReplay for an arm whose operators cannot be observed."""
     for name in arm.unheard:
-        raise CannotReplay(
-            f"arm {arm.name}: comparing operators needs one forward per row that runs all of them; leave {phrase(name, getattr(arm, name))} out"
-        )
+        why = "comparing operators needs one forward per row that runs all of them"
+        if name == "compile":
+            why = "operators inside a compiled model cannot be observed"
+        elif name == "mode" and arm.engine == EXACT:
+            why += "; engine exact gives the same bits in every mode"
+        raise CannotReplay(f"arm {arm.name}: {why}; leave {phrase(name, getattr(arm, name))} out")

@@ -16,7 +16,7 @@ from . import bounds
 from .cores import ROTARY, Cores
 from .experts import is_wrong_sum, judge_choice, judge_router
 from .heard import ENDS_OF_ATTENTION, ENDS_OF_MLP, FIRST_OF_MLP, Heard
-from .judged import GIVES, TAKES, Point, ratio
+from .judged import GIVES, OF_CODE, TAKES, Point, ratio
 from .names import ATTENTION, core_name, kind_of, layer_of
 from .taps import (
     Call,
@@ -73,7 +73,7 @@ class Forward:
                 return hook(name, *args)
             except torch.OutOfMemoryError:
                 raise
-            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            except OF_CODE as error:
                 self._judgement.unjudged.setdefault(name, f"{type(error).__name__}: {first_line(error)}")
                 return None
 

@@ -13,6 +13,8 @@ from .windows import Window
 Point = tuple[str, str, int]
 """An operator's call; TAKES or GIVES; index of the tensor."""
 TAKES, GIVES = "takes", "gives"
+OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Exceptions that user code may raise for unsupported dtypes, batches or environments."""
 _ORDERS = 10_000
 """More than the number of operators in a layer."""
 

@@ -11,10 +11,10 @@ from ...tracer.located.results import ROUTES, A, B, Patch
 from ...tracer.progress import Progress
 from ...tracer.store import first_line
 from ..recorded import RecordedRow
+from .judged import OF_CODE
 from .names import kind_of, layer_of
 from .pooled import Pooled
 from .routes import choices, score_with
-from .sequence import OF_CODE
 from .unfinished import Unfinished
 from .vllm_execution import AnyExecution, VllmExecution
 from .vllm_grafts import can_patch, graft_of

@@ -17,7 +17,7 @@ from ...tracer.located.results import A, B, Router
 from ...tracer.store import first_line
 from ..recorded import RecordedRow
 from .head import Head, judge_head
-from .judged import Judged, Judgement, Point
+from .judged import OF_CODE, Judged, Judgement, Point
 from .names import kind_of, layer_of
 from .reference import Reference
 from .taps import RowTaps
@@ -25,8 +25,6 @@ from .vllm_execution import AnyExecution, VllmExecution
 from .windows import Window
 
 CARRIED = "operators' shares of the mismatch"
-OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Exceptions that user code may raise for unsupported dtypes, batches or environments."""
 Apart = tuple[float, float]
 """Two sums of squares: of the difference between the values in both executions, and of the values in execution a. NaN
 if the values cannot be compared."""

@@ -357,13 +357,16 @@ class _EngineTaps:
     def _mixture(self, name: str, module: Any) -> Iterator[None]:
         gate, experts = self._names[name]
 
+        ordered: list[tuple[Any, Any]] = []
+
         def choose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
             given = select(hidden, logits)
-            self._keep(gate, [hidden], [logits, *in_order(*given)])
+            ordered.append(in_order(*given))
+            self._keep(gate, [hidden], [logits, *ordered[-1]])
             return given
 
-        def computed(hidden: Any, weights: Any, ids: Any, given: Any) -> None:
-            weights, ids = in_order(weights, ids)
+        def computed(hidden: Any, _weights: Any, _ids: Any, given: Any) -> None:
+            weights, ids = ordered.pop()
             self._keep(experts, [hidden, ids, weights], [given])
 
         with mixture_around(module, choose, computed):

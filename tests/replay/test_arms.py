@@ -145,3 +145,11 @@ def test_steps_are_read(text, steps):
 def test_steps_that_name_nothing_are_refused(text):
     with pytest.raises(InvalidOption, match="steps"):
         parse_steps(text, [1, 2, 3, 4, 5, 9])
+
+
+@pytest.mark.parametrize(
+    "given", [{"engine": "vllm", "prefix_caching": True}, {"dtype": 16}, {"quantize": 8}, {"mode": "chunked:08"}]
+)
+def test_a_value_of_another_type_or_spelling_is_refused(given):
+    with pytest.raises(InvalidOption, match="use "):
+        Arm(**given)

@@ -118,7 +118,7 @@ def test_a_fault_of_the_trainers_code_is_named_beside_the_exact_engine(traces):
 @pytest.mark.parametrize(
     ("name", "against", "said"),
     [
-        ("llama", "engine=exact,mode=decode", "leave mode decode out"),
+        ("llama", "engine=exact,mode=decode", "the same bits in every mode"),
         ("gemma2", "engine=exact", "cannot run Gemma2ForCausalLM"),
     ],
 )
