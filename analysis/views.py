@@ -37,9 +37,10 @@ def catalogue() -> Catalogue[Database]:
 def open_database(
     traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, ray: str | None = None
 ) -> Database:
-    """Open traces as a database of some steps; one that is open already is opened again only for other steps or a cluster.
+    """Open traces as a database of some steps. An open database is returned as it is, unless other steps or another
+    cluster are requested.
 
-    Raises InvalidOption where a trace has none of the steps, TraceNotFound, NewerTrace or DamagedTrace.
+    Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
     """
     if isinstance(traces, Database) and steps in (ALL_STEPS, traces.steps) and ray in (None, traces.ray):
         return traces
@@ -49,15 +50,16 @@ def open_database(
 def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
     """Open one trace or several for SQL.
 
-    The connection has the views `sequences`, `scores`, `passes`, `metrics`, `steps`, `tokens` and `changes`, the views
-    `operators` and `patches` of what `locate` found, and the table macros
-    `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`, where d = logprob(a) - logprob(b) in
-    nats; `pair_distributions(a, b)`, a row a response token whose distribution both passes captured, with
-    `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these; `pair_routing(a, b)` and its kin where router
-    choices were recorded; and `objective_tokens(train, rollout, now, ...)`, `objective_steps` and `loss_shares(now, ...)`, what
-    the mismatch does to a loss. Every one has a column `run`. A trace that is being written shows what was recorded by now.
+    Views: `sequences`, `scores`, `passes`, `metrics`, `steps`, `tokens`, `changes`, and `operators` and `patches` with the
+    results of `locate`. Table macros, where d = logprob(a) - logprob(b) in nats: `pair(a, b)`, `pair_sequences(a, b)`,
+    `pair_steps(a, b)` and `pair_runs(a, b)`; `pair_distributions(a, b)`, with one row per response token whose
+    distribution both passes captured, and `pair_distribution_sequences(a, b)`, `_steps` and `_runs`; `pair_routing(a, b)`
+    and related macros if router choices were recorded; `objective_tokens(train, rollout, now, ...)`, `objective_steps` and
+    `loss_shares(now, ...)` for the effect of the mismatch on a loss. Each has a column `run`. `like` names frameworks whose
+    macros are defined as well, such as `verl_runs(a, b)`. For a trace that is still being written, the connection shows the
+    rows recorded so far.
 
-    Raises TraceNotFound, NewerTrace or DamagedTrace.
+    Raises InvalidOption for an unknown framework, TraceNotFound, NewerTrace or DamagedTrace.
     """
     for name in like:
         registry.check_name(name)

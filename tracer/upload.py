@@ -56,14 +56,14 @@ class Upload:
         """
         source = Store(self.folder)
         states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
-        unsealed: set[str] = set()
+        left_out = {MANIFEST}
         for path, content in states.items():
-            states[path], waiting = _without_unsealed(content, source.shown(path))
-            unsealed |= waiting
+            states[path], unsealed = _without_unsealed(content, source.shown(path))
+            left_out |= unsealed
         files = {
             path: size
             for path, size in source.walk("").items()
-            if path.partition("/")[0] not in (JOURNAL, WRITERS, INDEX) and path not in (MANIFEST, *unsealed)
+            if path.partition("/")[0] not in (JOURNAL, WRITERS, INDEX) and path not in left_out
             if not any(part.startswith(TEMPORARY_PREFIX) for part in path.split("/")) and self._sent.get(path) != size
         }
         with progress("sending", sum(files.values())) as advance:

@@ -45,9 +45,9 @@ class FileChecksums:
     """Content of the tail, if it was read before."""
 
 
-def unreadable_checksums(where: str, error: ValueError) -> DamagedTrace:
+def unreadable_checksums(where: str, reason: object) -> DamagedTrace:
     """Return the error for a file with unreadable checksums."""
-    return DamagedTrace(f"{where}: its checksums cannot be read ({error})")
+    return DamagedTrace(f"{where}: its checksums cannot be read ({reason})")
 
 
 class VerifiedFile:
@@ -74,8 +74,8 @@ class VerifiedFile:
         self._end = self.num_bytes - checksums.tail_bytes
         count = -(-self._end // size)
         if blocks is not None and len(blocks) != count * DIGEST_BYTES:
-            error = ValueError(f"{len(blocks) // DIGEST_BYTES} for {count} blocks")
-            raise unreadable_checksums(self.store.shown(self.relative), error)
+            reason = f"{len(blocks) // DIGEST_BYTES} for {count} blocks"
+            raise unreadable_checksums(self.store.shown(self.relative), reason)
         self._seen = bytearray(count)
 
     def _need_checksums(self) -> None:

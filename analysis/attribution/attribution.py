@@ -64,7 +64,8 @@ class Attribution(Result):
     """The analysed steps, as given."""
     control: str | None
     kind: str
-    """`intervention` with a baseline run that differs in known ways, else `observation`."""
+    """`intervention` with a baseline run that has the same first prompts and whose differences point to one suspect (without a
+    drop, the same first prompts suffice); else `observation`."""
     num_steps: int
     outcome: str
     """The judged series: an evaluation if one was logged, else the reward; empty if neither was recorded."""
@@ -95,7 +96,7 @@ class Attribution(Result):
 
     @property
     def is_intervention(self) -> bool:
-        """True if a baseline run was given that differs in known ways."""
+        """True if `kind` is `intervention`."""
         return self.kind == INTERVENTION
 
     @property

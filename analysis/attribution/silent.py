@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..facts import thresholds as ft
-from ..facts.conditions import ADVANTAGES, PROMPTS, SAMPLING, SETTING
 from ..facts.fall import COLLAPSE, Fall
 from ..facts.mismatch import read_run_mismatch
-from ..facts.recorded import CONTRACT, read_recorded
+from ..facts.recorded import GIVEN, read_recorded
 from ..facts.relations import correlation, length_correlation, step_interval
 from ..facts.repeats import repeated_responses, unequal_share
 from ..facts.rollouts import Rollouts, least_reward, successive
@@ -165,9 +164,6 @@ def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
     return _of(first, (interval[0], interval[1]), _suspect("reward", evidence))
 
 
-_GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
-
-
 def supposed_at(facts: Facts, step: int) -> Facts:
     """Return the facts as if the run dropped at a step."""
     fall = Fall(
@@ -181,7 +177,7 @@ def broken_steps(facts: Facts) -> Iterator[int]:
     """Yield the steps at which the run's inputs or its engine changed."""
     for change in read_recorded(facts.database, facts.pair):
         is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
-        if change.kind in _GIVEN and is_clear and change.shape != "ramp":
+        if change.kind in GIVEN and is_clear and change.shape != "ramp":
             yield change.step
         if change.series == "mean_abs_d" and isinstance(change.after, float) and change.after >= t.MATERIAL_MISMATCH:
             yield change.step

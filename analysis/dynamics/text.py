@@ -19,7 +19,7 @@ from .motion import Dynamics
 _MOST_PAIRS = 8
 
 SUMMARY: Mapping[str, str] = {
-    "too_short": "Too short to say what changed first: {num_steps} steps recorded, at least {min_steps} needed.",
+    "too_short": "Too short to say what changed first: {num_steps} of at least {min_steps} steps recorded.",
     "no_change": "No series changed by {min_sd:g} or more standard deviations of its noise; each is flat or follows one straight "
     "line.",
     "moved_first": "{onset} changed first{followers}.",
@@ -46,7 +46,7 @@ UNANSWERED: Mapping[str, str] = {
     "no_clip_share": "no loss with a clip, no advantages or no current logprobs, so the clipped share is unknown; record the loss with "
     "Recorder.add_loss",
     "no_changed_weights": "no weights; record with --weights delta to measure how much each update changes",
-    "too_short": "{num_steps} steps with a value; change points need {changes}, lags {lags}, rates and laws {laws}",
+    "too_short": "steps with a value: {num_steps}; change points need {changes}, lags {lags}, rates and laws {laws}",
 }
 """Code of what the trace cannot show -> sentence template."""
 

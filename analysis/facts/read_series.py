@@ -48,7 +48,7 @@ def _read(database: Database, pair: Pair, run: str) -> dict[str, Series]:
     if not columns:
         return {}
     steps = np.unique(np.concatenate([column.steps for column in columns])).astype(np.int64)
-    found = {column.name: _on(steps, column) for column in columns}
+    found = {column.name: on_steps(steps, column) for column in columns}
     return {name: found[name] for name in KINDS if name in found}
 
 
@@ -71,8 +71,8 @@ def _columns(database: Database, pair: Pair, run: str) -> Iterable[Column]:
         yield from found
 
 
-def _on(steps: np.ndarray, column: Column) -> Series:
-    """Return a column as a series over all steps of the run."""
+def on_steps(steps: np.ndarray, column: Column) -> Series:
+    """Return a column as a series over `steps`, with NaN at steps missing from the column."""
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, column.steps)] = column.values
     return named(column.name, steps, values, column.source, column.not_finite, column.logged)

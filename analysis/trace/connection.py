@@ -18,6 +18,7 @@ from ...schemas.errors import StorageError, TimTraceError
 from .macros import words_of
 
 Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 _most: list[int] = []
 """The thread limit set by `limit_threads`; empty without a limit."""
@@ -49,8 +50,6 @@ def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Ite
     for future in waiting:
         yield future.result()
 
-
-Made = TypeVar("Made")
 
 BATCH_ROWS = 1024
 """Number of rows per batch given to a thread."""

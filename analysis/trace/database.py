@@ -43,8 +43,8 @@ class Database:
     ):  # fmt: skip
         """Examine the traces and define their views. A macro is defined when a query first names it.
 
-        A `traces` element may be a path; a Source, which is already examined and from which files may have been
-        removed; or a Database, whose sources are opened again. The views hold the `steps` of each trace, as parsed by
+        `traces` is one or several paths; one or several Sources, which are already examined and from which files may
+        have been removed; or a Database, whose sources are read through a new connection. The views hold the `steps` of each trace, as parsed by
         parse_steps, and the hyperparameters of earlier steps. `ray` is the address of a Ray cluster whose actors share
         the readings of all tokens; see `spread`. Without a `catalogue` only the macros of this folder are available;
         `views.open_database` adds those of every feature.
@@ -170,7 +170,7 @@ class Database:
     def keep_steps(self, steps: Sequence[int]) -> None:
         """Limit the views of sequences and scores to some steps; logged values of all steps remain."""
         self.views.keep_steps(steps)
-        self.sums.distrust()
+        self.sums.forget()
         self._forget_answers()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:

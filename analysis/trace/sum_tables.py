@@ -108,13 +108,9 @@ class SumTables:
         self._coverage.runs.clear()
         self._define()
 
-    def distrust(self) -> None:
-        """Stop using stored and computed sums, because the views now contain other sequences."""
-        self._coverage = Coverage()
-
     def forget(self) -> None:
         """Stop using any sums, and discard the computed ones."""
-        self.distrust()
+        self._coverage = Coverage()
         self._forget()
         self._define()
 

@@ -13,8 +13,8 @@ from ..alarms.figures import Figure, read_token_figures
 from ..alarms.repeats import Repeats
 from ..facts.mismatch import read_step_mismatch
 from ..facts.policy import Given, read_clipping, read_entropy, read_given, read_lags
-from ..facts.read_series import read_logged, read_sampled
-from ..facts.series import KINDS, Column, Series, named
+from ..facts.read_series import on_steps, read_logged, read_sampled
+from ..facts.series import KINDS, Column, Series
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair, Source
@@ -99,7 +99,7 @@ class Memory:
         found = {column.name: column for column in (*self._logged, *columns) if len(column.steps)}
         every = np.unique(np.concatenate([np.fromiter(steps, np.int64), *(c.steps for c in found.values())]))
         every = every.astype(np.int64)
-        return {name: _on(every, found[name]) for name in KINDS if name in found}
+        return {name: on_steps(every, found[name]) for name in KINDS if name in found}
 
     def token_figures(self) -> dict[str, Figure]:
         """Return the per-token figures that alarms need in addition to the series; see `alarms.read_token_figures`."""
@@ -145,10 +145,3 @@ class Memory:
     def _forget(self) -> None:
         self._read, self._values, self._of_tokens = {}, {}, {}
         self.repeats = Repeats()
-
-
-def _on(steps: np.ndarray, column: Column) -> Series:
-    """Return a column as a series over `steps`, with NaN at steps missing from the column."""
-    values = np.full(len(steps), np.nan)
-    values[np.searchsorted(steps, column.steps)] = column.values
-    return named(column.name, steps, values, column.source, column.not_finite)

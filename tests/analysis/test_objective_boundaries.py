@@ -210,7 +210,11 @@ def told(*, changes=None, fall=None, schedule=None, growth=(), num_steps=100):
 def test_changes_need_twelve_steps(num_steps, code):
     codes_, sentences = told(num_steps=num_steps)
     assert codes_ == [code]
-    expected = "Too short to say what changed first: 11 steps" if code == "too_short" else "No series changed by 2 or"
+    expected = (
+        "Too short to say what changed first: 11 of at least 12 steps recorded"
+        if code == "too_short"
+        else "No series changed by 2 or"
+    )
     assert sentences[0].startswith(expected)
 
 

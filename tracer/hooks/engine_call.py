@@ -10,11 +10,9 @@ import numpy as np
 
 from ...schemas.capture import Capture
 from ...schemas.passes import ROLLOUT
+from ...schemas.tables import SAMPLING
 from ..dense import Logits, TopK
 from .vllm_logprobs import Requested, distribution, gathered, sampled_logprobs
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-"""vLLM's sampling parameters that are columns in the sequences table."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +85,7 @@ class EngineCall:
             prompt_ids=[list(self.outputs[prompt].prompt_token_ids or []) for prompt in prompts],
             response_ids=[list(done.token_ids) for done in self.completions],
             finish_reason=self.finish_reasons,
-            **{name: [getattr(one, name) for one in params] for name in _SAMPLING},
+            **{name: [getattr(one, name) for one in params] for name in SAMPLING},
         )
         logprobs = self.logprobs()
         scored = [row for row, values in enumerate(logprobs) if values is not None]

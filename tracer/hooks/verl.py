@@ -304,7 +304,7 @@ class TrainerHooks:
             response_mask=[mask.astype(bool) for mask in masks],
             reward=sums(values("rm_scores")),
             advantage=advantages if shared is None else shared,
-            **sampling(config) | {"top_k": max(sampling(config)["top_k"], 0)},
+            **(asked := sampling(config)) | {"top_k": max(asked["top_k"], 0)},
             max_tokens=config.data.max_response_length,
             finish_reason=finish_reasons(responses, [trainer.tokenizer.eos_token_id], config.data.max_response_length),
         )

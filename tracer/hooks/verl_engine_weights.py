@@ -78,7 +78,7 @@ class VerlEngineWeights(EngineWeights):
         """Record the comparison for the newest weight transfer under its policy version, unless already recorded."""
         if self._newest is None:
             return
-        self._version, self._trainer = version, self._newest
+        self._version = version
         self.tell(step)
         self._newest = None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...schemas.contract import Contract
 from ...schemas.layout import TRAIN_SPLIT
@@ -18,10 +18,12 @@ from .engine_call import EngineCall
 from .model_contract import tokenizer_identity
 from .patches import Patches, arguments
 from .session import Session
-from .trl_state import Generation
 from .versions import version_sentence
 from .vllm_contract import Conditions, engine_contract, sampling_settings
 from .vllm_logprobs import Requested, asking, cut_down, room_for
+
+if TYPE_CHECKING:
+    from .trl_state import Generation
 
 POINTS = {
     "generate": "rollouts of LLM.generate",

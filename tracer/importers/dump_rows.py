@@ -22,7 +22,7 @@ _MOST_EXPERTS = np.iinfo(np.int16).max
 
 
 class DumpRows:
-    """Rows collected one by one; a cell is a number, a string, None, an array, or Values."""
+    """Rows collected one by one; a cell is a number, a string, None, an array, Values, or for rewards a dict of numbers."""
 
     def __init__(self, file: str, unit: str = "row"):
         self._file, self._unit = file, unit
@@ -35,8 +35,8 @@ class DumpRows:
     def add(self, number: int, **cells: Any) -> None:
         """Add a row. A cell of None means not recorded; a row without `response_ids` has no tokens.
 
-        The cell `routing` is stored in RowBatch.routing, not in a column. Raises ImportFailed unless each pass has one
-        logprob per token.
+        The cell `routing` is stored in RowBatch.routing, not in a column. Raises ImportFailed if a row has
+        `response_ids` and a pass has another number of logprobs than tokens.
         """
         cells.setdefault("prompt_ids", None)
         response = cells.get("response_ids")

@@ -131,7 +131,7 @@ def _imported(
     if not parts:
         if before is None:
             raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or _holds_none(chosen, folder)}")
-        result = Imported(folder=Path(), format=chosen.name)
+        result = Imported(folder=Path(os.path.abspath(os.path.expanduser(output))), format=chosen.name)
     else:
         rows = import_parts(
             job, parts, output, source, ordered=_are_ordered(chosen, parts), grows=before is not None, force=force, ray=ray,
@@ -139,7 +139,6 @@ def _imported(
         )  # fmt: skip
         result = rows.result
         result.num_files = len(job.sources)
-    result.folder = Path(os.path.abspath(os.path.expanduser(output)))
     result.held_back = tuple(held_back)
     result.num_known_files = 0 if before is None else before.num_known
     return result

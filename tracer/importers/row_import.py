@@ -191,7 +191,7 @@ class RowImport:
         self.left_open = tuple(self._open)
         for name in self.left_open:
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
-        self.result.ignored_columns = self._unowned
+        self.result.ignored_columns += self._unowned
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
         """Record sequences from one step that have the same non-NULL columns."""
@@ -267,9 +267,10 @@ class RowImport:
         has = [scores.columns.has(column)[scores.rows] & scores.is_owner for column in OF_TOKENS]
         for some in _groups(has_routing, *has):
             rows = scores.rows[some]
-            own = scores.columns.take(rows)
+            owned = [column for column in OF_TOKENS if scores.is_owner and scores.columns[column] is not None]
+            own = scores.columns.take(rows) if owned else scores.columns
             experts = [each for place in some if (each := chosen[place]) is not None]
-            beside: dict[str, Any] = {column: own.ragged(column) for column in OF_TOKENS if scores.is_owner}
+            beside: dict[str, Any] = {column: own.ragged(column) for column in owned}
             self._recorder.add_scores(
                 name,
                 scores.batch,

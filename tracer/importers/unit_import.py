@@ -55,7 +55,7 @@ class Job:
 
     def __init__(self, format: str, folder: DumpFolder, selection: Selection):
         self.folder, self.selection = folder, selection
-        self._format, self._url = format, folder.url
+        self._format = format
         self.seen: set[str] = set()
         self.sources: dict[str, SealedFile] = {}
 
@@ -86,9 +86,11 @@ class Job:
     def finish(self, num_read: int, rows: RowImport) -> None:
         """Finish the import after all parts were read. Raises ImportFailed if nothing was imported."""
         if not num_read:
-            raise ImportFailed(f"{self._url}: holds no rows")
+            raise ImportFailed(f"{self.folder.url}: holds no rows")
         if not rows.result.num_sequences:
-            raise ImportFailed(f"{self._url}: none of its {num_read} sequences was selected; give a larger --sample")
+            raise ImportFailed(
+                f"{self.folder.url}: none of its {num_read} sequences was selected; give a larger --sample"
+            )
 
     def count(self) -> None:
         """Count the rows before each file, if sequences are named by row number."""
@@ -102,7 +104,7 @@ class Job:
     ) -> RowImport:
         """Open a RowImport that records to `folder`."""
         return RowImport(
-            folder, self._format, self._url, selection=self.selection, ordered=ordered, zero_lists=zero_lists,
+            folder, self._format, self.folder.url, selection=self.selection, ordered=ordered, zero_lists=zero_lists,
             num_before=num_before,
         )  # fmt: skip
 
