@@ -318,3 +318,18 @@ def test_a_driver_that_was_killed_goes_on_with_what_was_whole(tmp_path, cluster)
     pids = {state.pid for state in Store(tmp_path / "divided" / "run").writers()[0]}
     assert len(pids) > 2  # actors of both drivers
     same_trace(tmp_path / "divided" / "run", tmp_path / "alone" / "run")
+
+
+def test_an_import_divided_among_actors_says_the_same_of_columns_it_ignored(tmp_path, cluster):
+    rows = neutral_rows(6)
+    for row in rows:  # entropies of neither pass of the policy
+        row["reference_logprobs"] = row.pop("rollout_logprobs")
+        row.pop("train_logprobs", None)
+        row["entropy"] = [0.5] * len(row["response_ids"])
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=30)
+    alone, divided = (
+        import_dump("parquet", tmp_path / "rows.parquet", output=tmp_path / name, ray=ray)
+        for name, ray in (("alone", None), ("divided", cluster[0].address))
+    )
+    assert alone.ignored_columns == divided.ignored_columns
+    assert "entropy" in alone.ignored_columns
