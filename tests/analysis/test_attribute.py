@@ -408,7 +408,7 @@ def test_a_reward_that_becomes_another_one_without_a_fall_is_told(tmp_path):
     assert found.fall is None
     (note,) = [each for each in found.note_codes if each.code == "reward_changed"]
     assert note.values["step"] == 60
-    assert "but it was changed on the way" in verdict_sentence(found)
+    assert "but the reward itself changed" in verdict_sentence(found)
     assert not [each for each in attribute(record(tmp_path / "b")).note_codes if each.code == "reward_changed"]
 
 

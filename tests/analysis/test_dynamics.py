@@ -453,7 +453,7 @@ def test_a_run_is_told_from_its_first_move_to_its_schedule(tmp_path):
     }  # fmt: skip
     text = dynamics_text(found)
     assert "Response length surged at step 42" in text
-    assert "this is description, not causation" in text
+    assert "they do not show causation" in text
     shown = tim_trace("dynamics", trace, "--json").json()
     assert shown["onsets"][0]["name"] == found.onsets[0].name
     assert shown["series"] == json.loads(json.dumps(dynamics_json(found)["series"]))

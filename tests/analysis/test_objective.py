@@ -332,7 +332,7 @@ def test_bypass_uses_the_true_ratio(opened):
 def test_bypass_is_not_said_to_be_untouched(opened):
     found = objective(opened[False][1], denominator="rollout")
     (verdict,) = found.verdict
-    assert "does not touch" not in verdict
+    assert "does not change the objective" not in verdict
     assert "That ratio contains both the mismatch" in verdict
     assert (
         f"{found.value('mean_abs_d'):.3g} nats on average; {found.value('clipped') * 100:.3g} % of the tokens are clipped"

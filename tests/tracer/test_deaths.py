@@ -35,7 +35,7 @@ def check_replacing(death, made):
     else:
         assert held(there) in (OLD, *made), death
     for aside in death["aside"]:  # one whose removal had begun has no manifest any more
-        assert held(aside) == OLD or "holds no trace.json" in aside["error"], death
+        assert held(aside) == OLD or "has no trace.json" in aside["error"], death
     assert not death["temporaries"], death
 
 

@@ -77,7 +77,7 @@ def test_a_signal_to_record_alone_ends_the_command_as_it_ends_a_bare_one(tmp_pat
     found = info(str(tmp_path / "run"))
     if name == "SIGKILL":
         assert (found.state, found.exit_code) == ("finished", None)
-        assert any("how the command ended is not known" in sentence for sentence in found.missing)
+        assert any("the exit code of the command is unknown" in sentence for sentence in found.missing)
     else:
         assert (found.state, found.exit_code, found.missing) == ("finished", 128 + number, ())
 

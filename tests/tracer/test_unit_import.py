@@ -223,7 +223,7 @@ def test_an_error_names_the_same_line_and_leaves_nothing(tmp_path, cluster):
     lines_of(tmp_path / "dump", rows)
     told = []
     for ray in (None, cluster[0].address):
-        with pytest.raises(ImportFailed, match="line 151: has 1 logprobs for 10 tokens") as refusal:
+        with pytest.raises(ImportFailed, match="line 151: pass rollout has 1 logprobs for 10 tokens") as refusal:
             import_dump("open-instruct", tmp_path / "dump", output=tmp_path / "run", ray=ray)
         told.append(str(refusal.value))
         assert {entry.name for entry in tmp_path.iterdir()} == {"dump"}

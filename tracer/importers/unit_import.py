@@ -166,7 +166,7 @@ def import_parts(
     Raises ImportFailed.
     """
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
-    room = None if ray is None else _room_of(output)
+    room = None if ray is None else room_of(output)
     if room is not None and not grows:
         manifest = _kept_manifest(room, source) or manifest
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
@@ -189,7 +189,7 @@ def import_parts(
     return rows
 
 
-def _room_of(output: str | os.PathLike[str]) -> Path:
+def room_of(output: str | os.PathLike[str]) -> Path:
     """Return the folder, next to the trace, that holds the units of an import until all units are complete."""
     folder = Path(os.path.realpath(os.path.expanduser(output)))
     return folder.parent / f"{TEMPORARY_PREFIX}import-{folder.name}"
