@@ -61,7 +61,7 @@ def test_diagnose_watch_and_the_report_name_the_same_alarms_with_the_same_figure
         assert [told[name] for name in fields] == [others[key][name] for name in fields]
         # The one reads sums that the trace keeps and the other tokens: the order of additions differs.
         assert told["own"] == (others[key]["own"] and pytest.approx(others[key]["own"], rel=1e-12))
-    size = {answer.question: answer.text for answer in report(trace).verdicts[0].answers}["size"]
+    size = {answer.question: answer for answer in report(trace).verdicts[0].answers}["size"]
     assert size.figure == f"{len(sounding)} of {len(diagnosed['alarms'])} alerts fired"
     for reading in diagnose(trace).alarms.raised:
         assert alarm_sentence(reading) in size.detail

@@ -453,7 +453,7 @@ def test_steps_and_samples_are_chosen(tmp_path, format):
     assert names[0] == names[1]
     with pytest.raises(InvalidOption, match="sample"):
         import_dump(format, tmp_path / "dump", output=tmp_path / "x", sample=0.0)
-    with pytest.raises(ImportFailed, match="none of its 120 sequences was chosen"):
+    with pytest.raises(ImportFailed, match="none of its 120 sequences was selected"):
         import_dump(format, tmp_path / "dump", output=tmp_path / "x", sample=1e-12)
 
 
