@@ -28,7 +28,6 @@ from .replay.arms import Arm, names_for
 from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
-    InvalidOption,
     InvalidQuery,
     TimTraceError,
     TimTraceWarning,
@@ -1037,17 +1036,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--keep/--no-keep", default=True,
     help="Store the result in the trace, for sql, report and diagnose; replaces an earlier one with the same options.",
 )  # fmt: skip
-@_by("kind", "operator", "layer", "patch", "parameter", help="What a row of --csv stands for.")
-@click.option(
-    "--backward",
-    is_flag=True,
-    help="Compare gradients of the recorded loss instead (locate_backward in Python).",
-)
-@click.option(
-    "--loss",
-    metavar="FIELDS",
-    help="With --backward: fields of the loss that the trace does not have, as gradient's --loss.",
-)
+@_by("kind", "operator", "layer", "patch", help="What a row of --csv stands for.")
 @click.option(
     "--limit", default=24, type=click.IntRange(1), metavar="N",
     help="With --from-dumps: number of rows to print; --json and --csv have all.",
@@ -1058,8 +1047,6 @@ def locate(
     from_dumps: tuple[str, str] | None,
     by: str,
     limit: int,
-    backward: bool,
-    loss: str | None,
     form: _Form,
     **options: Any,
 ) -> None:
@@ -1067,8 +1054,8 @@ def locate(
 
     Each operator of both executions is compared with a float64 model on the same inputs, so that earlier errors do not count: the
     first error that exceeds what rounding can cause is the divergence. carried is the share of the mean square mismatch that an
-    operator's own error accounts for; removed is the share that goes if the other execution's code computes the operator. After an
-    interruption, the same command continues. Exit code 1: rounding does not explain everything.
+    operator's own error accounts for; removed is the share that goes if the other execution's code computes the operator. Exit code 1: rounding
+    does not explain everything.
 
     --from-dumps compares two dumps name by name and finds the first tensor whose difference rounding does not explain. It takes
     --by operator|layer, --limit and options of output, and no other.
@@ -1080,13 +1067,6 @@ def locate(
         raise click.UsageError("give RUN, or two folders of dumped tensors with --from-dumps A B")
     from dataclasses import asdict
 
-    if backward:
-        options.pop("keep")
-        return _locate_backward(trace, by, form, loss=loss, **options)
-    if loss is not None:
-        raise InvalidOption("only applies with --backward", option="loss")
-    if by == "parameter":
-        raise InvalidOption("'parameter' goes with --backward alone", option="by")
     from .analysis import locate as find
     from .analysis.locate_text import location_text, next_command, sentence
     from .analysis.location import location_rows
@@ -1104,34 +1084,6 @@ def locate(
         _tell(f"not stored in the trace: {found.not_kept}")
     if found.first is not None or found.kinds:
         _tell(f"next: {next_command(found).replace('RUN', shlex.quote(trace))}")
-    if found.first is not None:
-        raise click.exceptions.Exit(1)
-
-
-def _locate_backward(
-    trace: str, by: str, form: _Form, *, patch: str, layers: str | None, operators: str | None, **options: Any
-) -> None:
-    """Answer `locate --backward`."""
-    from dataclasses import asdict
-
-    from .analysis.locate_backward_text import backward_rows, backward_sentence, backward_text, check_by
-    from .replay.locate.backward import locate_backward
-
-    given = _given() - ({"patch"} if patch == "none" else set())
-    for option in ("patch", "layers", "operators"):
-        if option in given:
-            raise InvalidOption(
-                "does not apply with --backward, which compares all operators without patches; leave it out",
-                option=option,
-            )
-    check_by(by)
-    with _library_output_held_back():
-        found = locate_backward(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: asdict(found) | {"sentence": backward_sentence(found)},
-        text=lambda width: backward_text(found, by, width),
-        rows=lambda: backward_rows(found, by),
-    )
     if found.first is not None:
         raise click.exceptions.Exit(1)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict
+from typing import Any
 
+from ..replay.arms import Arm, parse_arm
 from ..replay.locate.engine import REFERENCE
 from ..replay.locate.engine import locate as locate_operators
-from ..replay.locate.unfinished import Unfinished, question_id
+from ..schemas.checksums import short_hash
+from ..schemas.contract import canonical_json
 from ..tracer.located.result_files import write_result
 from ..tracer.located.results import Located, LocateQuestion
 from ..tracer.progress import Progress, no_progress
@@ -48,26 +51,22 @@ def locate(
 
     With `keep`, the result is stored in a local trace under `locate/`, replacing an earlier answer to the same
     question; the views `operators` and `patches` and the report read it from there. `not_kept` is the reason if it
-    could not be stored. Partial results are stored there as well, so that the same question resumes after an
-    interruption, except with user code, which may have changed. Without `keep` nothing is written.
+    could not be stored. Without `keep` nothing is written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
+    found = locate_operators(
+        trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
+        model_factory=model_factory, against_factory=against_factory, weights_from=weights_from, progress=progress,
+    )  # fmt: skip
+    if not keep:
+        return location(found)
     question = LocateQuestion(
-        step=-1, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
+        step=found.step, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
         model_factory=model_factory, against_factory=against_factory,
         weights_from=None if weights_from is None else os.fspath(weights_from),
     )  # fmt: skip
-    unfinished = Unfinished(Store(trace), question) if keep else None
-    found = locate_operators(
-        trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
-        model_factory=model_factory, against_factory=against_factory, weights_from=weights_from, unfinished=unfinished,
-        progress=progress,
-    )  # fmt: skip
-    if unfinished is None:
-        return location(found)
-    kept, not_kept = _keep(Store(trace), replace(question, step=found.step), found)
-    unfinished.remove()
+    kept, not_kept = _keep(Store(trace), question, found)
     return location(found, kept=kept, not_kept=not_kept)
 
 
@@ -79,3 +78,21 @@ def _keep(store: Store, question: LocateQuestion, found: Located) -> tuple[str |
         return write_result(store, question_id(question), question, found), None
     except OSError as error:
         return None, error.strerror or first_line(error)
+
+
+def question_id(question: LocateQuestion) -> str:
+    """Return the XXH3-64 hash of a question's canonical JSON, 16 hexadecimal digits.
+
+    An arm enters the hash with its changes, not with its name.
+    """
+    asked: dict[str, Any] = asdict(question) | {"arm": _changes(question.arm), "against": _changes(question.against)}
+    if question.operators is None:  # questions of earlier releases had none
+        del asked["operators"]
+    return short_hash(canonical_json(asked).encode())
+
+
+def _changes(text: str | None) -> dict[str, Any]:
+    """Return an arm's changes without its name, so that options added in later releases change no id."""
+    recorded = asdict(Arm())
+    given = asdict(Arm() if text is None else parse_arm(text))
+    return {name: value for name, value in given.items() if name != "name" and value != recorded[name]}

@@ -21,10 +21,6 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     "replay_plan": (
         "arm", "num_steps", "num_sequences", "num_tokens", "seconds", "all_seconds", "device_hours", "tokens_per_s", "num_versions", "load_s",
     ),
-    "backward_kinds": ("kind", "share", "difference", "norm_a", "norm_b", "ratio_a", "ratio_b"),
-    "backward_layers": ("layer", "share", "difference", "norm_a", "norm_b", "ratio_a", "ratio_b"),
-    "backward_parameters": ("parameter", "share", "difference", "cosine", "norm_a", "introduced_a", "introduced_b"),
-    "backward_operators": ("side", "operator", "what", "introduced", "ratio"),
     "locate_kinds": ("side", "kind", "carried", "carried_low", "carried_high", "ratio", "num_operators"),
     "locate_patches": ("patch", "taker", "removed", "removed_low", "removed_high", "num_operators"),
     "dumps": ("place", "rms", "units", "ratio", "why", "dtype_a", "dtype_b", "worst", "token", "shape_a", "shape_b"),

@@ -55,7 +55,6 @@ OF_LOCATE = {
     "tim_trace.replay.locate": {
         "analysis/__init__.py",
         "analysis/locate.py",
-        "analysis/locate_backward_text.py",
         "cli.py",
     },
     "tim_trace.analysis.locate": {"analysis/__init__.py", "cli.py"},

@@ -97,10 +97,6 @@ class Execution:
             self._prepare(self.model)
         self.scorer.attach(self.built)
 
-    def made_by(self) -> Contract:
-        """Return the contract of its results, without kernels, which are unknown before it runs."""
-        return self.scorer.made_by() | {"attention_kernels": None}
-
     @property
     def weight_dtypes(self) -> dict[str, Any]:
         """Parameter -> torch's dtype."""

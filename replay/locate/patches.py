@@ -15,8 +15,7 @@ from .judged import OF_CODE
 from .names import kind_of, layer_of
 from .pooled import Pooled
 from .routes import choices, score_with
-from .unfinished import Unfinished
-from .vllm_execution import AnyExecution, VllmExecution
+from .vllm_execution import AnyExecution
 from .vllm_grafts import can_patch, graft_of
 
 LAYER_STEPS = 8
@@ -33,14 +32,9 @@ def patched(
     pooled: Pooled,
     wanted: Names,
     is_asked: Names,
-    unfinished: Unfinished | None,
     progress: Progress,
 ) -> Iterator[Patch]:
     """Patch either execution for `rows`, in batches of `of`; `wanted` selects routers, `is_asked` operators."""
-    if not pooled.are_whole:  # after an interruption vLLM may not have run yet
-        for engine in executions.values():
-            if isinstance(engine, VllmExecution):
-                engine.takes_whole_rows = False
     grafts = {
         side: (graft_of(executions[side], executions[other]), other)
         for side, other in ((B, A), (A, B))
@@ -52,44 +46,30 @@ def patched(
         side: [*_plans(patch, [name for name in graft.names(rows, of) if is_asked(name)]), *routes]
         for side, (graft, _) in grafts.items()
     }
-    done: dict[tuple[str, int], Patch] = {}
-    if unfinished is not None:
-        places = [(side, number) for side, own in plans.items() for number in range(len(own))]
-        done = {place: found for place in places if (found := unfinished.patch(*place)) is not None}
-    total = sum(map(len, plans.values()))
-    before = f", {len(done)} of {total} done before" if done else ""
-    with progress(f"patching operators{before}", total) as advance:
+    with progress("patching operators", sum(map(len, plans.values()))) as advance:
         for side, (graft, other) in grafts.items():
-            for number, (name, operators) in enumerate(plans[side]):
-                found = done.get((side, number))
-                if found is None:
-                    try:
-                        if operators is None:
-                            given = choices(executions[other], rows, of, wanted)
-                            scored = score_with(executions[side], given, rows, of)
-                        else:
-                            scored = graft.score(operators, rows, of)
-                    except OF_CODE as error:
-                        if not any(each.is_other_code for each in executions.values()):
-                            raise
-                        pooled.unjudged[f"patch {name} in {side}"] = f"{type(error).__name__}: {first_line(error)}"
-                        advance(1)
-                        continue
-                    found = Patch(
-                        patch=name,
-                        taker=side,
-                        num_operators=flipped if operators is None else len(operators),
-                        squares_left=tuple(
-                            float(
-                                np.square((scored[row.seq_id] - pooled.logprobs[other][row.seq_id])[row.scored]).sum()
-                            )
-                            for row in rows
-                        ),
-                    )
-                    if unfinished is not None:
-                        unfinished.add_patch(side, number, found)
-                yield found
+            for name, operators in plans[side]:
                 advance(1)
+                try:
+                    if operators is None:
+                        given = choices(executions[other], rows, of, wanted)
+                        scored = score_with(executions[side], given, rows, of)
+                    else:
+                        scored = graft.score(operators, rows, of)
+                except OF_CODE as error:
+                    if not any(each.is_other_code for each in executions.values()):
+                        raise
+                    pooled.unjudged[f"patch {name} in {side}"] = f"{type(error).__name__}: {first_line(error)}"
+                    continue
+                yield Patch(
+                    patch=name,
+                    taker=side,
+                    num_operators=flipped if operators is None else len(operators),
+                    squares_left=tuple(
+                        float(np.square((scored[row.seq_id] - pooled.logprobs[other][row.seq_id])[row.scored]).sum())
+                        for row in rows
+                    ),
+                )
 
 
 def _plans(patch: str, names: Sequence[str]) -> Iterator[tuple[str, frozenset[str]]]:

@@ -95,12 +95,6 @@ class VllmExecution:
         """The model object inside the vLLM engine."""
         return self._engine.llm.apply_model(lambda model: model)[0]
 
-    def made_by(self) -> Contract:
-        """Return the contract under which the engine scores, without the folder of its weights, which is different in
-        every run."""
-        made = self._scorer.made_by()
-        return made | {"config": _without(made.get("config") or {}, "model_config", "model")}
-
     @property
     def weight_dtypes(self) -> dict[str, Any]:
         """Parameter name in transformers -> torch dtype; the experts in a mixture are left out."""
@@ -229,11 +223,6 @@ class _Batch:
                 ids = ids[:-1]
             self._known[request] = self._waiting[tuple(ids)].pop(0)
         return self._known[request]
-
-
-def _without(values: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
-    """Return settings with the entry `name` removed from `part`."""
-    return {**values, part: {key: value for key, value in (values.get(part) or {}).items() if key != name}}
 
 
 def _longer(row: RecordedRow) -> RecordedRow:
