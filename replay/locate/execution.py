@@ -172,8 +172,7 @@ class Execution:
     def _listening(self, wanted: Callable[[str], bool]) -> Listening:
         """Return a listener for the operators selected by `wanted`."""
         assert self.reference is not None
-        attentions = self.reference.attentions if self.is_other_code else ()
-        return Taps(self.model, wanted, self.reference.operators, attentions).heard
+        return Taps(self.model, wanted, self.reference.operators).heard
 
 
 def check_heard(arm: Arm) -> None:

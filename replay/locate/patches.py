@@ -11,12 +11,12 @@ from ...tracer.located.results import ROUTES, A, B, Patch
 from ...tracer.progress import Progress
 from ...tracer.store import first_line
 from ..recorded import RecordedRow
+from .grafts import graft_of
 from .judged import OF_CODE
 from .names import kind_of, layer_of
 from .pooled import Pooled
 from .routes import choices, score_with
 from .vllm_execution import AnyExecution
-from .vllm_grafts import can_patch, graft_of
 
 LAYER_STEPS = 8
 """Number of intervals for replacing layers cumulatively, from the first layer on."""
@@ -35,11 +35,8 @@ def patched(
     progress: Progress,
 ) -> Iterator[Patch]:
     """Patch either execution for `rows`, in batches of `of`; `wanted` selects routers, `is_asked` operators."""
-    grafts = {
-        side: (graft_of(executions[side], executions[other]), other)
-        for side, other in ((B, A), (A, B))
-        if can_patch(executions[side], executions[other])
-    }
+    made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
+    grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
     routes: list[tuple[str, frozenset[str] | None]] = [(ROUTES, None)] if flipped else []
     plans = {
@@ -53,7 +50,7 @@ def patched(
                 try:
                     if operators is None:
                         given = choices(executions[other], rows, of, wanted)
-                        scored = score_with(executions[side], given, rows, of)
+                        scored = score_with(graft.taker, given, rows, of)
                     else:
                         scored = graft.score(operators, rows, of)
                 except OF_CODE as error:

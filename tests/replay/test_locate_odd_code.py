@@ -325,8 +325,8 @@ NAMED = [
     (mlp_in_bf16, "bf16", "model.layers.1.mlp.gate_proj"),
     (without_a_norm, "fp32", "model.layers.1.post_attention_layernorm"),
     (in_two_modules_and_wrong, "fp32", "model.layers.1.self_attn.v_proj"),
-    (keys_turned_back, "fp32", "layers.1.rotary.k"),
-    (keys_turned_a_little, "bf16", "layers.1.rotary.k"),
+    (keys_turned_back, "fp32", "layers.1.attention"),
+    (keys_turned_a_little, "bf16", "layers.1.attention"),
     (scores_of_another_scale, "fp32", "layers.1.attention"),
     (filled_up, "fp32", "logits"),
 ]
