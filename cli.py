@@ -19,7 +19,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import click
-from click.core import ParameterSource
 
 from . import __version__
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
@@ -1009,11 +1008,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 
 @_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
 @main.command()
-@click.argument("trace", metavar="RUN", required=False)
-@click.option(
-    "--from-dumps", nargs=2, metavar="A B",
-    help="Instead of RUN, compare two folders of tensors that SGLang's dumper, msprobe or torch.save wrote.",
-)  # fmt: skip
+@click.argument("trace", metavar="RUN")
 @click.option("--steps", default="-1", metavar="STEP", help="One recorded step; -1 is the last.")
 @click.option("--arm", metavar="CHANGES", help="Execution a, as replay's --arm; by default as recorded.")
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
@@ -1037,34 +1032,15 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     help="Store the result in the trace, for sql, report and diagnose; replaces an earlier one with the same options.",
 )  # fmt: skip
 @_by("kind", "operator", "layer", "patch", help="What a row of --csv stands for.")
-@click.option(
-    "--limit", default=24, type=click.IntRange(1), metavar="N",
-    help="With --from-dumps: number of rows to print; --json and --csv have all.",
-)  # fmt: skip
 @_prints()
-def locate(
-    trace: str | None,
-    from_dumps: tuple[str, str] | None,
-    by: str,
-    limit: int,
-    form: _Form,
-    **options: Any,
-) -> None:
+def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
     Each operator of both executions is compared with a float64 model on the same inputs, so that earlier errors do not count: the
     first error that exceeds what rounding can cause is the divergence. carried is the share of the mean square mismatch that an
-    operator's own error accounts for; removed is the share that goes if the other execution's code computes the operator. Exit code 1: rounding
-    does not explain everything.
-
-    --from-dumps compares two dumps name by name and finds the first tensor whose difference rounding does not explain. It takes
-    --by operator|layer, --limit and options of output, and no other.
+    operator's own error accounts for; removed is the share that goes if the other execution's code computes the operator.
+    Exit code 1: rounding does not explain everything.
     """
-    if from_dumps is not None:
-        _locate_dumps(from_dumps, trace, by, limit, form)
-        return
-    if trace is None:
-        raise click.UsageError("give RUN, or two folders of dumped tensors with --from-dumps A B")
     from dataclasses import asdict
 
     from .analysis import locate as find
@@ -1084,42 +1060,6 @@ def locate(
         _tell(f"not stored in the trace: {found.not_kept}")
     if found.first is not None or found.kinds:
         _tell(f"next: {next_command(found).replace('RUN', shlex.quote(trace))}")
-    if found.first is not None:
-        raise click.exceptions.Exit(1)
-
-
-_FOR_DUMPS = frozenset({"from_dumps", "by", "limit", "as_json", "as_csv", "is_wide", "quiet"})
-
-
-def _given() -> set[str]:
-    """Return the options given on the command line."""
-    context = click.get_current_context()
-    names = {parameter.name for parameter in context.command.params if isinstance(parameter, click.Option)}
-    return {
-        name for name in names if name is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
-
-
-def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: int, form: _Form) -> None:
-    """Answer `locate --from-dumps`. Exit with code 1 if rounding does not explain every difference."""
-    from dataclasses import asdict
-
-    from .analysis.dumps.compare import dumps_rows, locate_dumps
-    from .analysis.dumps.text import dumps_text, sentence
-
-    given = [f"--{name.replace('_', '-')}" for name in sorted(_given() - _FOR_DUMPS)]
-    if trace is not None or given:
-        what = f"{trace} is" if trace is not None else f"{', '.join(given)} {'is' if len(given) == 1 else 'are'}"
-        raise click.UsageError(f"--from-dumps compares two folders directly, so {what} not supported; leave it out")
-    by = by if "by" in _given() else "operator"
-    if by not in ("operator", "layer"):
-        raise click.UsageError(f"--from-dumps has rows --by operator or layer; got {by}")
-    found = locate_dumps(*folders, progress=_progress)
-    form.answer(
-        json=lambda: asdict(found) | {"sentence": sentence(found)},
-        text=lambda width: dumps_text(found, width, by, limit),
-        rows=lambda: dumps_rows(found, by),
-    )
     if found.first is not None:
         raise click.exceptions.Exit(1)
 

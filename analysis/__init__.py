@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .comparison.compare import compare
     from .corrections import corrections
     from .diagnosis.diagnose import diagnose
-    from .dumps.compare import locate_dumps
     from .dynamics.dynamics import dynamics
     from .export.export import export_run
     from .gate.gate import gate
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
-    "import_dump", "import_parquet", "info", "locate", "locate_dumps", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
+    "import_dump", "import_parquet", "info", "locate", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
 
@@ -63,7 +62,6 @@ make_lazy(
         "import_parquet": "..tracer.importers.neutral",
         "info": ".info",
         "locate": ".locate",
-        "locate_dumps": ".dumps.compare",
         "objective": ".objective.objective",
         "query": ".queries.catalogue",
         "record": "..tracer.launch",

@@ -23,7 +23,6 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "locate_kinds": ("side", "kind", "carried", "carried_low", "carried_high", "ratio", "num_operators"),
     "locate_patches": ("patch", "taker", "removed", "removed_low", "removed_high", "num_operators"),
-    "dumps": ("place", "rms", "units", "ratio", "why", "dtype_a", "dtype_b", "worst", "token", "shape_a", "shape_b"),
     "weights": (
         "version", "module", "kind", "verified", "share_changed", "mean_share_changed", "max_share_changed", "num_bytes",
         "stored_bytes",

@@ -122,8 +122,6 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         options = {option: value for option, value in options.items() if option not in ("tokenizer", "force")}
     if name in ("objective", "gradient", "locate", "triangulate"):  # their values hold every row
         options.pop("by")
-    if name == "locate":  # those of `locate_dumps`, which has two folders in the place of a trace
-        assert [options.pop(option) for option in ("from_dumps", "limit")] == [None, 24]
     if name == "stats":  # the frameworks' options, of which none is given unless the command line says so
         parameters |= {
             field.name: False if field.default is False else None

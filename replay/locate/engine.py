@@ -355,5 +355,5 @@ def _check_form(model: Any) -> None:
     if missing:
         raise CannotReplay(
             f"{type(model).__name__} is not structured like a transformers model: it has no {', no '.join(missing)}; its operators cannot be "
-            "observed. Derive it from transformers' PreTrainedModel, or compare dumps of both sides: tim-trace locate --from-dumps A B"
+            "observed. Derive it from transformers' PreTrainedModel"
         )

@@ -202,7 +202,7 @@ def test_a_patch_of_another_form_is_left_out_by_name(trace):
     ],
 )  # fmt: skip
 def test_a_model_of_another_form_is_refused_with_what_it_lacks(model, missing):
-    with pytest.raises(CannotReplay, match=rf"it has no {missing}; .* tim-trace locate --from-dumps"):
+    with pytest.raises(CannotReplay, match=rf"it has no {missing}; .* Derive it from"):
         _check_form(model)
 
 
